@@ -63,11 +63,12 @@ class Grid:
     """
 
     def __init__(self, text, timeout=None):
-        plan, *words = text.split()
-        degrees = {letter: int(number) for letter, number in re.findall(r"([pdcte])(\d+)", plan)}
+        if not re.fullmatch(r"([pdcte][1-9]\d*)+( sp| fsdp)*", text):
+            raise ValueError(f"expected a plan such as 'p2d2t2' or 't2 sp', got {text!r}")
+        degrees = {letter: int(number) for letter, number in re.findall(r"([pdcte])(\d+)", text)}
         p, d, c, t, e = (degrees.get(letter, 1) for letter in "pdcte")
-        self.fsdp = "fsdp" in words
-        self.sequence = "sp" in words or t == 1  # with one t rank, its shard is all tokens
+        self.fsdp = " fsdp" in text
+        self.sequence = " sp" in text or t == 1  # with one t rank, its shard is all tokens
 
         self.ranks = np.arange(dist.get_world_size()).reshape(p, d, c, t)
         experts = self.ranks.reshape(p, -1, e)
@@ -505,16 +506,15 @@ def fully_shard_layer(layer, group):
     whole_layer = nn.Module()
     whole_layer.layer = layer
     whole_layer.forward = layer.forward
-    names = [name for name, _ in whole_layer.named_parameters()]
     for p in layer.parameters():
         p.data = parameter_shard(p, group).data
 
     # The ranks have different tokens and need the same whole weights. The backward of the gather
     # is a reduce-scatter: each rank gets the gradient of its rows, summed over all ranks.
     def gather_and_run(*args):
-        shards = layer.parameters()
-        whole = [Communicate.apply(p, group, all_gather, reduce_scatter) for p in shards]  # (1)
-        return torch.func.functional_call(whole_layer, dict(zip(names, whole)), args)
+        whole = {f"layer.{name}": Communicate.apply(p, group, all_gather, reduce_scatter)  # (1)
+                 for name, p in layer.named_parameters()}  # fmt: skip
+        return torch.func.functional_call(whole_layer, whole, args)
 
     # Autograd would keep the whole weights until the backward. A checkpoint keeps the input only,
     # and runs the layer again in the backward. So weights are gathered, freed, and gathered again.

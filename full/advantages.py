@@ -21,14 +21,15 @@ Letters:  P groups of G rollouts each   T positions of a padded trajectory   N s
 
 import itertools
 import math
-from typing import get_args
+from collections.abc import Callable
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
 
 import train_grpo
 from full.objectives import AGGREGATIONS, OBJECTIVES, divergence, entry_of
-from full.ranks import summed
+from full.ranks import current_device, summed
 
 # DEVIATES: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); a truncated
 # trajectory ends with value 0; `none_batch` has a biased variance (verl: unbiased). Pinned by
@@ -82,11 +83,19 @@ def none_batch(rewards_PG, tokens_PG):
     return A_PG / (np.sqrt((share_PG * A_PG**2).mean()) + 1e-8)  # (1)
 
 
-# To add an advantage, write its function and its name here, or below if it is a token's own. One
-# that compares no rewards within a group is named in NO_GROUP_BASELINE too.
+class Advantage(NamedTuple):
+    """A function that computes (1), and among which rewards it looks for differences."""
+
+    of: Callable
+    compares: str = "group"  # rewards of a group | of the whole step | nothing
+
+
+# To add an advantage, write its function and its name here, or below if it is a token's own.
 ADVANTAGES = {
-    "group_mean": group_mean, "group_std": group_std, "batch_std": batch_std,
-    "leave_one_out": leave_one_out, "none": none, "none_batch": none_batch,
+    "group_mean": Advantage(group_mean), "group_std": Advantage(group_std),
+    "batch_std": Advantage(batch_std), "leave_one_out": Advantage(leave_one_out),
+    "none": Advantage(none, compares="nothing"),
+    "none_batch": Advantage(none_batch, compares="step"),
 }  # fmt: skip
 
 
@@ -97,11 +106,11 @@ def advantages(rewards_PG, /, kind="group_mean", *, tokens_PG=None):
     tokens_PG: sampled tokens of each rollout, for none_batch. None: equally many.
     """
     tokens_PG = np.ones_like(rewards_PG) if tokens_PG is None else tokens_PG
-    return entry_of(ADVANTAGES, kind, "advantage")(rewards_PG, tokens_PG)
+    return entry_of(ADVANTAGES, kind, "advantage").of(rewards_PG, tokens_PG)
 
 
 def kl_penalties(config, trajectory):
-    """Return the KL that is subtracted from the reward at each sampled token: (L - 1,)."""
+    """Return the KL that is subtracted from the reward at each sampled token: (T,)."""
     if not config.kl_coef or config.kl_in != "reward":
         return np.zeros(len(trajectory.mask))
     d = trajectory.sampler_logprobs - trajectory.ref_logprobs
@@ -121,27 +130,36 @@ def overlong_penalty(config, t) -> float:
     return max(0, len(t.tokens) - prompt_tokens - free) / config.overlong_buffer
 
 
-def tables_of_step(trainer, batch):
-    """Return rewards, less what they pay, and sampled tokens of all ranks' kept groups: (2, P, G).
+def table_of_groups(numbers, groups, group_size, columns, cells_of):
+    """Return numbers of all ranks' trajectories, (X, P, G), on every rank. Collective.
 
-    Collective.
+    numbers: P group numbers, of all ranks. groups: {number: trajectories} of this rank.
+    columns: X, how many numbers cells_of(trajectory) returns.
     """
-    # Each rank fills in the rows of its own groups and leaves zeros elsewhere: the sum over ranks
-    # has the same bits on each of them.
-    config = trainer.config
-    table_2PG = np.zeros((2, len(batch.kept), config.group))
-    for row, number in enumerate(batch.kept):
-        for n, t in enumerate(batch.groups.get(number, [])):
-            reward = t.reward - kl_penalties(config, t).sum() - overlong_penalty(config, t)
-            table_2PG[:, row, n] = reward, t.sampled.sum()
-    return np.array(summed(table_2PG.tolist(), trainer.device))
+    # Each rank fills in its own groups and leaves zeros elsewhere: the sum over ranks is the whole
+    # table, with the same bits on every rank.
+    table_XPG = np.zeros((columns, len(numbers), group_size))
+    for row, number in enumerate(numbers):
+        for n, t in enumerate(groups.get(number, [])):
+            table_XPG[:, row, n] = cells_of(t)
+    return np.array(summed(table_XPG.tolist(), current_device()))
+
+
+def rewards_of_step(config, batch):
+    """Return the rewards after penalties, and the sampled tokens, of all kept groups: (2, P, G)."""
+
+    def cells_of(t):
+        reward = t.reward - kl_penalties(config, t).sum() - overlong_penalty(config, t)
+        return reward, t.sampled.sum()
+
+    return table_of_groups(batch.kept, batch.groups, config.group, 2, cells_of)
 
 
 def reward_advantages(trainer, batch) -> dict:
     """Give the trajectories of a step the advantages of their rewards, by ADVANTAGES."""
     if not batch.kept:
         return {}
-    rewards_PG, tokens_PG = tables_of_step(trainer, batch)
+    rewards_PG, tokens_PG = rewards_of_step(trainer.config, batch)
     A_PG = advantages(rewards_PG, trainer.config.advantage, tokens_PG=tokens_PG)
     for A_G, number in zip(A_PG, batch.kept):
         for A, t in zip(A_G, batch.groups.get(number, [])):
@@ -150,7 +168,7 @@ def reward_advantages(trainer, batch) -> dict:
 
 
 def branch_advantages(rewards_G, paths, /):
-    """Compute (1) `per_branch` of a group: for each rollout [(first target index, advantage)].
+    """Return (1) `per_branch` of a group: for each rollout [(first target index, advantage)].
 
     paths[i] is rollout i's way from the root of the group's tree down to itself: for each segment
     (its first token's index, its first rollout, how many consecutive rollouts share it).
@@ -176,7 +194,7 @@ def per_branch(trainer, batch) -> dict:
     """Give the trajectories of a step the advantages of the segments of their trees."""
     if not batch.kept:
         return {}
-    rewards_PG, _ = tables_of_step(trainer, batch)
+    rewards_PG, _ = rewards_of_step(trainer.config, batch)
     for rewards_G, number in zip(rewards_PG, batch.kept):
         group = batch.groups.get(number, [])
         for t, marks in zip(group, branch_advantages(rewards_G, [t.path for t in group])):
@@ -200,9 +218,9 @@ def teacher_advantages(trainer, batch) -> dict:
 
 
 def gae(rewards, values, mask, /, lam):
-    """Compute (1) `gae` of one trajectory: advantages and returns (L - 1,), 0 off the mask.
+    """Return (1) `gae` of one trajectory: advantages and returns (T,), 0 off the mask.
 
-    rewards, values: (L - 1,). Only sampled tokens, where mask is on, are actions and follow each
+    rewards, values: (T,). Only sampled tokens, where mask is on, are actions and follow each
     other; the task's replies are part of the environment.
     """
     # A turn's reward may be at a token of the task: it belongs to the sampled token before it.
@@ -235,7 +253,7 @@ def critic_advantages(trainer, batch) -> dict:
     config = trainer.config
     everyone = batch.trained()
     sums = np.zeros(6)  # of 1, A, A^2, g, g^2, v over this rank's sampled tokens
-    for t, t.values in zip(everyone, trainer.compute_values(everyone)):
+    for t, t.values in zip(everyone, trainer.forward_only(everyone, column=2)):
         rewards = -kl_penalties(config, t)
         for at, reward in t.turn_rewards:
             rewards[at] += reward
@@ -260,14 +278,30 @@ def critic_advantages(trainer, batch) -> dict:
     return {"value/token_mean": v, "value/explained_variance": explained}
 
 
+def advantage_metrics(trainer, batch) -> dict:
+    """Return mean and standard deviation of all ranks' advantages. Collective."""
+    # The mean is known before the first square is taken: a difference of two large sums would
+    # leave rounding where all advantages are nearly the same.
+    A_N = np.concatenate([t.advantages[t.mask] for t in batch] or [np.zeros(0)])
+    count, total = summed([len(A_N), A_N.sum()], trainer.device)
+    mean = total / max(1.0, count)
+    (squares,) = summed([((A_N - mean) ** 2).sum()], trainer.device)
+    spread = math.sqrt(squares / max(1.0, count))
+    return {"advantage/token_mean": mean, "advantage/token_std": spread}
+
+
 # Advantages of single tokens. Each is a function of the trainer and the step's batch that sets the
 # trajectories' advantages and returns metrics. It is collective.
 TOKEN_ADVANTAGES = {
-    "gae": critic_advantages, "per_branch": per_branch, "teacher": teacher_advantages,
+    "gae": Advantage(critic_advantages, compares="step"), "per_branch": Advantage(per_branch),
+    "teacher": Advantage(teacher_advantages, compares="nothing"),
 }  # fmt: skip
 
-# Those that compare nothing within a group, and learn from groups of equal rewards too.
-NO_GROUP_BASELINE = "none", "none_batch", "gae", "teacher"
+
+def compared_by(kind) -> str:
+    """Return among which rewards an advantage looks for differences: group, step or nothing."""
+    return (ADVANTAGES | TOKEN_ADVANTAGES)[kind].compares
+
 
 # The flags whose values are the names of a table.
 TABLES = {
@@ -277,6 +311,6 @@ TABLES = {
 
 
 def choices_of(f) -> tuple:
-    """Return the values that a field of Config may have; () for any."""
+    """Return the values that a field of Config may have, or () if any will do."""
     tables = TABLES.get(f.name)
     return tuple(itertools.chain(*tables)) if tables else get_args(f.type)

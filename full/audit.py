@@ -9,10 +9,7 @@ import argparse
 import copy
 import dataclasses
 import gc
-import html
 import math
-import os
-import string
 import sys
 import tempfile
 import time
@@ -20,455 +17,31 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import train_grpo
 from full.batches import Demonstrations, RolloutQueue, pending_batches
-from full.byhand import (
-    FullState, Recorded, State, adamw_of, clip_margins, kept, rate_by_hand, read_alone, shares,
-    step_by_hand, sum_of_counts, trained,
-)  # fmt: skip
+from full.byhand import Recorded, State, read_alone, shares, trained
 from full.checkpoint import checkpoints, read_checkpoint
 from full.config import resumed_config
+from full.expected import (
+    LATER, NOT_BY_HAND, TIMES, UNDECIDED, Audited, Displaced, Exact, Rounding, mean_of,
+    metrics_by_hand, order, teaches,
+)  # fmt: skip
 from full.files import whole_lines
 from full.hf import full_definition, load_hf
 from full.logs import do_step, read_reference, rollout_line
-from full.metrics import METRICS
 from full.optimizer import persistent_buffers
 from full.ranks import quietly
+from full.report import as_page, as_text
 from full.rollouts import Sampler, Trajectory, draw_prompts, play
 from full.run import ERRORS, ONE_PROCESS, build, build_teacher, one_process, policy_in
 from full.tasks import TaskError, asking
 from full.text import make_task
 from full.trainer import Trainer, keep_states_wide
 from train_grpo import EVALUATION, ROLLOUT
-
-# What no step determines. A line's other numbers must be found here, or are named as unknown.
-NOT_BY_HAND = ("seconds/", "memory/peak", "logprob_gap/identical", "tokens/trained")
-
-
-def order() -> list:
-    """Return the rows of the table, causes before their effects, by METRICS."""
-    # The first row that is outside says where to look. The first update's metrics come before those
-    # that a change of the weights has a part in.
-    of_updates = [name for name, x in METRICS.items() if x.over_updates in ("mean", "max")]
-    rows = ["rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling",
-            "rollouts/rewards"]  # fmt: skip
-    for name in METRICS:
-        if name == of_updates[0]:
-            rows += ["rollouts/advantage", *(f"{name}_first" for name in of_updates)]
-        rows.append(name)
-    return [*rows, "votes", "parameters"]
-
-
-class Measured(NamedTuple):
-    """A number by hand, and its parts, which say how much rounding changes it.
-
-    terms: numbers of which the value is the sum (norm 1), the length (2) or the largest (inf).
-    margins: of yes-or-no decisions that the value counts, how far each is from the other side.
-    each: how much the value changes if one decision changes sides.
-    """
-
-    # Two metrics of 1000 tokens may agree by luck while their tokens do not: errors of either sign
-    # cancel in a sum. The distance of two precisions is therefore taken term by term, by the norm
-    # that bounds the difference of the metrics: |sum a - sum b| <= sum |a - b|.
-    value: float
-    terms: np.ndarray = np.zeros(0)
-    norm: float = 1
-    margins: np.ndarray = np.zeros(0)
-    each: float = 0.0
-
-
-def sum_of(values) -> Measured:
-    return Measured(math.fsum(values), np.array(values, dtype=np.float64))
-
-
-def mean_of(values) -> Measured:
-    return sum_of(np.array(values, dtype=np.float64) / max(1, len(values)))
-
-
-def largest_of(values) -> Measured:
-    terms = np.array(values, dtype=np.float64)
-    return Measured(float(abs(terms).max(initial=0.0)), terms, math.inf)
-
-
-def deviation_of(values) -> Measured:
-    """Measure a standard deviation: the length of all deviations over the root of their number."""
-    mean = math.fsum(values) / max(1, len(values))
-    terms = (np.array(values) - mean) / math.sqrt(max(1, len(values)))
-    return Measured(math.sqrt(math.fsum(terms * terms)), terms, 2)
-
-
-def teaches(config, group) -> bool:
-    """Return whether a group is trained on: dynamic sampling drops groups of equal rewards."""
-    return not config.dynamic_sampling or len({s.reward for s in group}) > 1
-
-
-def metrics_by_hand(config, groups, state, step, sampled_by) -> dict:
-    """Do a step by hand and return {metric: Measured}; changes `groups` and `state`.
-
-    groups: {number: its Recorded rollouts}, all that were played, in order.
-    sampled_by: optimizer steps that the sampler's weights had taken.
-    """
-    chosen = [group for group in groups.values() if teaches(config, group)]
-    lr = rate_by_hand(config, step)
-    state.updates = updates = step_by_hand(config, chosen, state, lr)
-
-    # Rewards and lengths are of all groups, dropped ones included. A critic compares the rewards of
-    # the whole step. The age is of the sampler's weights, in steps.
-    played = [s for group in groups.values() for s in group]
-    solved = [[s.reward >= 1 for s in group] for group in groups.values()]
-    compared = [played] if config.advantage in ("gae", "none_batch") else groups.values()
-    lengths = [len(s.at) for s in played]
-    sequences = trained(config, [s for group in chosen for s in group])
-    A = [A for s in sequences for A in s.A]
-    tokens = sum(len(s.tokens) for u in updates for s in u["batch"])
-    age = min(step, config.staleness)
-    found = {
-        "reward/mean": mean_of([s.reward for s in played]),
-        "reward/solved": mean_of([one for row in solved for one in row]),
-        "reward/groups_none": mean_of([not any(row) for row in solved]),
-        "reward/groups_all": mean_of([all(row) for row in solved]),
-        "reward/groups_equal": mean_of([len({s.reward for s in some}) == 1 for some in compared]),
-        "tokens/generated": Measured(sum(lengths)),
-        "tokens/truncated_fraction": mean_of([s.truncated for s in played]),
-        "length/rollout_mean": mean_of(lengths), "length/max": Measured(max(lengths)),
-        "advantage/token_mean": mean_of(A), "advantage/token_std": deviation_of(A),
-        "lr": Measured(lr), "policy_version": Measured(state.version),
-        "updates/skipped": Measured(state.skipped), "tokens/trained_flat": Measured(tokens),
-        "policy/age_mean": Measured(age), "policy/age_max": Measured(age),
-    }  # fmt: skip
-
-    # How many tokens a tree runs depends on where it is cut, which no equation says.
-    if config.tree == "disabled":
-        found["tokens/trained"] = Measured(tokens)
-    if config.advantage == "gae":
-        found |= critic_metrics(sequences)
-
-    # With several updates the line also has the metrics of the first by itself: only that update
-    # sees the weights from before the step.
-    if len(updates) > 1:
-        first = update_metrics(config, updates[:1], sampled_by)
-        found |= {f"{name}_first": x for name, x in first.items()
-                  if METRICS[name].over_updates in ("mean", "max")}  # fmt: skip
-    return found | update_metrics(config, updates, sampled_by) if updates else found
-
-
-def critic_metrics(sequences) -> dict:
-    """Measure the critic's values, and which part of the returns' variance they explain."""
-    v = [v for s in sequences for v in s.v_old]
-    g = [g for s in sequences for g in s.g]
-    a = deviation_of([g - v for g, v in zip(g, v)])
-    b = deviation_of(g)
-    explained = 1 - a.value**2 / b.value**2 if b.value**2 > 1e-12 else 0.0
-
-    # The change of a^2 / b^2 is 2 a^2 / b^2 times the sum of the relative changes of a and b. The
-    # last term is of a size that counts what the run loses by b^2 = mean g^2 - (mean g)^2.
-    relative = [one.terms / max(one.value, 1e-300) for one in (a, b)]
-    lost = mean_of(np.square(g)).value / max(b.value**2, 1e-300)
-    terms = 2 * math.sqrt(2) * (1 - explained) * np.concatenate([*relative, [lost]])
-    return {"value/token_mean": mean_of(v),
-            "value/explained_variance": Measured(explained, terms, 2)}  # fmt: skip
-
-
-def update_metrics(c, updates, sampled_by) -> dict:
-    """Measure updates: means over them, and the largest of all."""
-    U = len(updates)
-    batches = [trained(c, u["batch"]) for u in updates]
-    sequences = [s for batch in batches for s in batch]
-    terms = [term for s in sequences for term in s.terms]
-    for term in terms:
-        term["masked"] = term["x"] == 0
-
-    def mean(name, per_token=True):
-        # A mean over the tokens of an update, whatever the loss is divided by. The parts of the
-        # loss are divided by Z already, so they are summed. Then the mean over updates.
-        values = []
-        for batch in batches:
-            count = max(1, sum(len(s.at) for s in batch)) if per_token else 1
-            values += [term[name] / count / U for s in batch for term in s.terms]
-        return sum_of(values)
-
-    # The gap to the sampler is of the first update alone, where both have the same weights and
-    # differ by rounding alone. The mean of the updates' norms is at most the root of the mean of
-    # their squares, which is the length of a vector of all gradients. In float64 `off` is 0, in the
-    # second precision how far a gradient is from that.
-    gaps = np.array([lp - x for s in batches[0] for lp, x in zip(s.lp, s.smp)])
-    off = np.array([getattr(u["gradient"], "off", 0.0) for u in updates]) / math.sqrt(U)
-    decided = dict(each=1 / max(1, len(terms)))
-    margins = np.array([x for s in sequences for x in clip_margins(c, s)])
-    found = {
-        "logprob_gap/max": largest_of(gaps),
-        "logprob_gap/mean": mean_of(abs(gaps))._replace(terms=gaps / max(1, len(gaps))),
-        "logprob_gap/kl": mean_of(np.expm1(gaps) - gaps),
-        "policy_age/update_mean": mean_of([u["version"] - sampled_by for u in updates]),
-        "ratio/token_mean": mean("r"),
-        "ratio/max": largest_of([term["r"] for term in terms]),
-        "ratio/clipped_fraction": mean("clips")._replace(margins=margins, **decided),
-        "entropy/token_mean": mean("H"),
-        "loss/policy_token_mean": mean("policy", per_token=False),
-        "loss/token_mean": mean("part", per_token=False),
-        "grad_norm": Measured(math.fsum(u["norm"] for u in updates) / U, off, 2),
-    }  # fmt: skip
-    if any(s.ref is not None for s in sequences):
-        found["kl/token_mean"] = mean("k")
-    if c.advantage == "gae":
-        found["value/loss"] = mean("value")
-    if c.importance_cap:
-        bounds = [c.importance_low, c.importance_cap]
-        margins = np.array([term["x"] - bound for term in terms for bound in bounds])
-        masked = mean("masked")._replace(margins=margins, **decided)
-        found["importance/masked_fraction"] = masked
-    return found | expert_metrics(c, updates) if updates[0]["routed"] else found
-
-
-def expert_metrics(c, updates) -> dict:
-    """Measure the largest load of all updates and layers, and the loss of balance."""
-    # Two experts may be so near that rounding decides which of them a token goes to. The token is
-    # then one more of all tokens of an expert, of which `each` is the fraction of the mean.
-    routed = [r for u in updates for r in u["routed"]]
-    layers = [n for u in updates for n in sum_of_counts(u["routed"]).values()]
-    load = max(float(n.max() / n.mean()) for n in layers)
-    each = 1 / min(n.mean() for n in layers)
-    loads = Measured(load, margins=np.concatenate([r.margins for r in routed]), each=each)
-    if not c.balance_coef:
-        return {"experts/load_max": loads}
-
-    # In (8) such a token changes one count, of a sequence of N tokens, by one of K N.
-    balance = sum_of([r.balance / len(updates) for r in routed])
-    each = max(c.balance_coef / n.mean() / len(u["routed"])
-               for u in updates for r in u["routed"] for n in r.counts.values())  # fmt: skip
-    balance = balance._replace(margins=loads.margins, each=each)
-    return {"experts/load_max": loads, "balance/loss": balance}
-
-
-# What rounding explains -------------------------------------------------------------------------
-# How far a recorded number may be from the one by hand. If you trust the column `allowed`, skip it.
-
-# Everything is done twice: in float64, to be compared with what the run recorded, and in the run's
-# precision, to know how much of a difference rounding can explain. A recorded number and the one by
-# hand may differ by TIMES the distance of these two and a unit in the last place. After n steps
-# that had to be done again on the way, LATER + 2 n times as much is allowed, since each step adds
-# its rounding.
-TIMES = 8
-
-LATER = 10
-
-UNDECIDED = "rounding decides which updates are finite, so nothing is comparable"
-
-
-class Audited(NamedTuple):
-    """A row of the table. Where there are many numbers, `difference` is their largest."""
-
-    key: str
-    recorded: float
-    by_hand: float
-    difference: float
-    allowed: float
-
-    @property
-    def ok(self):
-        return self.difference == 0 or self.difference <= self.allowed
-
-
-class Rounding(NamedTuple):
-    """A second precision, and what its distance to float64 says about the run."""
-
-    dtype: torch.dtype  # to compute in
-    scale: float  # what the distance to float64 is multiplied by
-    unit: float  # the run's unit in the last place, relative
-    times: float  # TIMES, or LATER times that
-
-    @classmethod
-    def of(cls, name, times):
-        # For a run in float64 no higher precision is at hand. Rounding is proportional to the unit
-        # in the last place, so float32's is measured and scaled by the ratio of the two units.
-        run = getattr(torch, name)
-        dtype = torch.float32 if run == torch.float64 else run
-        unit = torch.finfo(run).eps
-        return cls(dtype, unit / torch.finfo(dtype).eps, unit, times)
-
-    def allowed(self, exact, rounded) -> float:
-        """Return how far a recorded number may be from `exact`; both are Measured."""
-        # The loss of a default run, say: 3000 terms of 1e-5 that mostly cancel. In float32 each is
-        # about 1e-11 off, so 8 x 3000 x 1e-11 = 2e-7 is allowed, of a loss of 1e-2.
-        if exact.terms.shape != rounded.terms.shape:
-            raise ValueError(UNDECIDED)
-        size = abs(exact.value) if math.isfinite(exact.value) else 0.0
-        apart = 0.0
-        if exact.terms.size:
-            size = max(size, float(np.linalg.norm(exact.terms, exact.norm)))
-            apart = float(np.linalg.norm(exact.terms - rounded.terms, exact.norm))
-
-        # Rewards, counts and rates are computed in float64 in every run.
-        if apart == 0 and not exact.margins.size:
-            return TIMES * torch.finfo(torch.float64).eps * size
-        allowed = self.times * self.scale * apart + self.unit * size
-        return allowed + exact.each * self.undecided(exact, rounded)
-
-    def undecided(self, exact, rounded) -> int:
-        """Return how many of the margins are so small that rounding can turn them around."""
-        if not exact.margins.size or exact.margins.shape != rounded.margins.shape:
-            return 0
-        slack = self.times * self.scale * np.abs(exact.margins - rounded.margins).max()
-        return np.count_nonzero(np.abs(exact.margins) <= slack)
-
-    def row(self, key, recorded, exact, rounded) -> Audited:
-        """Compare one number."""
-        # JSON has no NaN: what is not finite is written as null.
-        difference = abs(recorded - exact.value)
-        if math.isnan(difference):
-            agree = math.isnan(recorded) and not math.isfinite(exact.value)
-            difference = 0.0 if agree else math.inf
-        return Audited(key, recorded, exact.value, difference, self.allowed(exact, rounded))
-
-    def row_of_many(self, key, differences, exact, rounded) -> Audited:
-        """Show the largest of some differences; exact, rounded: the numbers that are compared."""
-        worst = float(np.max(differences, initial=0.0))
-        pair = largest_of(exact)._replace(value=0.0), largest_of(rounded)
-        return Audited(key, 0.0, worst, worst, self.allowed(*pair))
-
-
-class Exact(FullState):
-    """The State of the step in float64. It keeps its gradients in files."""
-
-    room = None  # the Path of a directory for them
-
-    def keep(self, shrink):
-        """Write an update's clipped gradient, for `kept`."""
-        folder = self.room / f"gradient-{len([*self.room.glob('gradient-*')])}"
-        folder.mkdir()
-        for name, p in self.model.named_parameters():
-            torch.save(shrink * p.grad, folder / name)
-
-
-class Gradient(NamedTuple):
-    """The rounding of a weight's gradient, in one update."""
-
-    largest: float  # of all entries
-    usual: float  # the root of their mean square
-    uncertain: torch.Tensor  # for each entry, whether it is anything but 0
-
-
-class Rounded(NamedTuple):
-    """The rounding of an update's gradient: how far off it is, and {name: Gradient}."""
-
-    off: float
-    of: dict
-
-
-class Displaced(FullState):
-    """The State of the second precision: it measures the rounding of gradients, and by it weights.
-
-    AdamW divides by the root of v. So where gradients nearly cancel, rounding decides in which
-    direction an entry moves by about lr, and where the gradient is large, rounding changes next to
-    nothing. How far rounding has moved some entries is therefore no measure of the others. What is
-    measured is the rounding of a tensor's gradient; `uncertain` says how far an entry may move by
-    it. For the next update the weights are those in float64, each displaced in a random direction
-    as far as usual rounding may move it. Its gradients then show the rounding of both updates.
-
-    """
-
-    def follow(self, case, exact):
-        """Take the updates of a Case's step that were done in float64. Return the State."""
-        self.case = case
-        self.exact = exact
-        self.kept = []  # the Rounded of each update
-        self.done = []  # numbers of the updates that moved the weights
-        self.lr = rate_by_hand(case.config, case.step)
-        self.generator = torch.Generator().manual_seed(case.config.seed)
-        return self
-
-    @torch.no_grad()
-    def keep(self, shrink):
-        """Measure the rounding of this update's gradients."""
-        number = len(self.kept)
-        if number == len(self.exact):
-            raise ValueError(UNDECIDED)
-        off, found = [], {}
-        for name, p in self.model.named_parameters():
-            # What is 0 in both precisions, as for a token that no sequence has, has no rounding.
-            # Clipping hides how long a gradient is, so `off` is of whole ones.
-            exact = kept(self.case.room, number, name)
-            off.append((exact / self.exact[number]["shrink"] - p.grad).norm().item())
-            away = (exact - shrink * p.grad).abs_()
-            usual = away.norm().item() / math.sqrt(away.numel())
-            found[name] = Gradient(away.max().item(), usual, (exact != 0) | (p.grad != 0))
-        self.kept.append(Rounded(math.hypot(*off), found))
-        return self.kept[-1]
-
-    @torch.no_grad()
-    def adamw(self, c, lr, shrink):
-        """Displace the weights by the rounding of the updates so far."""
-        self.vote(c)
-        self.done.append(len(self.kept) - 1)
-        for name, *stored in self.case.stored(self.model):
-            # A distance is as good in one direction as in the other.
-            p = self.model.get_parameter(name)
-            changes = [[self.kept[n].of[name].usual] for n in self.done]
-            weight, distance = self.uncertain(name, stored, changes, torch.finfo(p.dtype).eps)
-            sign = 2 * torch.randint(0, 2, p.shape, generator=self.generator) - 1
-            self.weights[name].copy_(weight + sign * distance)
-            p.copy_(self.weights[name])
-
-    def allowed(self, name, stored, scale, unit):
-        """Return a weight after the step in float64, and how far a run's may be from it."""
-        largest = [scale * self.kept[n].of[name].largest for n in self.done]
-        return self.uncertain(name, stored, [[x, TIMES * x] for x in largest], unit)
-
-    def uncertain(self, name, stored, changes, unit):
-        """Return a weight after the updates so far, in float64, and how far rounding may move it.
-
-        stored: the weight before the step, and AdamW's steps, m and v.
-        changes: for each update, of which sizes a change of its gradient may be.
-        unit: of the weights' precision, relative.
-        """
-        begun, steps, *means = stored
-        weight, distance = (torch.empty(begun.shape, dtype=torch.float64) for _ in range(2))
-        tensors = [begun, *means, weight, distance]
-        for n in self.done:
-            tensors += [kept(self.case.room, n, name), self.kept[n].of[name].uncertain]
-        for piece in zip(*(x.reshape(-1).split(2**20) for x in tensors)):
-            now = [x.double() for x in piece[:3]]
-            self.bound(now, steps, piece[3:5], piece[5:], (changes, unit))
-        return weight, distance
-
-    def bound(self, begun, steps, results, gradients, rounding):
-        """Fill `results`, weight and distance of some entries; see `uncertain`.
-
-        gradients: of each update the gradient, and whether it is uncertain.
-        """
-        changes, unit = rounding
-
-        def moves(changed=None, by=0.0):
-            now, found = begun, []
-            for n, g in enumerate(gradients[::2]):
-                g = g + by * gradients[2 * n + 1] if n == changed else g
-                then = adamw_of(self.case.config, self.lr, steps + 1 + n, *now, g)
-                found.append(then[0] - now[0])
-                now = then
-            return torch.stack(found)
-
-        # An entry moves by its own gradients alone. It may go as far astray as it does if one of
-        # them is larger or smaller: near a gradient of 0 by up to 2 lr. The distances of all moves
-        # are summed, so that none cancels another. Besides, each update rounds a weight twice, and
-        # the length of its step a few times.
-        plain = moves()
-        weight, distance = results
-        weight.copy_(begun[0] + plain.sum(0))
-        distance.copy_(len(changes) * unit * (begun[0].abs() + TIMES * self.lr))
-        for n, sizes in enumerate(changes):
-            found = [(moves(n, by) - plain).abs().sum(0) for x in sizes for by in (x, -x)]
-            distance += torch.stack(found).amax(0)
-
-
-# A run's files ----------------------------------------------------------------------------------
-# Settings, metrics, rollouts and checkpoints are read and never written. The trainer's code brings
-# a checkpoint into memory. If you look for the arithmetic, skip this.
 
 
 class RunFiles:
@@ -541,7 +114,7 @@ def groups_again(config, task, step, lines) -> dict:
     for n, state, prompt in draw_prompts(config, task, ROLLOUT, step, lines, first=first):
         groups[n] = []
         for i, line in enumerate(lines[n]):
-            s = Recorded(n, i, line["tokens"], [], [], [], False)
+            s = Recorded(n, i, line["tokens"])
             play_again(config, task, state, prompt, s)
             s.smp = [line["logprobs"][at] for at in s.at]
             groups[n].append(s)
@@ -644,9 +217,13 @@ class Case:
             pending = pending_batches(config, trainer, path, state)
             say(f"from {path.name}, the state before step {start}")
         else:
-            # Step 0 needs none: its weights are drawn from the seed or read from --model.
-            # Supervised steps leave one, which --keep may have deleted.
-            self.supervise(trainer)
+            # Step 0 needs none: its weights are drawn from the seed or read from --model. The
+            # supervised steps of --demos leave one, which --keep may have deleted.
+            source = Demonstrations(config, task, trainer, -config.demos)
+            for n in range(-config.demos, 0):
+                do_step(config, source, trainer, n)
+            trainer.optimizer.state.clear()  # the loop begins with a new optimizer
+            self.again += config.demos
             demos = f", after {config.demos} supervised steps" if config.demos else ""
             say(f"from the first weights, which --seed and --model determine{demos}")
         read_reference(self.files.path, trainer)
@@ -671,15 +248,6 @@ class Case:
             self.lines = {n: [rollout_line(task, step, i, t) for i, t in enumerate(rollouts)]
                           for n, rollouts in sorted(queue.get(step).groups.items())}  # fmt: skip
 
-    def supervise(self, trainer):
-        """Do the steps of --demos, with which a run begins."""
-        demos = self.config.demos
-        source = Demonstrations(self.config, self.task, trainer, -demos)
-        for n in range(-demos, 0):
-            do_step(self.config, source, trainer, n)
-        trainer.optimizer.state.clear()  # the loop begins with a new optimizer
-        self.again += demos
-
     def require_the_same(self, n, found):
         """Raise a ValueError if a step on the way has made other rollouts than the run's."""
         for name in ("tokens/generated", "reward/mean"):
@@ -697,30 +265,26 @@ class Case:
     def stored(self, model, path=None):
         """Yield of each weight of a model (name, weight, AdamW's steps, m, v), of a checkpoint."""
         # Each call reads the whole table of contents, so small tensors are read together.
-        names, numbers = [], 0
+        together, room = [], 0
         for name, p in model.named_parameters():
-            if numbers + p.numel() > 2**24 and names:
-                yield from self._stored(model, names, path or self.before)
-                names, numbers = [], 0
-            names.append(name)
-            numbers += p.numel()
-        yield from self._stored(model, names, path or self.before)
-
-    def _stored(self, model, names, path):
+            room -= p.numel()
+            if room < 0:
+                together.append([])
+                room = 2**24 - p.numel()
+            together[-1].append(name)
         dtype = getattr(torch, self.config.dtype)
-        tensors = {}
-        for name in names:
-            shape = model.get_parameter(name).shape
-            tensors[f"model.{name}"] = torch.empty(shape, dtype=dtype)
-            for key, size in (("step", ()), ("exp_avg", shape), ("exp_avg_sq", shape)):
-                kind = dtype if size else torch.float32
-                tensors[f"optimizer.{name}.{key}"] = torch.empty(size, dtype=kind)
-        read_checkpoint(path, tensors, only=tuple(tensors))
-        for name in names:
-            weight = tensors.pop(f"model.{name}")
-            steps, *means = [tensors.pop(f"optimizer.{name}.{key}")
-                             for key in ("step", "exp_avg", "exp_avg_sq")]  # fmt: skip
-            yield name, weight, int(steps), *means
+        for names in together:
+            tensors = {}
+            for name in names:
+                shape = model.get_parameter(name).shape
+                for key in (f"model.{name}", *(f"optimizer.{name}.{x}" for x in MOMENTS)):
+                    tensors[key] = torch.empty(shape, dtype=dtype)
+                tensors[f"optimizer.{name}.step"] = torch.empty((), dtype=torch.float32)
+            read_checkpoint(path or self.before, tensors, only=tuple(tensors))
+            for name in names:
+                steps = int(tensors[f"optimizer.{name}.step"])
+                means = [tensors.pop(f"optimizer.{name}.{x}") for x in MOMENTS]
+                yield name, tensors.pop(f"model.{name}"), steps, *means
 
     def sampling_model(self, path, dtype):
         """Return the model of a checkpoint as the sampler has it, to compute in `dtype`."""
@@ -762,11 +326,17 @@ class Case:
         if kind is Exact:
             for name, _, steps, m, v in self.stored(model):
                 moments[name] = [steps, m.to(wide), v.to(wide)]
-        counts = read_checkpoint(self.before, {}, only=("no tensor",))
-        counts = counts["policy_version"], counts["skipped"]
-        state = kind(model, weights, moments, self.reference(dtype), *counts)
-        state.teacher = self.teacher(dtype)
-        return state
+        counts = counts_in(self.before)
+        return kind(model, weights, moments, self.reference(dtype), self.teacher(dtype),
+                    counts["policy_version"], counts["skipped"], case=self)  # fmt: skip
+
+
+MOMENTS = "exp_avg", "exp_avg_sq"
+
+
+def counts_in(path) -> dict:
+    """Return what a checkpoint counts, such as `policy_version`."""
+    return read_checkpoint(path, {}, only=("no tensor",))
 
 
 def widened(model, dtype):
@@ -821,17 +391,15 @@ def in_precision(case, dtypes, first=None, spelled=None) -> ByHand:
         model = case.sampling_model(case.before, dtype)
         solve(case, hand, "eval/solved_before", model, first)
     del model
-    if first is None:
-        state = first_state = case.state(Exact, dtype)
-        state.room = case.room
-    else:
-        first_state = first.state
-        state = case.state(Displaced, dtype).follow(case, first_state.updates)
-    version = read_checkpoint(case.sampler, {}, only=("no tensor",))["policy_version"]
+    hand.state = state = case.state(Exact if first is None else Displaced, dtype)
+    if first is not None:
+        state.exact = first.state.updates
+    version = counts_in(case.sampler)["policy_version"]
     hand.found |= metrics_by_hand(config, groups, state, case.step, version)
-    both = [[math.isfinite(u["norm"]) for u in one.updates] for one in (state, first_state)]
-    if both[0] != both[1]:
-        raise ValueError(UNDECIDED)
+    if first is not None:
+        for here, there in zip(state.updates, first.state.updates):
+            if math.isfinite(here["norm"]) != math.isfinite(there["norm"]):
+                raise ValueError(UNDECIDED)
 
     # Only what is compared later stays in memory.
     for p in state.model.parameters():
@@ -843,7 +411,6 @@ def in_precision(case, dtypes, first=None, spelled=None) -> ByHand:
             p.copy_(state.weights[name].to(getattr(torch, config.rollout_dtype)))
         solve(case, hand, "eval/solved", model, first)
     hand.votes = persistent_buffers(state.model)
-    hand.state = state
     if first is None:
         state.model, state.weights = None, {}
     return hand
@@ -881,7 +448,7 @@ def solve(case, hand, name, model, first):
     # play. If rounding turned that choice around, the run has played a different game.
     margins = []
     for t in plays:
-        s = Recorded(t.group, 0, t.tokens, np.flatnonzero(t.sampled).tolist(), [], [], False)
+        s = Recorded(t.group, 0, t.tokens, np.flatnonzero(t.sampled).tolist())
         top_N2 = read_alone(model, s, 1.0)[0].double().topk(2).values
         margins.append(float((top_N2[:, 0] - top_N2[:, 1]).min()))
     solved = mean_of([t.reward >= 1 for t in plays])
@@ -891,14 +458,13 @@ def solve(case, hand, name, model, first):
 class Progress:
     """Says before the audit begins how long it will take and how much memory, then how far it is.
 
-    tell: a function that prints a line. None: nothing is said.
+    tell: a function that gets a line to print.
     """
 
     def __init__(self, case, tell):
         self.tell = tell
         self.done = 0
         self.told = self.begun = time.monotonic()
-        self.bar = None
         rollouts = [s for group in case.groups.values() for s in group]
         c = case.config
 
@@ -906,8 +472,6 @@ class Progress:
         # gradient for an update, which takes three times as long.
         extra = bool(c.kl_coef) + (c.advantage in ("gae", "teacher"))
         self.readings = len(rollouts) * (2 * (2 + extra) + bool(c.proximal))
-        if tell is None:
-            return
 
         # A reading of the first rollout takes as long for its tokens as any other.
         model = case.sampling_model(case.sampler, torch.float64)
@@ -927,22 +491,14 @@ class Progress:
         tell(f"{len(rollouts)} rollouts of {tokens} tokens, by hand in float64 and again in lower "
              f"precision: about {seconds / 60:.1f} minutes and {memory / 1e9 + 0.5:.1f} GB of "
              f"memory")  # fmt: skip
-        if sys.stderr.isatty():
-            self.bar = tqdm(total=self.readings, unit=" readings", leave=False)
 
     def watch(self):
-        """Count a reading. On a terminal a bar shows it, elsewhere a line each half minute."""
+        """Count a reading, and say each half minute how many are done."""
         self.done += 1
-        if self.bar is not None:
-            self.bar.update()
-        elif self.tell and time.monotonic() - self.told > 30:
+        if time.monotonic() - self.told > 30:
             self.told = time.monotonic()
             self.tell(f"{min(self.done, self.readings)} of {self.readings} readings done, "
                       f"{(self.told - self.begun) / 60:.1f} minutes")  # fmt: skip
-
-    def close(self):
-        if self.bar is not None:
-            self.bar.close()
 
 
 # The table --------------------------------------------------------------------------------------
@@ -956,14 +512,13 @@ class Report:
     run: str
     step: int
     config: object
-    intro: list  # sentences
-    rows: list  # Audited, in `order`
-    left_out: list  # names of metrics that the step does not determine
-    group: int  # whose tokens are shown
-    sequences: list  # its Recorded rollouts
-    loss: str  # how the parts of all tokens add up
-    updates: int  # of the step: the loss is their mean
-    show: object  # tokens as text
+    rows: list = field(default_factory=list)  # Audited, in `order`
+    intro: list = field(default_factory=list)  # sentences
+    left_out: list = field(default_factory=list)  # metrics that the step does not determine
+    groups: dict = field(default_factory=dict)  # number -> its Recorded rollouts, in float64
+    group: int | None = None  # whose tokens are shown
+    updates: int = 1  # of the step: the loss is their mean
+    show: object = None  # tokens as text
 
     @property
     def wrong(self):
@@ -975,92 +530,88 @@ class Report:
         found = "ok" if self.wrong is None else f"{self.wrong} is outside"
         return f"audit of step {self.step}: {found}"
 
+    @property
+    def loss(self):
+        """Return a sentence: how the parts of all tokens add up."""
+        # Each token has a part of the loss of its update, and the loss is the mean of the updates'.
+        parts = {}
+        for n, group in self.groups.items():
+            parts[n] = math.fsum(term["part"] for s in group for term in s.terms) / self.updates
+        own = parts.pop(self.group)
+        others = math.fsum(parts.values())
+        return (f"loss: this group {own:.15g} + the other groups {others:.15g} = "
+                f"{own + others:.15g}, loss/token_mean by hand")  # fmt: skip
 
-def audited(run, step=None, group=None, task="", reward="", tell=None) -> Report:
+
+def audited(run, step=None, group=None, task="", reward="", tell=lambda line: None) -> Report:
     """Do a step of a run again by hand, and compare it with the run's files.
 
     The arguments have the names and meanings of the command line's, see `main`. Without `group`,
     the first group with unequal rewards is shown. Raises ValueError if the step cannot be audited.
-    tell: a function that prints a line, to say how far the audit is.
+    tell: a function. It gets lines that say how far the audit is.
     """
     files = RunFiles(run, task, reward)
     config = files.config
     step = files.chosen_step(step)
     task = make_task(config)
-    intro = []
+    report = Report(str(run), step, config, show=task.show)
+    say = report.intro.append
     with tempfile.TemporaryDirectory() as room:
         case = Case(files, task, step, Path(room), files.rollouts(step, task.vocab_size))
-        case.find_states(intro.append)
-        if group is not None and group not in case.lines:
+        case.find_states(say)
+        if group not in (None, *case.lines):
             last = len(case.lines) - 1
             raise ValueError(f"--group {group}: the groups of step {step} are 0 to {last}")
 
         # The tokens of the rollouts are the run's. Everything else about them is computed again: in
         # float64, and in the precisions that tell what rounding does.
         times = TIMES * (LATER + 2 * case.again) if case.again else TIMES
-        rounding = Rounding.of(config.compute, times)
-        intro.append(f"by hand in float64; {str(rounding.dtype)[6:]} tells what rounding does")
-        if rounding.scale != 1:
-            intro[-1] += (f", times {rounding.scale:.1e}, the ratio of the two units in the last "
-                          f"place")  # fmt: skip
+        rounding, sampling = [Rounding.of(x, times) for x in (config.compute, config.rollout_dtype)]
+        scaled = f", times {rounding.scale:.1e}, the ratio of the two units in the last place"
+        say(f"by hand in float64; {str(rounding.dtype)[6:]} tells what rounding does"
+            f"{scaled if rounding.scale != 1 else ''}")  # fmt: skip
         case.groups = groups_again(config, task, step, case.lines)
-        progress = Progress(case, tell)
-        case.watch = progress.watch
+        case.watch = Progress(case, tell).watch
         exact = in_precision(case, (torch.float64, torch.float64), spelled=group)
-        lower = rounding.dtype, Rounding.of(config.rollout_dtype, times).dtype
-        rounded = in_precision(case, lower, first=exact)
-        progress.close()
-        if tell is not None and step + 1 in files.checkpoints:
+        rounded = in_precision(case, (rounding.dtype, sampling.dtype), first=exact)
+        if step + 1 in files.checkpoints:
             tell("comparing the parameters, entry by entry")
-        rows = compared_rows(case, exact, rounded, rounding, intro.append)
+        rows = [*rollout_rows(case, exact, rounded, rounding),
+                sampling_row(case, exact, rounded, sampling, say),
+                *metric_rows(case, exact, rounded, rounding),
+                *after_rows(case, exact, rounded, rounding, say)]  # fmt: skip
+    report.rows = sorted(rows, key=lambda row: order().index(row.key))
 
     # Numbers that are in the line and not by hand: what no step determines, and what is unknown.
-    line = files.metrics[step]
-    left_out = sorted(line.keys() - exact.found.keys() - {"step"})
-    unknown = [name for name in left_out if not name.startswith(NOT_BY_HAND)]
+    report.left_out = sorted(files.metrics[step].keys() - exact.found.keys() - {"step"})
+    unknown = [name for name in report.left_out if not name.startswith(NOT_BY_HAND)]
     if unknown:
-        intro.append(f"the audit does not know {', '.join(unknown)}: add the definition to "
-                     f"`metrics_by_hand` in full/audit.py")  # fmt: skip
+        say(f"the audit does not know {', '.join(unknown)}: add the definition to "
+            f"`metrics_by_hand` in full/expected.py")  # fmt: skip
 
     # A group whose rewards are all equal would show nothing but the entropy bonus.
-    groups = exact.groups
-    if group is None:
-        learning = [n for n in groups if any(any(s.A or []) for s in groups[n])]
-        group = learning[0] if learning else 0
-
-    # Each token has a part of the loss of its update, and the loss is the mean of the updates'.
-    updates = max(1, len(exact.state.updates))
-    parts = {}
-    for n in groups:
-        parts[n] = math.fsum(term["part"] for s in groups[n] for term in s.terms) / updates
-    own = parts.pop(group)
-    others = math.fsum(parts.values())
-    loss = f"loss: this group {own:.15g} + the other groups {others:.15g} "
-    loss += f"= {own + others:.15g}, loss/token_mean by hand"
-    return Report(
-        run=str(run), step=step, config=config, intro=intro,
-        rows=sorted(rows, key=lambda row: order().index(row.key)), left_out=left_out, group=group,
-        sequences=groups[group], loss=loss, updates=updates, show=task.show,
-    )  # fmt: skip
+    report.groups = exact.groups
+    report.updates = max(1, len(exact.state.updates))
+    learning = [n for n in exact.groups if any(any(s.A or []) for s in exact.groups[n])]
+    report.group = next(iter(learning), 0) if group is None else group
+    return report
 
 
-def compared_rows(case, exact, rounded, rounding, say) -> list:
-    """Compare the draws, the tokens, their advantages, the metrics of the line, the parameters."""
+def metric_rows(case, exact, rounded, rounding) -> list:
+    """Compare the metrics of the step's line."""
     line = case.files.metrics[case.step]
-    rows = rollout_rows(case, exact, rounded, rounding)
-    rows.append(sampling_row(case, exact, rounded, rounding.times, say))
+    rows = []
     for key in line.keys() & exact.found.keys():
         recorded = math.nan if line[key] is None else line[key]
         if not isinstance(recorded, int | float):
             raise ValueError(f"{key} of step {case.step} in metrics.jsonl is not a number")
         rows.append(rounding.row(key, recorded, exact.found[key], rounded.found[key]))
-    return rows + after_rows(case, exact, rounded, rounding, say)
+    return rows
 
 
-def sampling_row(case, exact, rounded, times, say) -> Audited:
+def sampling_row(case, exact, rounded, rounding, say) -> Audited:
     """Compare each draw with its token's interval, and say how many lie outside."""
     config = case.config
-    rounding = Rounding.of(config.rollout_dtype, times)
     draws = []
     for s in [s for group in exact.groups.values() for s in group]:
         for at in s.at:
@@ -1144,7 +695,7 @@ def after_rows(case, exact, rounded, rounding, say) -> list:
         furthest = int((differences / allowed.clamp(min=1e-300)).argmax())
         found = differences[furthest].item()
         rows[name] = Audited("parameters", 0.0, found, found, allowed[furthest].item())
-    worst = max(rows, key=lambda name: rows[name].difference / max(rows[name].allowed, 1e-300))
+    worst = max(rows, key=lambda name: rows[name].share)
     say(f"parameters after the step: against {path.name}, the worst is {worst}")
     if not case.config.router_bias_rate:
         return [rows[worst]]
@@ -1157,204 +708,7 @@ def after_rows(case, exact, rounded, rounding, say) -> list:
     wrong = sum(int((there[name] - x).abs().sum()) for name, x in exact.votes.items())
     sizes = [sum(int(x.abs().sum()) for x in votes.values()) for votes in (there, exact.votes)]
     loads = [hand.found["experts/load_max"] for hand in (exact, rounded)]
-    votes = Audited("votes", *sizes, wrong, 4 * rounding.undecided(*loads))
-    return [rows[worst], votes]
-
-
-# The report as text -----------------------------------------------------------------------------
-# What is outside, or the whole table, and the tokens of one group with their parts of the loss.
-
-
-def summary(report, everything) -> str:
-    """Return what the report says of the step as a whole: sentences, and the table of rows.
-
-    everything: with all rows. Without, only what is outside and the row that is nearest to it.
-    """
-    rows = [row for row in report.rows if everything or not row.ok]
-    lines = [f"audit of {report.run}, step {report.step}", *report.intro, ""]
-    if rows:
-        lines.append(f"{'':28}{'recorded':>22}{'by hand':>22}{'difference':>12}{'allowed':>10}")
-    for row in rows:
-        verdict = "ok" if row.ok else "OUTSIDE"
-        lines.append(f"{row.key:28}{row.recorded:22.15g}{row.by_hand:22.15g}"
-                     f"{row.difference:12.1e}{row.allowed:10.1e}  {verdict}")  # fmt: skip
-    good = [row for row in report.rows if row.ok]
-    nearest = max(good, key=lambda row: row.difference and row.difference / row.allowed)
-    lines += [
-        f"{len(good)} of {len(report.rows)} numbers are within what rounding explains; nearest to "
-        f"its bound is {nearest.key}, {nearest.difference:.1e} of {nearest.allowed:.1e}",
-        f"not determined by the step: {', '.join(report.left_out) or 'nothing'}",
-    ]
-    return "\n".join(lines)
-
-
-def token_rows(report, s) -> list:
-    """Return a dict for each token of a rollout; `part` is None where it was not trained on."""
-    # Target `at` is token at + 1. Token 0 is not a target.
-    place = {at + 1: n for n, at in enumerate(s.at)}
-    rows = []
-    for index, token in enumerate(s.tokens):
-        row = dict(text=report.show([token]), part=None)
-        row["why"] = "the prompt" if index < s.prompt else "the task's reply"
-        if index in place:
-            row["why"] = "sampled, and not trained on"
-        if index in place and s.terms:
-            n = place[index]
-            row |= s.terms[n] | dict(smp=s.smp[n], old=s.old[n], lp=s.lp[n], A=s.A[n])
-            row["part"] /= report.updates  # the loss is a mean over updates, and so is its part
-        rows.append(row)
-    return rows
-
-
-def print_report(report, everything=True, tokens=True) -> None:
-    """Print the summary, and how the tokens of one group add up to their loss."""
-    print(summary(report, everything))
-    for s in report.sequences if tokens else ():
-        print(f"\ngroup {report.group}, rollout {s.number}, reward {s.reward:g}")
-        print(f"  {'token':>14}  sampled{'sampler':>11}{'old':>11}{'now':>11}{'ratio':>10}  clip"
-              f"{'advantage':>11}{'part of loss':>14}")  # fmt: skip
-        for row in token_rows(report, s):
-            # A token that is not in the loss has no numbers.
-            if row["part"] is None:
-                print(f"  {row['text']:>14}  {row['why']}")
-                continue
-            clip = "yes" if row["clips"] else "no"
-            print(f"  {row['text']:>14}{'yes':>9}{row['smp']:11.6f}{row['old']:11.6f}"
-                  f"{row['lp']:11.6f}{row['r']:10.6f}{clip:>6}{row['A']:11.6f}"
-                  f"{row['part']:14.6e}")  # fmt: skip
-    print(report.loss, report.verdict, sep="\n")
-
-
-# The report as a page ---------------------------------------------------------------------------
-# `--html FILE`: one file of HTML, which loads nothing and runs no script. If you do not show a step
-# to others, skip this.
-
-# A token is a link. Its numbers are hidden until the link is pointed at (:hover) or named in the
-# page's address (:target). No script is needed for that.
-PAGE = string.Template("""\
-<!DOCTYPE html>
-<html lang="en"><meta charset="utf-8"><title>$verdict</title><style>
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 76em; padding: 0 1.5em;
-       color: #1c1f23; background: #fff }
-h1 { font-size: 1.4em; margin-bottom: .2em } h2 { font-size: 1.1em; margin-top: 2em }
-p { margin: .3em 0 } pre, .numbers, table { font: 13px/1.5 ui-monospace, monospace }
-pre { white-space: pre-wrap } .ok { color: #1a7f37 } .outside { color: #cf222e }
-table { border-spacing: 3px 5px; font-size: 14px; margin-bottom: 12em }
-th { text-align: left; font: 13px system-ui, sans-serif; color: #6e7781; padding-right: 1em;
-     white-space: nowrap }
-td { position: relative; padding: 0 }
-.token { display: block; padding: .15em .45em; border-radius: 4px; text-align: center;
-         white-space: pre; color: inherit; text-decoration: none; min-width: 1em }
-.given { color: #8c959f; font-style: italic } .shared { opacity: .35 }
-.clips { text-decoration: underline 3px }
-.token:hover, .token:target { outline: 2px solid #57606a; opacity: 1 }
-.numbers { display: none; position: absolute; left: 0; top: 1.9em; z-index: 1; padding: .7em 1em;
-           background: #fff; border: 1px solid #57606a; border-radius: 6px; white-space: pre;
-           box-shadow: 0 4px 14px #0003 }
-.token:hover + .numbers, .token:target + .numbers { display: block }
-.token:hover + .numbers { z-index: 2 }
-</style>
-<h1 class="$color">$verdict</h1>
-<pre>$summary</pre>
-<h2>Group $group</h2>
-<p>A row is a rollout, a column a place in it. Green tokens have a positive advantage, \
-red ones a negative one; underlined ones are clipped; grey ones were not sampled. What is \
-pale is shared with the row above. Point at a token for its part of the loss.</p>
-<p>$loss</p>
-<table>
-$rollouts
-</table>
-</html>
-""")
-
-
-def page_of(report) -> str:
-    """Return the report as one page of HTML."""
-    # The names of tasks and directories are text, and not markup.
-    return PAGE.substitute(
-        verdict=html.escape(report.verdict), color="ok" if report.wrong is None else "outside",
-        summary=html.escape(summary(report, True)), group=report.group,
-        loss=html.escape(report.loss),
-        rollouts="\n".join(rollouts_as_html(report)),
-    )  # fmt: skip
-
-
-def rollouts_as_html(report) -> list:
-    """Return the group's rollouts as rows, with rollouts that share a prefix next to each other."""
-    # Sorted by their tokens, rollouts are the leaves of the tree of their prefixes from left to
-    # right. The prefix that a row shares with the row above is drawn pale.
-    largest = max((abs(A) for s in report.sequences for A in s.A or []), default=0.0) or 1.0
-    lines = []
-    above = []
-    for s in sorted(report.sequences, key=lambda s: s.tokens):
-        shared = len(os.path.commonprefix([above, s.tokens]))
-        above = s.tokens
-        cells = [f"<th>rollout {s.number}, reward {s.reward:g}</th>"]
-        for place, row in enumerate(token_rows(report, s)):
-            kinds = {"token": True, "shared": place < shared, "given": row["part"] is None,
-                     "clips": row.get("clips")}  # fmt: skip
-            shade = ""
-            if not kinds["given"]:
-                # Green for tokens that the step makes likelier, red for the others.
-                rgb = "46, 160, 67" if row["A"] > 0 else "248, 81, 73"
-                shade = f' style="background: rgba({rgb}, {0.75 * abs(row["A"]) / largest:.2f})"'
-
-            # A token links to itself: named in the page's address, it shows its numbers at once.
-            name = f"r{s.number}t{place}"
-            numbers = "\n".join(equations(report, s, row))
-            text = html.escape(row["text"])
-            classes = " ".join(kind for kind in kinds if kinds[kind])
-            cells.append(
-                f'<td><a class="{classes}" id="{name}" href="#{name}"{shade}>{text}</a>'
-                f'<div class="numbers">{html.escape(numbers)}</div></td>'
-            )
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return lines
-
-
-def equations(report, s, row) -> list:
-    """Return the equations for one token with its numbers, without what the settings leave out."""
-    c = report.config
-    if row["part"] is None:
-        return [f"{row['text']}: {row['why']}"]
-    is_mean = c.objective == "gspo"
-    lines = [
-        f"A = {row['A']:.6f}    log-probs: sampler {row['smp']:.6f}, old {row['old']:.6f}, "
-        f"now {row['lp']:.6f}",
-        f"(2) r = exp({'mean of ' * is_mean}now - old) = {row['r']:.6f}",
-    ]
-
-    # l after (3) and (4). The token's `policy` is w l / Z, its share in the loss.
-    bounded = f"min(r, {c.dual_clip:g})" if c.dual_clip else "r"
-    clip = f"-min({bounded} A, clip(r, {1 - c.clip_low:g}, {1 + c.clip_high:g}) A)"
-    tau = 1.0 if row["A"] > 0 else 1.05
-    text = {
-        "reinforce": "-A now", "clip": clip, "gspo": clip,
-        "cispo": f"-min(r, {c.cispo_bound:g}) A now",
-        "sapo": f"-4 / {tau:g} sigmoid({tau:g} (r - 1)) A",
-        "gmpo": f"-exp(mean of now - old in -{c.clip_low:g} .. {c.clip_high:g}) A",
-        "dppo": "-min(r, 20) A now, 0 where clipped",
-    }.get(c.objective, c.objective)  # fmt: skip
-    if c.importance_cap:
-        text += f", times {row['x']:.6f} (4)"
-    clipped = ", clipped" if row["clips"] else ""
-    lines.append(f"(3) l = {text} = {row['policy'] * s.Z / s.w:.6f}{clipped}")
-
-    # What is added to l, and its share in the loss of its update.
-    if s.ref is not None and c.kl_in == "loss":
-        lines.append(f"(5) + {c.kl_coef:g} k = {c.kl_coef:g} x {row['k']:.6f}")
-    if c.entropy_coef:
-        lines.append(f"(5) - {c.entropy_coef:g} H = -{c.entropy_coef:g} x {row['H']:.6f}")
-    if s.v is not None:
-        lines.append(f"(6) + the critic's {row['value']:.6f}")
-    of = f", of {report.updates} updates" if report.updates > 1 else ""
-    total = row["part"] * report.updates * s.Z / s.w
-    lines.append(f"(7) w l / Z = {s.w:g} x {total:.6f} / {s.Z:g}{of}: {row['part']:.6e}")
-    return lines
-
-
-# The command ------------------------------------------------------------------------------------
-# `python -m full audit RUN`, and `python -m full audit RUN`, which calls `main`.
+    return [rows[worst], Audited("votes", *sizes, wrong, 4 * rounding.undecided(*loads))]
 
 
 def main(argv) -> int:
@@ -1380,9 +734,9 @@ def main(argv) -> int:
     def command(o):
         with one_process("an audit"):
             report = audited(o.run, o.step, o.group, o.task, o.reward, tell=say)
-        print_report(report, o.all, o.all or o.group is not None)
+        print(as_text(report, o.all, o.all or o.group is not None))
         if o.html:
-            Path(o.html).write_text(page_of(report))
+            Path(o.html).write_text(as_page(report))
         return 0 if report.wrong is None else 1
 
     try:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import train_grpo
+from full.advantages import compared_by, table_of_groups
 from full.attend import attend
 from full.chunks import Cost, redistribute, tree_backward
 from full.experts import Balance, update_router_bias
@@ -28,7 +29,7 @@ from full.packing import (
     PackedBatches, PackedRow, PaddedTokens, agreed_micro_batches, pack, require_batch,
     row_lengths, speaks_for_replica,
 )  # fmt: skip
-from full.ranks import current_device, summed
+from full.ranks import summed
 from full.ring import indices, ring_attention
 from full.rollouts import (
     DEMO_PLAY, DEMO_PROMPT, Trajectory, demonstrations, draw_prompts, evaluate, play,
@@ -88,15 +89,17 @@ class SampledBatch(train_grpo.Batch):
 
 
 def gather_groups(groups) -> list:
-    """Return [(number, group)] of all ranks, in order, on rank 0, [] elsewhere. Collective."""
+    """Return all ranks' [(number, group)] in order on rank 0, and [] elsewhere. Collective."""
     parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(groups, parts)
     return sorted(itertools.chain.from_iterable(part.items() for part in parts or []))
 
 
 def collect(config, task, sampler, step):
-    """Sample the rollouts of a step. Return this rank's {group: trajectories}, the groups of all
-    ranks that are trained on, in order, and metrics. Collective.
+    """Sample the rollouts of a step. Collective.
+
+    Returns this rank's {group: trajectories}; the groups of all ranks that are trained on, in
+    order; and metrics.
     """
     rollouts = {}
     kept = []
@@ -114,14 +117,11 @@ def collect(config, task, sampler, step):
         starts = draw_prompts(config, task, ROLLOUT, step, groups, first=first_prompt)
         played = play(config, task, sampler, starts, key=(config.seed, step))
 
-        # Each rank fills in the rows of its own groups and leaves zeros elsewhere: the sum over
-        # ranks is the whole table on every rank, and all ranks drop the same groups.
-        round_3PG = np.zeros((3, len(groups), config.group))
-        for (group, _, _), trajectories in zip(starts, played):
-            rollouts[group] = trajectories
-            cells = [(t.reward, t.mask.sum(), t.truncated) for t in trajectories]
-            round_3PG[:, group - groups[0]] = np.array(cells).T
-        round_3PG = np.array(summed(round_3PG.tolist(), current_device()))
+        # Every rank has the whole table, so all ranks drop the same groups.
+        rollouts |= {group: trajectories for (group, _, _), trajectories in zip(starts, played)}
+        round_3PG = table_of_groups(
+            groups, rollouts, config.group, 3, lambda t: (t.reward, t.mask.sum(), t.truncated)
+        )
         table_3PG = np.concatenate([table_3PG, round_3PG], axis=1)
 
         # DAPO's dynamic sampling: rewards that are all equal have advantage 0, hence no gradient.
@@ -141,10 +141,10 @@ def collect(config, task, sampler, step):
         )
 
     # Metrics include dropped groups, so that they measure the policy and not the filter. A critic
-    # compares the rewards of the whole step.
+    # learns from any difference within the step, also between two groups.
     solved_PG = rewards_PG >= 1
-    over_groups = config.advantage in ("gae", "none_batch")
-    compared = rewards_PG.reshape(1, -1) if over_groups else rewards_PG
+    compares_step = compared_by(config.advantage) == "step"
+    compared = rewards_PG.reshape(1, -1) if compares_step else rewards_PG
     return rollouts, kept, {
         "reward/mean": rewards_PG.mean(), "reward/solved": solved_PG.mean(),
         "reward/groups_none": (~solved_PG).all(1).mean(),
@@ -157,7 +157,7 @@ def collect(config, task, sampler, step):
 
 
 class RolloutQueue:
-    """Samples the batches of a run, each with the weights that the schedule says.
+    """Sample the batches of a run, each with the weights that the schedule says.
 
     first_step: the first step that will be trained.
     pending: {number: SampledBatch} of the batches from first_step on that a checkpoint held.
@@ -210,7 +210,7 @@ class RolloutQueue:
         return SampledBatch(rollouts, kept, self.config.minibatches, version, metrics)
 
     def evaluate(self):
-        """`evaluate` the weights of now. Collective."""
+        """Return what the weights of now solve. Collective."""
         self.push()
         with timed(self.clock.seconds, "eval"):
             solved, self.shown = evaluate(self.config, self.task, self.trainer.sampler)
@@ -223,7 +223,7 @@ class RolloutQueue:
 
 
 class Demonstrations:
-    """The batches of the supervised steps: the steps -K .. -1 of a run with --demos K.
+    """Make the batches of the supervised steps: the steps -K .. -1 of a run with --demos K.
 
     first_step: the first of them that is to do.
     """
@@ -341,7 +341,7 @@ class ExpertLoads:
             return {}
 
         # A rank has counted its own tokens in its own layers, so the sum over all ranks is the
-        # whole. A number of tokens is exact in float64, so all ranks cast one vote.
+        # whole. A number of tokens is exact in float64, so all ranks move the biases identically.
         sums = torch.zeros(1 + self.counts_LE.numel(), dtype=torch.float64, device=self.device)
         counts_LE = sums[1:].view_as(self.counts_LE)
         for losses, counts in self.parts:
@@ -359,7 +359,7 @@ class ExpertLoads:
         return {"experts/load_max": load_L.max().item()} | balance
 
     def update_bias(self, model):
-        """Apply (11) of experts.py, after an optimizer step with gradients of these counts."""
+        """Move the routers' biases by (11) of models.py, after an optimizer step."""
         if not self.rate:
             return
         has = [module.layer for module in model.modules() if hasattr(module, "votes")]
@@ -486,15 +486,15 @@ class ChunkBatches(TreeBatches):
 
         # COMM: experts are on other ranks, which have other trees: all make the same number of
         # calls. Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-        lockstep = dist.group.WORLD if self.plan.ep > 1 else None
+        sync_group = dist.group.WORLD if self.plan.ep > 1 else None
         model = self.model
         if self.plan.tp > 1:
-            model = PaddedTokens(model, self.plan.tp)
+            model = PaddedTokens(model)
         # check_finite=False: a NaN is optim_step's to find, on all ranks at once.
         config = self.config
         result = tree_backward(
             model, trie, loss_of_chunk, max_tokens=config.chunk_tokens, recompute=config.recompute,
-            temperature=config.temperature, masks=masks, lockstep=lockstep, batched=True,
+            temperature=config.temperature, masks=masks, lockstep=sync_group, batched=True,
             check_finite=False,
         )  # fmt: skip
 

@@ -43,6 +43,10 @@ from ring_attention import attention_definition, launch, repeat_key_heads
 from tree_attention import CheckModel, check_loss, definition
 
 
+# The ring ---------------------------------------------------------------------------------------
+# Every method and mask against `ring_attention.attention_definition`.
+
+
 def examples(length, heads=1):
     """Return one mask of every kind for `length` tokens; a batch of 2 where its rows can differ."""
     generator = torch.Generator().manual_seed(0)
@@ -208,8 +212,12 @@ def check_ring() -> bool:
             print(f"{name:>24}{numbers}   {budget:.3g} {'ok' if ok else 'FAILED'}")
             failed += [] if ok else [name]
             largest = max([largest, *row.values()]) if "float64" in table else largest
-    print(json.dumps({"check": "ring_attention", "ok": not failed, "max_error": largest}))
+    print(json.dumps({"check": "ring", "ok": not failed, "max_error": largest}))
     return not failed
+
+
+# Trees ------------------------------------------------------------------------------------------
+# Every shape of tree, every chunk size, and tree_attention.py by itself.
 
 
 class TinyModel(CheckModel):
@@ -340,9 +348,13 @@ def check_tree() -> bool:
             worst = max(worst, *values)
             ok = "ok" if max(values) <= 1e-10 else "FAILED"
             print(f"{row:>28}" + "".join(f" {x:11.1e}" for x in values) + f"   {ok}")
-    print(json.dumps({"check": "tree_attention", "ok": worst <= 1e-10, "max_error": worst}))
+    print(json.dumps({"check": "tree", "ok": worst <= 1e-10, "max_error": worst}))
     return worst <= 1e-10
 
+
+# Models -----------------------------------------------------------------------------------------
+# Tiny models of every family, each path against `models.logits_definition`. Tests use `tiny` and
+# `tiny_model` too.
 
 TINY = {  # what a tiny model of each family needs in addition to the sizes
     "llama": dict(qk_norm=False),
@@ -519,6 +531,11 @@ def logits_by_cache(model, documents, truth):
         logits = forward_with_cache(model, cache, tokens.to(logits.device))
 
 
+# Plans ------------------------------------------------------------------------------------------
+# The plans of parallel.py by its functions and by those of the folder, and every plan with a whole
+# model.
+
+
 class FullTraining:
     """What `parallel.Training` is, by the functions of the folder. Text: "d2t2 zero1"."""
 
@@ -526,7 +543,7 @@ class FullTraining:
 
     def __init__(self, model, text):
         plan, mode = text.split()
-        self.grid = Grid.make(Plan.parse(plan))
+        self.grid = Grid(Plan.parse(plan))
         options = dict(attention=lambda: None, mode=mode)  # here c ranks have rows of their own
         self.model = parallelize(model, self.grid.plan, device_mesh=self.grid, **options)
         make = functools.partial(torch.optim.AdamW, **ADAMW)

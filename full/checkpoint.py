@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from full.optimizer import training_tensors
 from full.places import local
-from full.ranks import agree
+from full.ranks import agree, all_gather_objects
 
 
 def read_training(path, model, optimizer, *, counts=()) -> dict:
@@ -123,8 +123,7 @@ def on_all_ranks(function) -> dict:
         found = error
     # COMM: an all-gather over all ranks, of results or errors. Pinned by
     # tests/test_parallel_faults.py::test_what_one_rank_cannot_read_is_refused_by_all.
-    results = [None] * dist.get_world_size()
-    dist.all_gather_object(results, found)
+    results = all_gather_objects(found)
     for result in results:
         if isinstance(result, Exception):
             raise result

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 
 import train_grpo
-from full.advantages import NO_GROUP_BASELINE, choices_of
+from full.advantages import choices_of, compared_by
 from full.metrics import glossary
 from full.model_config import read_json
 from full.objectives import OBJECTIVES
@@ -56,6 +56,9 @@ Papers and their settings. The rest stays at its default, and each paper has its
   distillation, on-policy    --teacher DIR --objective reinforce --minibatches 1
 """
 
+TASKS = "guess", "jsonl"  # values of --task that name no file: `make_task` of text.py
+MAX_STALENESS = 64  # steps, far more than learning bears
+
 # Choices that several fields share, or that are too long for the line of a field.
 Dtype = Literal["float32", "float64", "bfloat16"]
 
@@ -63,7 +66,7 @@ Schedule = Literal["1f1b", "interleaved1f1b", "zbv"]
 
 
 class Plans(NamedTuple):
-    """What --plan says: A|B, two plans of the same ranks, or B alone."""
+    """The plans of --plan: A|B, two plans of the same ranks, or B alone."""
 
     generator: Plan | None  # A; None: the generator takes t and e of the trainer's plan
     trainer: Plan | None  # B; None without --plan: all ranks are data parallel
@@ -251,7 +254,7 @@ class Config(train_grpo.Config):
         # One error a field: the type first, since the comparisons need numbers. An int given for a
         # float is stored as a float.
         wrong = []
-        at_most = dict(gae_lambda=1, timeout=self.YEAR, staleness=MOST_UNDER_WAY)
+        at_most = dict(gae_lambda=1, timeout=self.YEAR, staleness=MAX_STALENESS)
         for f in dataclasses.fields(self):
             flag = _flag(f.name)
             value = getattr(self, f.name)
@@ -346,7 +349,7 @@ class Config(train_grpo.Config):
     def _wrong_combinations(self) -> list[tuple]:
         """Return (is it wrong?, the error) for what would train something else, or fail late."""
         leaves = self.forks ** min(self.fork_turns, 64)  # beyond any group, and quickly computed
-        compares_group = self.advantage not in NO_GROUP_BASELINE
+        compares_group = compared_by(self.advantage) == "group"
         return [
             (self.advantage == "teacher" and not self.teacher,
              "--advantage teacher needs --teacher DIR"),
@@ -414,7 +417,7 @@ def flags_of(objective) -> set:
 
 
 def has_smaller_eps(a, b) -> bool:
-    """Compare two dtypes by name: whether a has the smaller unit in the last place."""
+    """Return whether dtype a, by its name, has a smaller unit in the last place than b."""
     return torch.finfo(getattr(torch, a)).eps < torch.finfo(getattr(torch, b)).eps
 
 
@@ -473,11 +476,12 @@ def add_flags(parser, fields):
 def parse_config(argv) -> Config:
     """Return the Config of a command line; with --resume, what the run stored is the default."""
     parser = argparse.ArgumentParser(
-        prog="python -m full", description=__doc__.split("\n")[0], allow_abbrev=False,
+        prog="python -m full", description="GRPO and its relatives, by any plan.",
+        allow_abbrev=False,
         epilog=f"{PAPERS}\n{glossary()}\nThe letters of --plan\n\n{letters_table()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [--FLAG VALUE ...] | core | check [--all | --device D] | bench"
-        " | plot RUN .. | audit RUN | eval RUN_OR_DIR | chat RUN_OR_DIR | export RUN DIR | --help",
+        usage="%(prog)s [--FLAG VALUE ...] | plot RUN .. | audit RUN | eval RUN_OR_DIR"
+        " | chat RUN_OR_DIR | export RUN DIR | inspect DIR | plan PLAN | check | bench | --help",
     )  # fmt: skip
 
     # Fields of one title stand together in --help, also where a base class has some of them.
@@ -533,9 +537,3 @@ def resumed_config(path, given) -> Config:
             told += "; with this --lr-decay and --lr-warmup the rates depend on the last step"
         raise ValueError(f"--resume cannot change {told}; start a new run instead")
     return Config(**(stored | given))
-
-
-MOST_UNDER_WAY = 64  # batches: far more than learning bears
-
-
-TASKS = "guess", "jsonl"  # values of --task that name no file: `make_task` of text.py

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import train_grpo
+from full.advantages import compared_by
 from full.batches import gather_groups
 from full.checkpoint import (
     checkpoints, newest_checkpoint, read_checkpoint, superseded, write_checkpoint,
@@ -82,7 +83,7 @@ class Checkpointer:
             raise Interrupted(signalled)
 
     def write(self, kind, step) -> bool:
-        """Write a checkpoint and delete what it supersedes. False if nothing was written."""
+        """Write a checkpoint and delete what it supersedes. Return whether it was written."""
         # A run whose last gradients were not finite is about to go wrong. Its checkpoints would
         # push the good ones out. Nothing but this comparison sees a bit that flipped in one rank's
         # memory.
@@ -246,7 +247,7 @@ class IdleWarning:
     STEPS = 3
 
     def __init__(self, config):
-        self.learns = config.advantage in ("teacher", "none")  # from equal rewards too
+        self.learns = compared_by(config.advantage) == "nothing"  # so from equal rewards too
         self.idle = 0  # steps in a row with nothing to learn from, up to now
 
     def step(self, step, batch, metrics, updates, solved):
@@ -340,8 +341,7 @@ def read_reference(out, trainer):
 
 
 # Curves -----------------------------------------------------------------------------------------
-# `python -m full plot`: a picture of what runs wrote to metrics.jsonl. If you draw by other means,
-# skip this section.
+# `python -m full plot`: a picture of what runs wrote to metrics.jsonl.
 
 
 def plot(argv) -> int:

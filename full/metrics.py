@@ -155,7 +155,7 @@ def mean_metrics(updates) -> dict:
 
 
 class StepClock:
-    """The seconds and the memory of a step. The batch source starts it, the log reads it."""
+    """Measure the seconds and memory of a step. The batch source starts it, the log reads it."""
 
     def __init__(self, device):
         self.device = device
@@ -174,8 +174,10 @@ class StepClock:
                 Path("/proc/self/clear_refs").write_text("5")
 
     def read(self) -> dict:
-        """Return seconds of all phases, and memory/peak: the most megabytes at any moment, of the
-        rank that had most: of its tensors on CUDA, of the process on a CPU. Collective.
+        """Return the seconds of all phases, and the peak of memory, as metrics. Collective.
+
+        memory/peak: the most megabytes at any moment, of the rank that had most: of its tensors on
+        CUDA, of the process on a CPU.
         """
         # What was neither sampling nor evaluation was training.
         total = time.perf_counter() - self.began

@@ -230,7 +230,7 @@ VALUE_CLIP = 0.2  # of (6), PPO's: a value that has moved this far to its return
 
 
 def value_loss(value_N, old_N, return_N):
-    """Return the maximum in (6), halved, for each token."""
+    """Return the critic's error of (6) for each token, the larger of two squares, halved."""
     near_N = old_N + (value_N - old_N).clamp(-VALUE_CLIP, VALUE_CLIP)
     return torch.maximum((value_N - return_N).square(), (near_N - return_N).square()) / 2
 
@@ -242,7 +242,7 @@ def grpo_loss(
     ref_BT=None, kl="k3", kl_coef=0.0, kl_in="loss", entropy_BT=None, entropy_coef=0.0,
     value_BT=None, old_value_BT=None, return_BT=None, value_coef=0.5,
 ):  # fmt: skip
-    """Compute the whole loss, (2)-(7): a scalar, and a dict of detached sums over sampled tokens.
+    """Return the loss, (2)-(7), a scalar; and a dict of detached sums over sampled tokens.
 
     lp_BT            log-probs of the policy now, with a graph: (B, T), or (T,) for one sequence
     old_BT           log-probs before the step's first update; None: lp, so that every ratio is 1

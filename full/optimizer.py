@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from full.places import local, part_of, reshard
+from full.places import local, part_of, reshard, set_tensor
+from full.ranks import all_gather_objects
 
 MESSAGE = 256 << 20  # bytes
 
@@ -93,10 +94,9 @@ def first_non_finite(gradients) -> int:
 def name_suspects(model, suspect: int) -> str:
     """Say which rank had which non-finite gradient first, from each rank's `reduce_gradients`."""
     names = [name for name, _ in model.named_parameters()][::-1]
-    found = [None] * dist.get_world_size()
     # COMM: an all-gather of one name over all ranks, which all skip the same step. Pinned by
     # tests/test_faults.py::test_a_nan_in_one_ranks_batch_is_skipped_by_all_and_named.
-    dist.all_gather_object(found, names[suspect] if suspect >= 0 else None)
+    found = all_gather_objects(names[suspect] if suspect >= 0 else None)
     named = [f"{name} on rank {rank}" for rank, name in enumerate(found) if name]
     return ", ".join(named) or "no single gradient: their norm overflowed"
 
@@ -188,8 +188,7 @@ class LocalOptimizer:
                 # are added in the master's precision. Pinned by
                 # tests/test_precision.py::test_gradients_add_up_in_float32.
                 rounded.grad_dtype = p.dtype
-                owner, _, last = name.rpartition(".")
-                setattr(model.get_submodule(owner), last, rounded)
+                set_tensor(model, name, rounded)
             self.mine[name] = nn.Parameter(rows, p.requires_grad)
         self.inner = make([*self.mine.values()])
         self.param_groups = self.inner.param_groups
@@ -240,24 +239,14 @@ def weights_and_places(model, optimizer=None) -> tuple[dict, dict]:
 def weights_to_store(model, optimizer=None) -> dict:
     """Return name -> weight. One of which this rank has a part is a DTensor that shares memory."""
     weights, places = weights_and_places(model, optimizer)
-    return {name: places[name].label(local(x.detach())) for name, x in weights.items()}
-
-
-def state_of(optimizer, name, p) -> dict:
-    """Return a parameter's state in a LocalOptimizer or in an optimizer of torch; empty if none."""
-    # Read with get: asking a torch optimizer for the state of a parameter would make one.
-    key = optimizer.mine[name] if isinstance(optimizer, LocalOptimizer) else p
-    return optimizer.state.get(key, {})
+    return {name: places[name].as_dtensor(local(x.detach())) for name, x in weights.items()}
 
 
 def persistent_buffers(model) -> dict:
     """Return name -> buffer of those that belong to a model's state, such as a router's bias."""
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                found[name] = buffer
-    return found
+    names = dict(model.named_buffers())
+    state = model.state_dict(keep_vars=True)
+    return {name: x for name, x in state.items() if name in names}
 
 
 def tensors_of(model) -> dict:
@@ -276,14 +265,16 @@ def training_tensors(model, optimizer) -> dict:
     tensors = {f"model.{name}": x for name, x in weights_to_store(model, optimizer).items()}
     places = getattr(optimizer, "places", part_of(model).places)
     for name, p in model.named_parameters():
-        if not state_of(optimizer, name, p):  # as AdamW makes it before its first step
-            x = optimizer.mine[name] if isinstance(optimizer, LocalOptimizer) else p
-            step = torch.zeros((), dtype=torch.float32, device=x.device)
-            zeros = {key: torch.zeros_like(x) for key in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[x] |= dict(step=step, **zeros)
-        for key, x in state_of(optimizer, name, p).items():
+        own = optimizer.mine[name] if isinstance(optimizer, LocalOptimizer) else p
+        # Read with get: asking a torch optimizer for the state of a parameter would make one.
+        state = optimizer.state.get(own, {})
+        if p.requires_grad and not state:  # as AdamW makes it before its first step
+            step = torch.zeros((), dtype=torch.float32, device=own.device)
+            zeros = {key: torch.zeros_like(own) for key in ("exp_avg", "exp_avg_sq")}
+            state = optimizer.state[own] = dict(step=step, **zeros)
+        for key, x in state.items():
             # The number of steps has no dimension, and is the same on all ranks.
-            tensors[f"optimizer.{name}.{key}"] = places[name].label(local(x)) if x.dim() else x
+            tensors[f"optimizer.{name}.{key}"] = places[name].as_dtensor(local(x)) if x.dim() else x
     return tensors | {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
 
 
@@ -310,8 +301,7 @@ def replica_difference(model, optimizer=None) -> str | None:
     # COMM: an all-gather of 8 bytes and a name for each tensor, over all ranks. Every rank then
     # compares all tables, so that all say the same. Pinned by
     # tests/test_parallel_faults.py::test_a_flipped_bit_is_named.
-    tables = [None] * dist.get_world_size()
-    dist.all_gather_object(tables, digests)
+    tables = all_gather_objects(digests)
     different = {}  # name -> {digest: the ranks that have it}
     for key in dict.fromkeys(key for table in tables for key in table):
         ranks_of = {}

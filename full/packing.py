@@ -26,6 +26,7 @@ import torch.nn.functional as F
 import parallel
 from full.pipeline import run_forwards, run_micro_batches
 from full.places import part_of, reshard
+from full.ranks import all_gather_objects
 
 
 class PackedRow(NamedTuple):
@@ -143,20 +144,16 @@ class PackedBatches:
         Returns the loss, summed over data shares, float64.
         """
         micro_batches, rows = self.pack_micro_batches(sequences, masks)
-
-        def loss_of_states(k, hidden_1sM):
-            scores = self.score(rows[k], hidden_1sM)
-            if not micro_batches[k]:  # a loss of 0 with a graph: others wait for its messages
-                return sum(x_BT.sum() for x_BT in scores)
-            return loss_fn(micro_batches[k], rows[k].mask_BT.to(self.device), *scores)
-
         total = torch.zeros((), dtype=torch.float64, device=self.device)
 
         def forward(root, k, x):
             x_1sM = self.micro(rows[k], self.balance).through(root, x)
             if not self.part.has_head(root):
                 return x_1sM
-            loss = loss_of_states(k, x_1sM)
+            scores = self.score(rows[k], x_1sM)
+            if not micro_batches[k]:  # a loss of 0 with a graph: others wait for its messages
+                return sum(x_BT.sum() for x_BT in scores)
+            loss = loss_fn(micro_batches[k], rows[k].mask_BT.to(self.device), *scores)
             total.add_(loss.detach())
             return loss
 
@@ -195,9 +192,8 @@ class PackedBatches:
         # COMM: the last stage has the scores; an all-gather over the replica gives them to its
         # other ranks.
         # Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-        replica = self.part.grid.group["pct"]
-        parts = [None] * replica.size()
-        dist.all_gather_object(parts, found if self.part.is_last else None, group=replica)
+        found = found if self.part.is_last else None
+        parts = all_gather_objects(found, self.part.grid.group["pct"])
         return next(part for part in parts if part is not None)
 
     def pack_micro_batches(self, sequences, masks):
@@ -209,16 +205,14 @@ class PackedBatches:
         # Other ranks may need more micro-batches than this one has data for.
         lengths = [len(tokens) for tokens in sequences]
         micro_batches = cut_into_micro_batches(self.model, lengths, self.micro_tokens)
-        contents = []
-        for indices in micro_batches:
-            contents.append(([sequences[i] for i in indices], [masks[i] for i in indices]))
-            if not indices:
-                contents[-1] = [[0]], [[]]
-
-        sizes = row_lengths(self.plan, [sum(map(len, tokens)) for tokens, _ in contents])
-        rows = [pack_row(*content, size) for content, size in zip(contents, sizes, strict=True)]
-        rows = [row if indices else row.without_sequences()
-                for indices, row in zip(micro_batches, rows, strict=True)]  # fmt: skip
+        counts = [sum(lengths[i] for i in indices) or 1 for indices in micro_batches]
+        rows = []
+        for indices, length in zip(micro_batches, row_lengths(self.plan, counts), strict=True):
+            if indices:
+                own = [sequences[i] for i in indices], [masks[i] for i in indices]
+                rows.append(pack_row(*own, length))
+            else:
+                rows.append(pack_row([[0]], [[]], length).without_sequences())
         return micro_batches, rows
 
     def own_tokens(self, row):
@@ -302,7 +296,7 @@ def pack(lengths, micro_tokens, shared=None) -> list:
     return packed
 
 
-def cut_into_micro_batches(model, lengths, micro_tokens, shared=None) -> list:
+def cut_into_micro_batches(model, lengths, micro_tokens) -> list:
     """Call `pack` for a model of any plan. Add [] if other ranks have more. Collective."""
     # A pipeline of p stages idles less the more micro-batches it has. This limit gives about 2 p of
     # them, of about one size, since all are padded to the longest.
@@ -310,7 +304,7 @@ def cut_into_micro_batches(model, lengths, micro_tokens, shared=None) -> list:
     if plan.pp > 1:
         longest = max(lengths, default=0)
         micro_tokens = min(micro_tokens, sum(lengths) // (2 * plan.pp) + longest)
-    packed = pack(lengths, micro_tokens, shared)
+    packed = pack(lengths, micro_tokens)
     count = agreed_micro_batches(model, len(packed))
     return packed + [[]] * (count - len(packed))
 
@@ -359,21 +353,13 @@ def balance_of_rank(model, sequence_J, token_J, local_s, balance):
     #     t2, 6 tokens, rank 1     takes 3 4 5    a layer sees them as 0 1 2, with etp 2 as 3 4 5
     part = part_of(model)
     plan = part.plan
-    groups = []
-    first = 0  # of local_s, the first that a sparse layer sees
-    taken_s = local_s
-    if plan.cp > 1:
-        groups.append(part.grid.group["c"])
-    if plan.tp > 1:
-        chunk = -(-len(local_s) // plan.tp)
-        start = part.grid.group["t"].rank() * chunk
-        taken_s = local_s[start : start + chunk]
-        first = start if plan.etp == 1 else 0
-        groups.append(part.grid.group["t"])
+    taken_s = parallel.own_chunk(local_s, part.grid.group["t"]) if plan.tp > 1 else local_s
+    seen_s = local_s if plan.etp > 1 else taken_s
+    groups = [part.grid.group[x] for x, degree in (("c", plan.cp), ("t", plan.tp)) if degree > 1]
 
     # Tokens are numbered as the layer sees them, and sequences as in the whole row.
     is_taken_J = torch.isin(token_J, taken_s)
-    token_j = torch.searchsorted(local_s, token_J[is_taken_J]) - first
+    token_j = torch.searchsorted(seen_s, token_J[is_taken_J])
     num_sequences = int(sequence_J.max()) + 1 if len(sequence_J) else 0
     pairs = sequence_J[is_taken_J].to(part.device), token_j.to(part.device)
     return balance(*pairs, num_sequences=num_sequences, groups=groups)
@@ -401,8 +387,7 @@ def gather_replica(model, items):
     # COMM: an all-gather over the c, t and p ranks of one data share. Pinned by
     # tests/test_packed.py::test_ranks_are_one_process.
     replica = part.grid.group["pct"]
-    parts = [None] * replica.size()
-    dist.all_gather_object(parts, items, group=replica)
+    parts = all_gather_objects(items, replica)
     first = sum(len(part) for part in parts[: replica.rank()])
     return [item for part in parts for item in part], first
 
@@ -422,12 +407,11 @@ def require_batch(model, sequences, masks):
     # same batch. Pinned by
     # tests/test_packed.py::test_a_batch_that_cannot_be_is_refused_on_every_rank.
     part = part_of(model)
-    seen = [(found, "")]
+    seen = [(found, 0)]
     if part.plan.world > part.plan.dp:
         batch = [[*map(int, x)] for x in (*sequences, *masks)]
-        seen *= part.grid.group["pct"].size()
         digest = zlib.crc32(repr(batch).encode())
-        dist.all_gather_object(seen, (found, digest), group=part.grid.group["pct"])
+        seen = all_gather_objects((found, digest), part.grid.group["pct"])
     found = next((text for text, _ in seen if text), "")
     if not found and len({digest for _, digest in seen}) > 1:
         ranks = ", ".join(map(str, dist.get_process_group_ranks(part.grid.group["pct"])))
@@ -445,9 +429,8 @@ class PaddedTokens:
     without a graph. Everything else is the model's.
     """
 
-    def __init__(self, model, multiple):
+    def __init__(self, model):
         self.model = model
-        self.multiple = multiple
 
     def __getattr__(self, name):
         return getattr(self.model, name)
@@ -455,17 +438,21 @@ class PaddedTokens:
     def hidden(self, tokens_1S, /, *, positions, attention, on_routing=None):
         # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
         # rank without any still runs t, because the other ranks wait for it.
+        part = part_of(self.model)
         length = tokens_1S.shape[1]
-        pad = max(1, -(-length // self.multiple)) * self.multiple - length
+        pad = -length % part.plan.tp if length else part.plan.tp
 
         def attention_without_padding(q, k, v, /, **options):
             out = attention(*(x[:, :, :length] for x in (q, k, v)), **options)
             return F.pad(out, (0, 0, 0, pad))
 
-        def on_routing_of_all_tokens(scores_nE, chosen_nK, /, *, layer):
-            scores_NE = self._of_all_ranks(scores_nE)
-            chosen_NK = self._of_all_ranks(chosen_nK)
-            return on_routing(scores_NE[:length], chosen_NK[:length], layer=layer)
+        # COMM: an all-gather over the t ranks, each of which has routed a part of the tokens. With
+        # t inside the experts a layer has seen all tokens already. Pinned by
+        # tests/test_balance.py::test_a_rank_sees_some_tokens.
+        def on_routing_of_all_tokens(*found, layer):
+            if part.plan.etp == 1:
+                found = [parallel.all_gather(x.detach(), part.grid.group["t"]) for x in found]
+            return on_routing(*(x[:length] for x in found), layer=layer)
 
         options = {} if on_routing is None else {"on_routing": on_routing_of_all_tokens}
         x_1SM = self.model.hidden(
@@ -473,12 +460,3 @@ class PaddedTokens:
             attention=attention_without_padding, **options,
         )  # fmt: skip
         return x_1SM[:, :length]
-
-    @torch.no_grad()
-    def _of_all_ranks(self, x_nE):
-        """All-gather what the t ranks' routers found, in the order of the tokens."""
-        # COMM: an all-gather over the t ranks, each of which has a part of the tokens. With t
-        # inside the experts a layer has seen all tokens already. Pinned by
-        # tests/test_balance.py::test_a_rank_sees_some_tokens.
-        part = part_of(self.model)
-        return x_nE if part.plan.etp > 1 else parallel.all_gather(x_nE, part.grid.group["t"])

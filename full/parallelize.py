@@ -39,7 +39,7 @@ def parallelize(
         a plan of d alone with ddp or zero1, any module. On the device where it will run, or on the
         meta device, for `materialise`. It is changed.
     plan: Plan. Its world is the number of ranks.
-    device_mesh: Grid. `Grid.make(plan)`.
+    device_mesh: Grid. `Grid(plan)`.
     attention: the callable of context parallelism, which the layers call. Needed for c > 1.
     mode: "ddp" (whole copies), "zero1" (copies, with `LocalOptimizer(zero=True)`) or "fsdp" (FSDP2;
         HSDP if the grid replicates). `parallel.fully_shard_layer` has both.
@@ -72,7 +72,7 @@ def parallelize(
     plan.require_fits(world=dist.get_world_size(), config=config)
     options = dict(attention=attention, mode=mode, sequence=sequence, schedule=schedule, ac=ac,
                    compile=compile, offload=offload, compute_dtype=compute_dtype)  # fmt: skip
-    for is_wrong, text in misfits(model, plan, device_mesh, **options):
+    for is_wrong, text in option_conflicts(model, plan, device_mesh, **options):
         if is_wrong:
             raise ValueError(f"plan {plan}: {text}")
     if attention is not None:
@@ -80,19 +80,15 @@ def parallelize(
     grid = with_sequence(device_mesh, sequence)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     is_tied = not hasattr(model, "lm_head")
-    split(model, grid)
+    shard_model(model, grid)
     pipeline = None
     if schedule != "1f1b":
         pipeline = TorchPipeline(model, grid.group["p"], schedule, is_tied)
     elif plan.pp > 1:
         keep_stage_and_ends(model, grid.group["p"].rank(), plan.pp, is_tied)
-    is_last = grid.group["p"].rank() == plan.pp - 1
-    if pipeline is not None:
-        is_last = pipeline.last is not None
     places = {name: place_of(name, shapes[name], grid, mode, is_tied and schedule != "zbv")
               for name, _ in model.named_parameters()}  # fmt: skip
-    model.part = Part(
-        plan, grid.device, places, grid, mode, offload, compute_dtype, pipeline, is_last)
+    model.part = Part(plan, grid.device, places, grid, mode, offload, compute_dtype, pipeline)
 
     # The order matters. What is computed again includes the messages inside a layer. FSDP is last,
     # because it cuts what the others have left.
@@ -102,12 +98,12 @@ def parallelize(
         for layer in model.model.layers:
             layer.compile(dynamic=True)
     if mode == "fsdp":
-        for root in model.part.roots(model):
+        for root in model.part.stages(model).values():
             apply_fsdp(root, model.part)
     return model
 
 
-def misfits(
+def option_conflicts(
     model, plan, grid, *, attention, mode, sequence, schedule, ac, compile, offload, compute_dtype
 ) -> list:
     """Return (whether it is so, the error) of options that need or exclude one another."""
@@ -120,8 +116,8 @@ def misfits(
     coarser = compute_dtype is None or (
         compute_dtype.is_floating_point and torch.finfo(compute_dtype).eps > torch.finfo(wide).eps)
     return [
-        (plan.shapes != grid.plan.shapes,  # the name of an engine may differ
-         f"expected its grid, got that of plan {grid.plan}; use Grid.make(plan)"),
+        (not plan.has_degrees_of(grid.plan),
+         f"expected its grid, got that of plan {grid.plan}; use Grid(plan)"),
         (hasattr(model, "part") or isinstance(model, fsdp.FSDPModule),
          "expected a whole model, got one that is split or sharded already; split it once"),
         (not coarser,
@@ -156,7 +152,7 @@ def with_sequence(grid, sequence) -> Grid:
     return grid
 
 
-def split(model, grid) -> None:
+def shard_model(model, grid) -> None:
     """Cut a whole model by t and e, in place, by the functions of parallel.py."""
     group = grid.group
     if grid.plan.tp > 1:
@@ -229,7 +225,7 @@ def materialise(model) -> None:
     Its content is undefined afterwards. The largest tensor that is ever made is a part's.
     """
     part = part_of(model)
-    for root in part.roots(model):
+    for root in part.stages(model).values():
         root.to_empty(device="cpu" if part.offload else part.device)
 
 

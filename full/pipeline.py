@@ -50,11 +50,8 @@ def run_forwards(model, forward, number, like=None) -> None:
     # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
     part = part_of(model)
     group = part.grid.group["p"] if part.plan.pp > 1 else None
-    own, rank_of = {0: model}, [0]
-    if group is not None:
-        own, rank_of = {group.rank(): model}, [*range(group.size())]
-    if part.pipeline is not None:
-        own, rank_of = part.pipeline.own, part.pipeline.rank_of
+    own = part.stages(model)
+    rank_of = range(part.plan.pp) if part.pipeline is None else part.pipeline.rank_of
     for n in range(number):
         x = None
         for stage, root in own.items():

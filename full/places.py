@@ -82,9 +82,10 @@ class Place(NamedTuple):
 
     def cut_copies(self) -> "Place":
         """Cut by rows over the ranks with other tokens and the same entries."""
-        return self.cut(0, self.mesh.mesh_dim_names[-1])
+        # A number without dimensions has no rows: each of the ranks has it.
+        return self.cut(0, self.mesh.mesh_dim_names[-1]) if self.shape else self
 
-    def label(self, x):
+    def as_dtensor(self, x):
         """Return this rank's entries x as the DTensor that torch's checkpoints expect."""
         if not self.cuts:
             return x
@@ -123,10 +124,10 @@ class Place(NamedTuple):
         return x
 
 
-def place_of(name, shape, grid, mode, has_two_ends) -> Place:
+def place_of(name, shape, grid, mode, ends_share_embedding) -> Place:
     """Return the place of a parameter with this shape of the whole: by `parallel.layout`.
 
-    has_two_ends: bool. The first and the last stage are on different ranks, and share an embedding.
+    ends_share_embedding: bool. The first and the last stage share an embedding, on different ranks.
     """
     plan = grid.plan
     how = parallel.layout(f".{name}", grid)
@@ -150,7 +151,7 @@ def place_of(name, shape, grid, mode, has_two_ends) -> Place:
         place = place.cut_copies()
         partial = "t" if partial == "dct" else ""
     sums = [grid.group[partial]]
-    if has_two_ends and name == TIED and grid.ends is not None:
+    if ends_share_embedding and name == TIED and grid.ends is not None:
         sums.append(grid.ends)
         place = place._replace(holders=2 * place.holders)
     return place._replace(sums=tuple(group for group in sums if group.size() > 1))
@@ -167,7 +168,6 @@ class Part:
     grid: Grid. None for a model that `parallelize` has not seen, of which each rank has a copy.
     mode, offload, compute_dtype: as given to `parallelize`.
     pipeline: a `TorchPipeline` if a rank has two stages, else None.
-    is_last: bool. Whether this rank has the last stage of a pipeline, or all of the model.
     """
 
     plan: Plan
@@ -178,14 +178,25 @@ class Part:
     offload: bool = False
     compute_dtype: torch.dtype | None = None
     pipeline: object = None
-    is_last: bool = True
 
-    def roots(self, model) -> list:
-        """List the modules whose `hidden` runs this rank's layers: the model, or its stages."""
-        return [model] if self.pipeline is None else [*self.pipeline.own.values()]
+    def stages(self, model) -> dict:
+        """Return {stage: the module whose `hidden` runs its layers} of this rank's stages.
+
+        The module of a rank's only stage is the model itself.
+        """
+        if self.pipeline is not None:
+            return self.pipeline.own
+        return {self.grid.group["p"].rank() if self.grid else 0: model}
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage of a pipeline, or all of the model."""
+        if self.pipeline is not None:
+            return self.pipeline.last is not None
+        return self.grid is None or self.grid.group["p"].rank() == self.plan.pp - 1
 
     def has_head(self, root) -> bool:
-        """Return whether one of `roots` has the last norm, so that it can compute log-probs."""
+        """Return whether one of `stages` has the last norm, so that it can compute log-probs."""
         return self.is_last and (self.pipeline is None or root is self.pipeline.last)
 
 
@@ -213,6 +224,12 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def set_tensor(model, name, x) -> None:
+    """Replace a parameter or a buffer of a model by another one."""
+    owner, _, last = name.rpartition(".")
+    setattr(model.get_submodule(owner), last, x)
+
+
 def full(tensor, place=None):
     """Return the whole of a tensor of which this rank has a part. Collective if it is sharded.
 
@@ -228,7 +245,7 @@ def full(tensor, place=None):
 
 def reshard(model) -> None:
     """Drop what FSDP gathered: a forward without a backward leaves the root's weights whole."""
-    for root in part_of(model).roots(model):
+    for root in part_of(model).stages(model).values():
         if isinstance(root, fsdp.FSDPModule):
             root.reshard()
 

@@ -64,8 +64,6 @@ def letters_table() -> str:
     return "\n".join(lines)
 
 
-KINDS = "dp", "cp", "tp", "pp", "ep", "etp", "expert-dp", "fsdp"  # of groups
-
 BACKENDS = "archon", "fsdp", "megatron", "sglang", "vllm"
 
 DEGREES = "(?:[a-z][1-9][0-9]*)+"  # one or more letters, each with a number of 1 or more
@@ -163,31 +161,16 @@ class Plan:
         """The number of ranks that hold the same experts."""
         return self.world // (self.pp * self.ep * self.etp)
 
-    @property
-    def shapes(self) -> tuple[dict, dict]:
-        """Return the rank grids of attention and of experts, name to degree, outermost first."""
-        attention = {LETTERS[letter].axis: getattr(self, LETTERS[letter].axis) for letter in "pdct"}
-        return attention, {"pp": self.pp, "expert-dp": self.edp, "ep": self.ep, "etp": self.etp}
+    def has_degrees_of(self, other) -> bool:
+        """Return whether two plans differ at most by the name of the backend."""
+        return dataclasses.replace(self, backend=other.backend) == other
 
-    def groups(self, kind: str) -> list[list[int]]:
-        """List the ranks of each group of a kind (see KINDS), without making communicators."""
-        if kind not in KINDS:
-            raise ValueError(f"expected a kind of {', '.join(KINDS)}, got {kind!r}")
-        attention, experts = self.shapes
-        names = ("dp", "cp") if kind == "fsdp" else (kind,)
-        shape = attention if names[0] in attention else experts
-        ranks = np.arange(self.world).reshape([*shape.values()])
-        return parallel.ranks_along(ranks, [[*shape].index(name) for name in names])
-
-    def require_fits(
-        self, *, world=None, config=None, microbatches=None, ulysses=False, shard=None
-    ) -> None:
-        """Raise ValueError unless the plan fits the ranks, the model and the batch that are given.
+    def require_fits(self, *, world=None, config=None, ulysses=False, shard=None) -> None:
+        """Raise ValueError unless the plan fits the ranks and the model that are given.
 
         world: int. The number of ranks that were started.
         shard: int. HSDP: how many of the d ranks share the weights.
         config: ModelConfig.
-        microbatches: int. The number of micro-batches of a step.
         ulysses: bool. Context parallelism distributes heads, so c must divide them as well.
         """
         layers = self.pp if config is None else config.num_hidden_layers
@@ -195,8 +178,6 @@ class Plan:
             (world not in (None, self.world),
              f"expected p * d * c * t = {self.world} ranks, got {world}. Start {self.world} ranks, "
              f"or change the plan"),
-            (microbatches is not None and self.pp > max(1, microbatches),
-             f"expected a micro-batch for each of {self.pp} stages, got {microbatches}"),
             (shard is not None and self.dp % shard,
              f"{shard} ranks that shard must divide d = {self.dp}"),
             (config is not None and not config.sparse_layers and self.ep * self.etp > 1,
@@ -219,19 +200,6 @@ class Plan:
             if config is not None and degree > 1 and getattr(config, size) % degree:
                 raise ValueError(f"plan {self}: expected {what} divisible by {letters} = {degree}, "
                                  f"got {getattr(config, size)}")  # fmt: skip
-
-    def describe(self) -> str:
-        """Return a line of degrees, then each tensor group on a line with its place in the grid."""
-        degrees = self.shapes[0] | {"ep": self.ep, "etp": self.etp}
-        lines = [" ".join(f"{kind}={degree}" for kind, degree in degrees.items())]
-
-        # Tensor groups are in the order of the grid without its last dimension, tp.
-        width = len(str(self.world - 1))
-        for n, ranks in enumerate(self.groups("tp")):
-            p, d, c = np.unravel_index(n, (self.pp, self.dp, self.cp))
-            row = " ".join(f"{rank:>{width}}" for rank in ranks)
-            lines.append(f"pp {p}  dp {d}  cp {c} | {row}")
-        return "\n".join(lines)
 
     def __str__(self):
         """Return the shortest string that parses to this plan."""
@@ -263,6 +231,12 @@ def plans_on_same_ranks(text) -> tuple[Plan, ...]:
 class Grid(parallel.Grid):
     """The groups of `parallel.Grid`, and meshes: grids of ranks as torch knows them.
 
+    Making it makes all communicators of the plan, and is collective over the world.
+
+    plan: Plan.
+    device_type: "cpu" or "cuda". Where the model runs.
+    shard: int. HSDP: how many of the d ranks share the weights. Default: all.
+
     dense: DeviceMesh (t, replicate, fsdp) of this rank's stage. fsdp: the d and c ranks that share
         the weights under FSDP. replicate: those that hold copies of them, which HSDP has.
     experts: DeviceMesh (e, etp, edp) of this rank's stage.
@@ -272,7 +246,7 @@ class Grid(parallel.Grid):
     last. A tensor of a DeviceMesh lists its cuts in this order.
     """
 
-    def __init__(self, plan, device_type, shard):
+    def __init__(self, plan, device_type="cpu", *, shard=None):
         plan.require_fits(world=dist.get_world_size(), shard=shard)
         # By default torch gives each new group 10 or 30 minutes, whatever the first one was given.
         backend = dist.group.WORLD._get_backend(torch.device(device_type))
@@ -299,15 +273,6 @@ class Grid(parallel.Grid):
         if plan.pp > 1:  # the stages in between are in no such group
             self.ends = along(self.ranks.reshape(plan.pp, -1)[[0, -1]], [0])
         wait_for_all(device_type)
-
-    @classmethod
-    def make(cls, plan, device_type="cpu", *, shard=None) -> "Grid":
-        """Make all communicators of a plan. Collective over the world.
-
-        device_type: "cpu" or "cuda". Where the model runs.
-        shard: int. HSDP: how many of the d ranks share the weights. Default: all.
-        """
-        return cls(plan, device_type, shard)
 
     @property
     def dp_rank(self) -> int:

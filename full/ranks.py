@@ -34,6 +34,18 @@ def quietly(command, argv) -> int:
         return 141
 
 
+def all_gather_objects(item, group=None) -> list:
+    """Return the items of all ranks of a group, in rank order. Collective. Default: of all ranks.
+
+    item: anything that can be pickled.
+    """
+    items = [None] * dist.get_world_size(group)
+    # COMM: an all-gather of pickled objects. The callers say what they gather, and why.
+    # Pinned by tests/test_packed.py::test_ranks_are_one_process.
+    dist.all_gather_object(items, item, group=group)
+    return items
+
+
 def wait_for_all(device="cpu") -> None:
     """Return when all ranks of the default group are here."""
     # COMM: an all-reduce. A rank that refuses its settings next leaves at once. It must not close
@@ -270,7 +282,7 @@ def say(text):
 
 
 class Interrupted(Exception):
-    """A signal, its number, has ended the loop, after the step in which it was seen."""
+    """Raised to end the loop after a step in which a signal was seen. It holds the number."""
 
 
 def advice_of(out) -> str:

@@ -27,7 +27,7 @@ from train_grpo import EVALUATION
 
 @dataclass
 class Trajectory:
-    """One rollout. Vectors have one entry per target, tokens[1:], so L - 1 for L tokens."""
+    """One rollout. Its vectors have an entry for each of the T targets, which are tokens[1:]."""
 
     group: int
     tokens: list[int]
@@ -91,7 +91,7 @@ class ForkingEpisode(train_grpo.Episode):
         self.heard = ()  # of the turn that has ended: the task's new state, reply and reward
 
     def origin(self) -> tuple:
-        """Return what makes this episode, before its first token: its identity; the rest."""
+        """Return the arguments that make this episode: its identity, and those after `state`."""
         limit = len(self.draws)
         identity = self.key, self.group, self.number
         return identity, (self.tokens, limit, self.count, self.forks_left)
@@ -123,7 +123,7 @@ class ForkingEpisode(train_grpo.Episode):
         return children
 
     def trajectories(self) -> list:
-        """Return one for each rollout that it represents, equal ones if it ended unforked."""
+        """Return a Trajectory for each rollout of this episode: equal ones if it never forked."""
         logprobs = np.array(self.logprobs)
         # NUMERICS: a token whose sampler log-prob is not finite has no ratio: it leaves loss and Z.
         # Pinned by tests/test_rollout.py::test_non_finite_sampler_logprobs_leave_the_loss.
@@ -324,7 +324,7 @@ def evaluate(config, task, sampler):
 
 
 def demonstrations(task, starts, key, max_new_tokens=4096):
-    """Play by `task.demo`: one trajectory a start, whose mask is where `demo` spoke.
+    """Return a trajectory for each start, played by `task.demo`. Its mask is where `demo` spoke.
 
     A play ends at the turn that reaches max_new_tokens. Draws depend on the key and the group.
     """

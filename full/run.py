@@ -98,7 +98,7 @@ def build(config, task):
 
 
 def build_teacher(config, task):
-    """Make the model of --teacher on the meta device, in the policy's compute dtype; or None.
+    """Make the model of --teacher, if there is one, on the meta device in the compute dtype.
 
     That its tokens mean the same is for the user to know: two tokenizers may differ in much.
     """
@@ -134,7 +134,17 @@ def start_run(config, progress=None) -> int:
         trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
         # All that can be refused has been: only now is a directory claimed.
         out = agree(lambda: prepare_out(config, stack))
-        return run(config, task, trainer, out, progress)
+        code = run(config, task, trainer, out, progress)
+
+        # COMM: ranks wait for each other for the last time. Then nobody needs another rank: rank 0
+        # may write for longer than --timeout, and the others leave. Pinned by
+        # tests/test_faults.py::test_no_rank_waits_for_the_last_export.
+        progress.where = lambda: "finished"
+        progress.advice = "what the run saved is whole"
+        dist.barrier()
+        if code == 0 and dist.get_rank() == 0:
+            export(config, task, out)
+        return code
 
 
 def require_plans(config, shape):
@@ -176,7 +186,7 @@ def require_room(config, task, positions):
 
 
 # The run: resume, save, log ---------------------------------------------------------------------
-# What surrounds the core's loop so that it can be killed, resumed, watched and trusted. If you only
+# What surrounds the loop so that it can be killed, resumed, watched and trusted. If you only
 # want the algorithm, skip it; `run` and `Log` say what a run writes.
 
 
@@ -221,7 +231,6 @@ def run(config, task, trainer, out, progress) -> int:
     if solved is None:  # resumed at its last step
         solved = queue.evaluate()
     log.close()
-    export(config, task, out)
     if rollouts.text is not None:  # a run that was resumed at its last step has played nothing
         say(f"sample: {rollouts.text}")
     seconds = time.perf_counter() - began
@@ -259,8 +268,9 @@ def introduce(config, task, trainer, out, first_step, origin):
 
 
 def restore(config, trainer, out):
-    """Bring a trainer to where its run goes on. Return the first step that is to do, where the
-    weights come from in words, and the pending batches. Collective.
+    """Bring a trainer to where its run goes on. Collective.
+
+    Returns the first step to do, the source of the weights in words, and the pending batches.
 
     Supervised steps are the steps -K .. -1 of a run with --demos K, in checkpoints demos-NNNNNNNN
     of their own, which count from 0. When they are done, step-00000000 takes the place of these.
@@ -284,26 +294,23 @@ def restore(config, trainer, out):
 
 
 def export(config, task, out):
-    """Write the last weights to OUT/hf for transformers, `chat` and --model. Collective."""
+    """Write the last weights to OUT/hf for transformers, `chat` and --model, on rank 0 alone."""
     # Only this needs the package, and the run is over: its checkpoint holds the weights.
     directory = f"{out}/hf"
     if config.router_bias_rate:
         say(f"{directory} is not written: its format has no --router-bias-rate")
         return
-    if not agree(lambda: importlib.util.find_spec("safetensors") is not None):
+    if importlib.util.find_spec("safetensors") is None:
         say(f"{directory} not written: pip install safetensors, and then "
             f"python -m full export {out} {directory}")  # fmt: skip
         return
 
     # The weights of the last checkpoint in the generator's dtype, or in mixed precision the
     # masters, which are finer.
-    def write():
-        dtype = config.dtype if config.is_mixed else config.rollout_dtype
-        model = policy_in(newest_checkpoint(out), config, task, dtype, alone=True)
-        with writing(directory, advice_of(out)):
-            write_hf(model, directory, config.model)
-
-    agree(write)
+    dtype = config.dtype if config.is_mixed else config.rollout_dtype
+    model = policy_in(newest_checkpoint(out), config, task, dtype, alone=True)
+    with writing(directory, advice_of(out)):
+        write_hf(model, directory, config.model)
 
 
 def write_hf(model, directory, source):
@@ -334,6 +341,7 @@ ONE_PROCESS = dict(
     plan="", data_parallel="ddp", ac="none", cp_method="ring", pp_schedule="1f1b", shard_ranks=0,
     offload=False, compile=False,
 )  # fmt: skip
+
 
 @contextlib.contextmanager
 def one_process(command, device="cpu", threads=1):
@@ -367,9 +375,8 @@ def policy_in(path, config, task, dtype, alone=False):
     return keep_states_wide(config, model.to(getattr(torch, dtype)).requires_grad_(False))
 
 
-# Commands: the run's directory, main ------------------------------------------------------------
-# Who may write where, how an error ends the process, and which command was meant. If you only run
-# the file, skip this section.
+# The run's directory -----------------------------------------------------------------------------
+# Who may write where, and how an error ends the process.
 
 
 @contextlib.contextmanager

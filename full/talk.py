@@ -20,19 +20,16 @@ import train_grpo
 from full.checkpoint import checkpoints, read_newest
 from full.config import TASKS, Config, add_flags, resumed_config
 from full.files import beside
-from full.generate import generate
 from full.hf import load_hf
 from full.model_config import read_json
 from full.ranks import quietly
 from full.rollouts import Sampler, draw_prompts, evaluate, play
 from full.run import (
-    ERRORS, ONE_PROCESS, one_process, policy_in, report, require_room, require_rows, write_hf,
+    ONE_PROCESS, one_process, policy_in, require_room, require_rows, write_hf,
 )  # fmt: skip
 from full.tasks import asking
 from full.text import Jsonl, Text, make_task, plain_prompt, template_of
 from train_grpo import EVALUATION
-
-CODE = "task", "reward"  # flags that may name a file of Python: see `resumed_config`
 
 
 def is_run(directory) -> bool:
@@ -42,17 +39,19 @@ def is_run(directory) -> bool:
     return "advantage" in read_json(path, what=what)
 
 
-def settings_of_run(run, imported=()) -> Config:
-    """Return what a run was started with.
+def settings_of_run(run, given=None, imported=()) -> Config:
+    """Return what a run was started with, under the settings that are given: {field: value}.
 
-    imported: of the flags in CODE those whose file the caller imports. If the run had a file, a
-        ValueError asks for it again: no file is imported because a directory names it.
+    imported: of `task` and `reward` those whose file the caller imports. If the run had a file and
+        none is given, a ValueError asks for it: no file is imported because a directory names it.
     """
-    # `resumed_config` wants all of CODE again. Flags that nobody imports are given as they stand.
+    # `resumed_config` wants both flags again. A flag that nobody imports is given as it stands.
+    given = given or {}
     path = Path(run) / "config.json"
     stored = read_json(path, what="the configuration of a run")
-    again = {name: f"{stored[name]}" for name in CODE if name in stored and name not in imported}
-    return resumed_config(path, again)
+    free = [name for name in ("task", "reward") if name in given or name not in imported]
+    again = {name: f"{stored[name]}" for name in free if name in stored}
+    return dataclasses.replace(resumed_config(path, again), **given)
 
 
 def load_policy(source, task=None, *, step=None, dtype="", device="cpu"):
@@ -188,9 +187,8 @@ def settings_of_evaluation(source, given) -> Config:
     # A run's device may be gone, its demonstrations are not learned, and its plan needs other
     # processes.
     if is_run(source):
-        config = settings_of_run(source, imported=[name for name in CODE if name not in given])
         elsewhere = ONE_PROCESS | {"device": "", "demos": 0}
-        return dataclasses.replace(config, **elsewhere | given).check()
+        return settings_of_run(source, elsewhere | given, imported=("task", "reward")).check()
     if "task" not in given:
         raise ValueError(f"{source} is a checkpoint, so say what to ask it: --task NAME, with "
                          f"--data FILE for --task jsonl")  # fmt: skip
@@ -274,9 +272,11 @@ class Answer(models.Row):
             self.printed = text
 
 
-def converse(model, text, options, plain):
+def converse(sampler, positions, text, options, plain):
     """Answer every line of the standard input that is not blank, to its end.
 
+    sampler: a Sampler, or an object with its methods.
+    positions: the longest conversation that the model has been built for, in tokens.
     plain: makes a prompt of a line where no chat template is used. None: the chat template is.
     """
     # What was said, as messages for the chat template and as the row that the model sees.
@@ -298,7 +298,6 @@ def converse(model, text, options, plain):
             print(error, file=sys.stderr)
             continue
         row = row + new
-        positions = model.config.max_position_embeddings
         room = min(options.max_new_tokens, positions - len(row))
         if room < 1:
             raise ValueError(f"the conversation has {len(row)} tokens, and the model has "
@@ -308,7 +307,7 @@ def converse(model, text, options, plain):
         # pipe can be repeated, and a second turn is not drawn by the numbers of the first.
         answer = Answer(row, train_grpo.uniforms((options.seed, turn), room), text)
         how = dict(max_new_tokens=room, temperature=options.temperature, end=text.end)
-        generate(model, [answer], **how)
+        sampler.generate([answer], **how)
         answer.print_whole(ended=True)
         print(flush=True)
         if answer.truncated:
@@ -322,14 +321,12 @@ def lines_said():
     """Yield the lines that are typed, or come through a pipe, without blank ones."""
     # Even an empty line has its newline. Nothing at all is the end, Ctrl-D at a terminal.
     prompt = "> " if sys.stdin.isatty() else ""
-    while True:
-        print(prompt, end="", flush=True)
-        line = sys.stdin.readline()
+    print(prompt, end="", flush=True)
+    while line := sys.stdin.readline():
         if line.strip():
             yield line.rstrip("\n")
-        if not line:
-            print(end="\n" if prompt else "")
-            return
+        print(prompt, end="", flush=True)
+    print(end="\n" if prompt else "")
 
 
 def chat(argv) -> int:
@@ -372,7 +369,8 @@ def chat(argv) -> int:
             which = dict(step=options.step, dtype=options.dtype, device=device)
             model, name = load_policy(options.source, **which)
             print(f"{name}: {how}", file=sys.stderr)
-            converse(model, text, options, plain)
+            positions = model.config.max_position_embeddings
+            converse(Sampler(model), positions, text, options, plain)
     except KeyboardInterrupt:
         print(flush=True)  # one leaves by Ctrl-C, or by Ctrl-D, which ends the input
     return 0
@@ -408,10 +406,8 @@ def export(argv) -> int:
         raise ValueError(f"--task is for a run with a task from a file: {options.run} needs none")
     task = None
     if not config.model:
-        imported = () if options.task else ("task",)
         given = {"task": options.task} if options.task else {}
-        known = settings_of_run(options.run, imported=imported)
-        task = make_task(dataclasses.replace(known, **given))
+        task = make_task(settings_of_run(options.run, given, imported=("task",)))
     with one_process("an export"):
         dtype = config.dtype if config.is_mixed else ""  # the masters, as at the run's own end
         model, name = load_policy(options.run, task, step=options.step, dtype=dtype)
@@ -421,13 +417,6 @@ def export(argv) -> int:
 
 
 def main(argv) -> int:
-    """Run a command and return its exit code: 0; 2 after an error, which is named on stderr."""
-    # train_grpo.py hands its own commands of these names over, and nothing but their words.
+    """Run the command that argv begins with, and return its exit code, 0."""
     commands = dict(eval=evaluation, chat=chat, export=export)
-    if not argv or argv[0] not in commands:
-        print(f"usage: python text.py {' | '.join(commands)} ..", file=sys.stderr)
-        return 2
-    try:
-        return quietly(commands[argv[0]], argv[1:])
-    except ERRORS as error:
-        return report(error)
+    return quietly(commands[argv[0]], argv[1:])

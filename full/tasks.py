@@ -23,7 +23,7 @@ def is_finite_number(x) -> bool:
 
 
 class Task:
-    """What a task provides. The rewards of a rollout's turns add up, and 1 or more is solved.
+    """The methods of a task. The rewards of a rollout's turns add up, and 1 or more is solved.
 
     A task need not derive from this class. It may lack `demo` and `demo_prompt`, which only --demos
     needs. With the attribute `threads = False` one thread asks for all replies.
@@ -61,7 +61,7 @@ class Task:
 
 
 class TaskError(ValueError):
-    """What a task's own code raised, with its file and line."""
+    """An error of a task's own code, with its file and line."""
 
 
 @contextlib.contextmanager

@@ -281,10 +281,8 @@ class Jsonl(Task):
         lines = []
         for number, row in read_json_lines(config.data):
             where = f"{config.data} line {number}"
-            try:
+            with naming_the_line(where):
                 lines.append(self._line(where, row))
-            except ValueError as error:  # of the chat template too, which may refuse a role
-                raise ValueError(f"{where}: {error}") from error
         self.rows = {False: [], True: []}  # by held out
         for line in lines:
             self.rows[is_held_out(line.shown.encode())].append(line)
@@ -301,10 +299,11 @@ class Jsonl(Task):
         if config.instruction != Config.instruction and not has_question:
             raise ValueError(f"--instruction follows a question; {config.data} has none")
         for line in self.rows[False] if config.demos else ():
-            count = len(self.demo((line, ()), None))
-            if count > config.max_new_tokens:  # its end would be cut off, and not be learned
-                raise ValueError(f"{line.where}: a demonstration of {count} tokens is over "
-                                 f"--max-new-tokens {config.max_new_tokens}")  # fmt: skip
+            with naming_the_line(line.where):
+                count = len(self.demo((line, ()), None))
+                if count > config.max_new_tokens:  # its end would be cut off, and not be learned
+                    raise ValueError(f"a demonstration of {count} tokens is over --max-new-tokens "
+                                     f"{config.max_new_tokens}")  # fmt: skip
 
     def prompt(self, rng, index, held_out):
         rows = self.rows[held_out]
@@ -326,14 +325,12 @@ class Jsonl(Task):
         # A line may have no demonstration. The task begins without it, and only --demos needs it.
         line, _ = state
         if line.demo is None:
-            raise ValueError(
-                f"{line.where}: it holds no demonstration, neither an answer to its question nor "
-                f"an assistant's message that is the policy's only one")
+            raise ValueError("it holds no demonstration, neither an answer to its question nor an "
+                             "assistant's message that is the policy's only one")  # fmt: skip
         tokens = self.text.encode(line.demo)
-        self._require_known(tokens, f"{line.where}: ")
+        self._require_known(tokens)
         if any(token in self.end for token in tokens):
-            raise ValueError(
-                f"{line.where}: the demonstration {line.demo!r} holds a mark that would end it")
+            raise ValueError(f"the demonstration {line.demo!r} holds a mark that would end it")
 
         # The chat template may write an answer in another form: Gemma's strips blanks around it,
         # and Qwen3's puts an empty block of thoughts before it. What the template adds after the
@@ -403,12 +400,12 @@ class Jsonl(Task):
             messages.append({"role": "assistant", "content": row["answer"]})
         return messages
 
-    def _require_known(self, tokens, where=""):
+    def _require_known(self, tokens):
         """Raise a ValueError if the model has no row for one of the tokens."""
         token = max(tokens, default=0)
         if token >= self.vocab_size:
-            raise ValueError(f"{where}it holds token {token}, {self.show([token])!r}; the model's "
-                             f"last token is {self.vocab_size - 1}")  # fmt: skip
+            raise ValueError(f"it holds token {token}, {self.show([token])!r}; the model's last "
+                             f"token is {self.vocab_size - 1}")  # fmt: skip
 
     def _require_room(self, line):
         """Raise a ValueError if the model has too few positions for a prompt and an answer."""
@@ -446,6 +443,15 @@ class Jsonl(Task):
             raise ValueError(f"--reward {self.config.reward} gave {reward!r} {where}: rewards must "
                              f"be finite numbers")  # fmt: skip
         return float(reward)
+
+
+@contextlib.contextmanager
+def naming_the_line(where):
+    """Put FILE.jsonl line N before what a ValueError says, of the chat template's too."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def template_of(config, text) -> str:

@@ -6,14 +6,13 @@ trainer is made of: which plan and which precision a model has, its first weight
 
 import copy
 import functools
-import math
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import train_grpo
-from full.advantages import TOKEN_ADVANTAGES, reward_advantages
+from full.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
 from full.batches import BATCHES, ExpertLoads, padded
 from full.checkpoint import read_training, write_checkpoint
 from full.config import DEMO_LR, LOSS_SETTINGS, Plans
@@ -60,8 +59,8 @@ def shard_generator(config, generator, device, *, policy, grid):
         Its Grid serves the generator too if the degrees are equal.
     """
     plan = plans_of(config).generator
-    if grid.plan.shapes != plan.shapes:
-        grid = Grid.make(plan, device.type)
+    if not plan.has_degrees_of(grid.plan):
+        grid = Grid(plan, device.type)
     split_for_decoding(generator, plan, device_mesh=grid)
     share_or_allocate(policy, generator, device)
 
@@ -86,6 +85,9 @@ def build_optimizer(config, model):
 
 class Trainer(train_grpo.Trainer):
     """`train_grpo.Trainer` for every plan, tree, precision, objective and sampler.
+
+    Each method does what the core's method of this name does, and calls none of them: these run a
+    whole model on padded rows, and shards, pipelines and packed rows need another order of work.
 
     `forward_backward` may be called any number of times before `optim_step`: gradients add up over
     calls and ranks, without an average, as every loss is divided by Z, which the caller has found.
@@ -116,7 +118,7 @@ class Trainer(train_grpo.Trainer):
 
         # There is always a plan: n ranks with whole copies have d = n, and one process has d = 1.
         self.plan = plans_of(config).trainer
-        self.grid = Grid.make(self.plan, self.device.type, shard=config.shard_ranks or None)
+        self.grid = Grid(self.plan, self.device.type, shard=config.shard_ranks or None)
 
         # The weights are drawn, or read, for the shapes of the whole model: a stage of a pipeline
         # has some of the tensors only.
@@ -244,30 +246,33 @@ class Trainer(train_grpo.Trainer):
         measured: the sums of each micro-batch. tokens_run: fewer than the batch's in a tree.
         """
         # Of this rank: sums in float64, since a step may have millions of tokens, and the largest.
-        totals_K = torch.zeros(len(self.sums), dtype=torch.float64, device=self.device)
-        maxima_K = totals_K.new_zeros(len(self.maxima))
-        absent = totals_K.new_zeros(())  # demonstrations have no reference and no critic
+        own_sums = torch.zeros(len(self.sums), dtype=torch.float64, device=self.device)
+        own_maxima = own_sums.new_zeros(len(self.maxima))
+        absent = own_sums.new_zeros(())  # demonstrations have no reference and no critic
         for sums in measured:
-            totals_K += torch.stack([sums.get(name, absent) for name in self.sums])
+            own_sums += torch.stack([sums.get(name, absent) for name in self.sums])
             largest = [sums.get(name, absent) for name in self.maxima]
-            maxima_K = torch.maximum(maxima_K, torch.stack(largest))
+            own_maxima = torch.maximum(own_maxima, torch.stack(largest))
 
         # Sums of sums: ranks hold unequal shares, so no rank's mean may enter. Ranks that work
         # together on the same trajectories have the same sums, and only one of them adds its sums.
-        numbers = [*totals_K.tolist(), tokens_run]
+        numbers = [*own_sums.tolist(), tokens_run]
         if not speaks_for_replica(self.model):
             numbers = [0.0] * len(numbers)
         flat_tokens = sum(len(t.tokens) for t in batch)
-        dist.all_reduce(maxima_K, op=dist.ReduceOp.MAX)
+        dist.all_reduce(own_maxima, op=dist.ReduceOp.MAX)
         *totals, tokens_run, flat_tokens = summed([*numbers, flat_tokens], self.device)
 
-        totals = dict(zip([*self.sums, *self.maxima], totals + maxima_K.tolist()))
+        totals = dict(zip([*self.sums, *self.maxima], totals + own_maxima.tolist()))
         trained = {"tokens/trained": int(tokens_run), "tokens/trained_flat": int(flat_tokens)}
         return loss_metrics(totals) | trained | self.experts.end()
 
     def prepare(self, batch) -> dict:
-        """Fill in what the loss needs of each trajectory: reference and old log-probs, advantages,
-        the final mask. Return their metrics. Collective, each rank with its own groups."""
+        """Set what the loss needs of each trajectory. Return metrics of it. Collective.
+
+        These are reference and old log-probs, advantages, and the final mask. Each rank has groups
+        of its own.
+        """
         # Everything in (1)-(7) that has no gradient is computed once, before the first update. From
         # then on the policy moves and these numbers do not. A demonstration needs none of them.
         config = self.config
@@ -297,7 +302,10 @@ class Trainer(train_grpo.Trainer):
         for t in everyone:
             if t.truncated and config.overlong == "filter":
                 t.mask = np.zeros_like(t.mask)
-        metrics = TOKEN_ADVANTAGES.get(config.advantage, reward_advantages)(self, batch)
+        if config.advantage in TOKEN_ADVANTAGES:
+            metrics = TOKEN_ADVANTAGES[config.advantage].of(self, batch)
+        else:
+            metrics = reward_advantages(self, batch)
         return metrics | advantage_metrics(self, everyone)
 
     def total(self, number) -> float:
@@ -315,18 +323,14 @@ class Trainer(train_grpo.Trainer):
             return lr * lr_factor(c.demos + step, decay="constant", **how)
         return c.lr * lr_factor(step, decay=c.lr_decay, first_step=c.lr_first_step, **how)
 
-    def forward_only(self, batch, model=None) -> list:
-        """Return log-probs of the sampled tokens: (L - 1,) for each trajectory, else 0."""
-        return self.score(batch, model or self.model, 0)
+    def forward_only(self, batch, model=None, column=0) -> list:
+        """Return a model's scores of the sampled tokens, 0 elsewhere: (T,) for each trajectory.
 
-    def compute_values(self, batch) -> list:
-        """Return a critic's values, as `forward_only`: V of the state that each token had."""
-        return self.score(batch, self.model, 2)
-
-    def score(self, batch, model, column) -> list:
-        """Return column 0 (log-probs), 1 (entropies) or 2 (values) of a model's scores."""
+        model: Default: the policy. column: 0 log-probs, 1 entropies, 2 a critic's values.
+        """
         # All ranks of a replica run a model together, on what all of them hold. This rank's
         # trajectories begin at `first`.
+        model = model or self.model
         together, first = gather_replica(model, batch)
         run = self.batches(model)
         scores = run.forward([t.tokens for t in together], [t.sampled for t in together])
@@ -334,7 +338,7 @@ class Trainer(train_grpo.Trainer):
         return [columns[column].double().numpy() for columns in own]
 
     def optim_step(self, lr: float | None = None) -> dict:
-        """Reduce, clip by the global norm, step, zero the gradients, version + 1.
+        """Sum the gradients over ranks, clip them by their global norm, and update the weights.
 
         A non-finite norm skips the step on all ranks. MOST_SKIPPED in a row end the run.
         """
@@ -381,7 +385,7 @@ class Trainer(train_grpo.Trainer):
         return self.policy_version
 
     def save_checkpoint(self, path, **extra) -> None:
-        """Write weights, optimizer and `extra` (JSON values) to the directory `path`, or none."""
+        """Write weights, optimizer and `extra` (JSON values) to a directory, all or nothing."""
         state = {name: getattr(self, name) for name in self.COUNTS} | extra
         write_checkpoint(path, training_tensors(self.model, self.optimizer), state)
 
@@ -391,15 +395,3 @@ class Trainer(train_grpo.Trainer):
         for name in self.COUNTS:
             setattr(self, name, state[name])
         return state
-
-
-def advantage_metrics(trainer, batch) -> dict:
-    """Return mean and standard deviation of all ranks' advantages. Collective."""
-    # The mean is known before the first square is taken: a difference of two large sums would
-    # leave rounding where all advantages are nearly the same.
-    A_N = np.concatenate([t.advantages[t.mask] for t in batch] or [np.zeros(0)])
-    count, total = summed([len(A_N), A_N.sum()], trainer.device)
-    mean = total / max(1.0, count)
-    (squares,) = summed([((A_N - mean) ** 2).sum()], trainer.device)
-    spread = math.sqrt(squares / max(1.0, count))
-    return {"advantage/token_mean": mean, "advantage/token_std": spread}

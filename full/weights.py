@@ -11,8 +11,9 @@ from torch import nn
 
 import parallel
 from full.optimizer import persistent_buffers, weights_and_places
-from full.parallelize import split, with_sequence
-from full.places import Part, local, part_of, place_of, whole_place
+from full.parallelize import shard_model, with_sequence
+from full.places import Part, local, part_of, place_of, set_tensor, whole_place
+from full.ranks import all_gather_objects
 
 
 def require_generator_plan(plan) -> None:
@@ -42,7 +43,7 @@ def split_for_decoding(model, plan, *, device_mesh):
     # One new token in a row cannot be split along the sequence, so between f and g every tensor
     # rank has all rows.
     grid = with_sequence(device_mesh, False)
-    split(model, grid)
+    shard_model(model, grid)
     places = {name: place_of(name, shape, grid, "ddp", False) for name, shape in shapes.items()}
     model.part = Part(plan, grid.device, places, grid)
     model.calls = None
@@ -126,15 +127,13 @@ def share_or_allocate(source, target, device) -> None:
         sources = dict(source.named_parameters())
     for name, q in [*target.named_parameters()]:
         p = sources.get(name)
-        memory = torch.empty_like(q, device=device)
-        if p is not None and p.dtype == q.dtype:
-            if part_of(source).places[name].pattern == target.part.places[name].pattern:
-                memory = p.detach()
-        owner, _, last = name.rpartition(".")
-        setattr(target.get_submodule(owner), last, nn.Parameter(memory, requires_grad=False))
+        is_shared = p is not None and p.dtype == q.dtype
+        if is_shared:
+            is_shared = part_of(source).places[name].pattern == target.part.places[name].pattern
+        memory = p.detach() if is_shared else torch.empty_like(q, device=device)
+        set_tensor(target, name, nn.Parameter(memory, requires_grad=False))
     for name, buffer in [*target.named_buffers()]:
-        owner, _, last = name.rpartition(".")
-        target.get_submodule(owner)._buffers[last] = torch.zeros_like(buffer, device=device)
+        set_tensor(target, name, torch.zeros_like(buffer, device=device))
 
 
 @torch.no_grad()
@@ -162,10 +161,8 @@ def copy_weights(source, target, optimizer=None) -> None:
     # what t and e cut. Pinned by
     # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
     group = part.grid.group["p"] if part.plan.pp > 1 else None
-    tables = [{name: (places[name].shape, places[name].pattern) for name in tensors}]
-    if group is not None:
-        tables *= group.size()
-        dist.all_gather_object(tables, tables[0], group=group)
+    table = {name: (places[name].shape, places[name].pattern) for name in tensors}
+    tables = [table] if group is None else all_gather_objects(table, group)
 
     # Every rank has all tables now, so all of them find a difference before any weight is sent.
     wanted = dict(target.named_parameters()) | persistent_buffers(target)

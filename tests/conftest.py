@@ -84,6 +84,14 @@ def complaint_of(function, *args, error=ValueError, **options):
 
 
 @pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """straight(flags, world): the directory of the uninterrupted run of these flags."""
+    from test_run import runs_made_once
+
+    return runs_made_once(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
 def process_group():
     """A group of this one process: what a Trainer and an evaluation ask for."""
     import torch.distributed as dist

@@ -19,7 +19,6 @@ from example_action_expert import (
 from measure_ring import unshard_replicated
 from test_ranks import as_script, ranks
 
-from full import ring as ring_py
 from full.check import relative, tiny
 from full.masks import Mask
 from full.ring import indices
@@ -146,7 +145,7 @@ FAULTS = {  # name: (where, what, what stands there instead)
     "each rank of a ring counts the suffix": (vla, "loss_scale", lambda replicated: scale(False)),
     "a mean of the rings' means": (vla.Rings, "sum", lambda self, x, over=1: (
         2 * x if over == vla.RING else summed(self, x))),
-    "a gather that does not sum gradients": (ring_py, "unshard", unshard_replicated),
+    "a gather that does not sum gradients": (vla, "unshard", unshard_replicated),
     "PAD is seen": (vla, "mask_of", lambda block, valid, at: (
         Mask(*Mask.blocks(block).keys[1:3], position_BS=at))),
     "windows count PAD": (vla, "mask_of", lambda block, valid, at: Mask.blocks(block, valid)),

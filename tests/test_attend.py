@@ -13,6 +13,7 @@ from torch.autograd import grad as grad_of
 from torch.nn.functional import scaled_dot_product_attention
 
 from full import ring
+from full import attend as attention
 from full.attend import DTYPES, KEPT_PAIRS, attend
 from full.check import examples, relative
 from full.masks import ALL, NEVER, PARTIAL, TILES, Mask, Sizes, as_mask, boxes
@@ -519,7 +520,7 @@ def test_partial_tiles_are_made_once_and_kept_up_to_a_bound(monkeypatch):
         return grads, len(made), mask
 
     want, once, mask = three_layers(KEPT_PAIRS)
-    tiles = [box.kind for box in boxes(mask, TILES["cpu forward"])]
+    tiles = [box.kind for box in boxes(mask, attention.TILES["cpu forward"])]
     assert once == tiles.count(PARTIAL) > 3
 
     # Room for two tiles, and for none: 3 layers make the others, forward and backward.

@@ -24,11 +24,13 @@ from test_rollout import Chat, checkpoint, folder  # noqa: F401, two fixtures
 from test_run import GET, SHARD, _main, begin, contents, end, flip_a_bit, good, killed
 from test_run import runs_made_once
 
+from full import byhand
 from full.__main__ import main
-from full.audit import Case, Exact, Rounding, RunFiles, audited, groups_again, order, play_again
-from full.byhand import OBJECTIVES, Recorded, State, clip_margins, step_by_hand
+from full.audit import Case, RunFiles, audited, groups_again, play_again
+from full.byhand import Recorded, State, step_by_hand
 from full.checkpoint import write_checkpoint
 from full.config import Config
+from full.expected import Exact, Rounding, clip_margins, order
 from full.metrics import METRICS
 from full.optimizer import training_tensors
 from full.run import build, locked
@@ -139,12 +141,11 @@ def test_a_group_can_be_spelled_out_and_the_default_step_is_behind_a_checkpoint(
 
 
 def test_the_closed_part_is_a_whole_step(honest, process_group, case_of):
-    """A State does what a FullState does, to the last bit, unless a setting asks for more."""
+    """A State does what an Exact does, to the last bit."""
     case = case_of(honest(), 2)
     weights = []
     for kind in (Exact, State):
         full = case.state(Exact, torch.float64)
-        full.room = case.room
         state = full
         if kind is State:
             state = kind(*(getattr(full, field.name) for field in fields(kind)))
@@ -373,11 +374,14 @@ def test_what_the_audit_does_not_know_is_said_in_one_line(
     report = audited(run, 2)
     assert report.wrong is None and report.intro[-1] == (
         "the audit does not know new/metric: add the definition to `metrics_by_hand` in "
-        "full/audit.py")
-    monkeypatch.delitem(OBJECTIVES, "clip")
-    assert main(["audit", str(run), "--step", "2"]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "the audit does not know 'clip': add it to OBJECTIVES in full/byhand.py" in last
+        "full/expected.py")
+    config = RunFiles(run).config
+    for table, name in (("OBJECTIVES", config.objective), ("ADVANTAGES", config.advantage)):
+        with monkeypatch.context() as patch:
+            patch.delitem(getattr(byhand, table), name)
+            assert main(["audit", str(run), "--step", "2"]) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert f"the audit does not know {name!r}: add it to {table} in full/byhand.py" in last
 
 
 PROXIMAL = "--device cpu --layers 2 --hidden 48 --heads 4 --prompts 8 --group 8 --eval-prompts 7 "

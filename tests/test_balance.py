@@ -17,11 +17,11 @@ from test_ranks import TASK, _train, largest_difference, ranks, read_metrics, tr
 from test_ranks import run_of  # noqa: F401, a fixture
 
 from full.__main__ import main
-from full.audit import Rounding
 from full.batches import masked_attention
 from full.check import tiny, tiny_model
 from full.chunks import tree_backward
 from full.config import Config
+from full.expected import Rounding
 from full.experts import Balance
 from full.hf import save_hf
 from full.masks import Mask
@@ -104,7 +104,7 @@ def _packed(rank, plans):
         plan, parts = Plan.parse(text), []
         attention = causal_attention if plan.cp > 1 else None
         model = parallelize(
-            experts(), plan, device_mesh=Grid.make(plan), attention=attention, **options)
+            experts(), plan, device_mesh=Grid(plan), attention=attention, **options)
 
         def balance(*pairs, **options):
             made = Balance(*pairs, coef=COEF, **options)
@@ -123,7 +123,7 @@ def _packed(rank, plans):
         if plan.tp > 1 and not options:
             trie = TokenTrie([torch.tensor(x) for x in SEQUENCES])
             loss = lambda i, lp, H: 0 * lp.sum()  # noqa: E731
-            result = tree_backward(PaddedTokens(model, 2), trie, loss, max_tokens=3)
+            result = tree_backward(PaddedTokens(model), trie, loss, max_tokens=3)
             assert added([({}, result.router_counts)])[1].equal(truth[1])
     return found
 

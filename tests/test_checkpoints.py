@@ -215,7 +215,7 @@ def test_weights_beyond_the_models_dtype_are_refused(tmp_path):
 def _found_by_one(rank, folder):
     """What each rank says where only the last shard of a tensor, or one rank's disk, is bad."""
     plan, size = Plan(tp=2), dict(vocab_size=53)  # the second rank has the last rows
-    grid = Grid.make(plan)
+    grid = Grid(plan)
     first, second, third = (
         parallelize(Transformer(tiny(**size)).init_weights(0), plan, device_mesh=grid)
         for _ in range(3)
@@ -464,7 +464,7 @@ def _shards(rank, folder, model_type, text, options):
     that it has, and the files of the model saved again."""
     plan = Plan.parse(text)
     model = Transformer(tiny(model_type)).double()
-    model = parallelize(model, plan, device_mesh=Grid.make(plan), **options)
+    model = parallelize(model, plan, device_mesh=Grid(plan), **options)
     with bytes_read() as sizes:
         load_hf(folder, model=model)
     own = sum(local(p).nbytes for p in model.parameters())

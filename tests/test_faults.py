@@ -427,7 +427,7 @@ def _joins(rank, world, port, folder, late, name):
     setattr(dist, name, counted)
     connect("cpu")
     if name == "new_subgroups_by_enumeration":
-        Grid.make(Plan.parse(f"d{world}"))
+        Grid(Plan.parse(f"d{world}"))
     os._exit(0 if made.read_text() == f"{len(calls)}" else 1)
 
 
@@ -660,8 +660,16 @@ def test_a_hostile_file_of_a_run_is_named_in_one_line(tmp_path, truth, name):
 def test_a_full_disk_in_the_last_export_says_what_it_says_elsewhere(tmp_path):
     flags = f"{FLAGS} 2 --heads 4 --plan t2|d2"
     done = run(tmp_path, flags, (0, "full.run.save_hf", 1, fills_up, None, 3000))
-    fails(done, ".*run/hf not written .*File too large.*make room.*--resume --out run")
+    said = ".*run/hf not written .*File too large.*make room.*--resume --out run"
+    fails(done, said, None, codes=(2, 0))
     good(tmp_path, "--resume --out run", 2)
+    assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
+
+
+def test_no_rank_waits_for_the_last_export(tmp_path):
+    late = (0, "full.run.save_hf", 1, sleep, 8)
+    codes, _, err = run(tmp_path, f"{FLAGS} 2 --timeout 4 --threads 1", late)
+    assert codes == [0, 0], err
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
 
 

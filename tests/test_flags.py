@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 from conftest import LOOKUP, SORT, shortened
 
-from full.advantages import NO_GROUP_BASELINE, choices_of
+from full.advantages import choices_of, compared_by
 from full.check import tiny
 from full.config import Config
 from full.hf import save_hf
@@ -129,7 +129,7 @@ def draw(seed, number, models_of) -> Case:
     # The loss. What excludes each other is mostly, and not always, drawn apart.
     flags["advantage"] = one([x for x in CHOICES["advantage"] if x != "teacher"])
     flags["aggregation"] = one(CHOICES["aggregation"])
-    dynamic = flags["advantage"] not in NO_GROUP_BASELINE and chance(0.15)
+    dynamic = compared_by(flags["advantage"]) == "group" and chance(0.15)
     if dynamic:
         flags |= {"dynamic-sampling": True, "max-rounds": one([1, 2]), "entropy-coef": 0}
     if chance(0.3) and not dynamic:

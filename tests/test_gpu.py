@@ -19,6 +19,8 @@ import torch.distributed as dist
 from conftest import ROOT, shortened
 from test_ranks import join, ranks, start
 
+from full.__main__ import main
+
 SCRIPT = ROOT / "tests" / "gpu.sh"
 
 
@@ -36,7 +38,7 @@ COSTLY = "check-models", "check-ring", "check-grpo", "tree-chain", "memory-0.6b"
 
 
 def asked(name, folder, **environment):
-    """What gpu.sh gives to `record` and to FILE, by a Python that prints what it is given."""
+    """What gpu.sh gives to `record` and to Python, by a Python that prints what it is given."""
     fake = folder / "python"
     fake.write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\n" "$word"; done\n')
     fake.chmod(0o755)
@@ -58,7 +60,7 @@ def test_the_list_names_each_command(tmp_path):
     for name in NAMES:
         mine, (file, *words) = asked(name, tmp_path, DEVICE="", SIZE="", OUT="")
         assert mine == ["--out", "gpu-results", "--device", "cuda", "--size", "full"]
-        assert Path(file).exists()
+        assert Path(file).exists() or (file, words[0]) == ("-m", "full")
         assert words[words.index("--device") + 1] == "cuda", shlex.join(words)
 
 
@@ -73,6 +75,8 @@ def test_without_a_gpu_and_under_a_wrong_name_it_says_so(tmp_path):
 
 def _main(rank, file, words, log):
     with open(log, "w") as out, contextlib.redirect_stdout(out):
+        if file == "-m":  # python -m full ..
+            sys.exit(main(words[1:]))
         sys.exit(importlib.import_module(Path(file).stem).main(words))
 
 
@@ -108,19 +112,19 @@ def test_what_memory_trains_fits_on_80_gb_by_the_plan(name, on_the_host):
 # A device that is none ------------------------------------------------------------------------
 
 
-def _on_another_device(rank, file):
-    measure_gpu.CHECKS["train_grpo"] = (measure_gpu.grpo_rows,)  # whole runs need a real one
+def _on_another_device(rank, subject):
+    measure_gpu.CHECKS["grpo"] = (measure_gpu.grpo_rows,)  # whole runs need a real one
     with other_device.present():
         world, cpu = dist.group.WORLD, torch.device("cpu")
         kind, gloo = dist.ProcessGroup.BackendType.GLOO, world._get_backend(cpu)
         world._register_backend(torch.device(other_device.NAME), kind, gloo)
-        return measure_gpu.rows_of_check(file, other_device.NAME, few=True)
+        return measure_gpu.rows_of_check(subject, other_device.NAME, few=True)
 
 
-@pytest.mark.parametrize("file", shortened(measure_gpu.CHECKS, "parallel"))
-def test_each_check_runs_on_a_device_that_is_not_the_cpu(file, tmp_path):
+@pytest.mark.parametrize("subject", shortened(measure_gpu.CHECKS, "parallel"))
+def test_each_check_runs_on_a_device_that_is_not_the_cpu(subject, tmp_path):
     """Where a tensor is made or moved wrongly on a GPU, it is so on this device, and an error."""
-    (rows,) = ranks(tmp_path, 1, _on_another_device, file)
+    (rows,) = ranks(tmp_path, 1, _on_another_device, subject)
     assert len(rows) > 1 and all(error <= bound for _, error, bound in rows), rows
 
 

@@ -21,6 +21,7 @@ from full.batches import SampledBatch, collect
 from full.byhand import Recorded, loss_definition, rate_by_hand, score_alone
 from full.check import TINY, tiny_model
 from full.config import LOSS_SETTINGS, Config
+from full.metrics import METRICS, Metric
 from full.objectives import grpo_loss, loss_denominator
 from full.packing import pack
 from full.rollouts import Trajectory, demonstrations
@@ -299,17 +300,17 @@ def test_supervised_steps_follow_the_mean_log_likelihood_of_demonstrations(proce
 
 
 def test_a_loss_is_in_the_dtype_of_its_log_probs(process_group, monkeypatch):
-    """What numpy holds of a batch is float64."""
-    trainer, seen = make_trainer(dtype="float32", kl_coef=1.0), []
+    """What numpy holds of a batch is float64. The gap to the sampler is, on purpose."""
+    seen = {}
 
-    def watched(*columns, **given):
-        tensors = [x for x in (*columns, *given.values()) if isinstance(x, torch.Tensor)]
-        seen.append({x.dtype for x in tensors})
-        return grpo_loss(*columns, **given)
+    def watched(t):
+        seen.update({k: x.dtype for k, x in vars(t).items() if isinstance(x, torch.Tensor)})
+        return t.lp_N
 
-    monkeypatch.setattr("full.trainer.grpo_loss", watched)
-    trainer.forward_backward(some_batch(), 10.0)
-    assert seen and all(dtypes == {torch.float32, torch.bool} for dtypes in seen)
+    monkeypatch.setitem(METRICS, "watched", Metric("its dtypes", "mean", "mean", watched))
+    make_trainer(dtype="float32", kl_coef=1.0).forward_backward(some_batch(), 10.0)
+    assert seen.pop("gap_N") == torch.float64 and "ref_N" in seen
+    assert {*seen.values()} == {torch.float32, torch.bool}
 
 
 def test_without_a_sampler_the_old_policy_has_sampled():
@@ -406,21 +407,6 @@ def test_optim_step_is_clipped_adamw(process_group):
             assert (p - q).abs().max() <= 1e-12
 
 
-def test_a_nonfinite_gradient_skips_the_step_and_is_named(process_group, monkeypatch):
-    trainer = make_trainer()
-    monkeypatch.setattr(Trainer, "MOST_SKIPPED", 4)
-    put_gradients(trainer)
-    trainer.optim_step()
-    before = all_tensors(trainer)
-    for count, value in enumerate([math.nan, math.inf, -math.inf], 1):
-        put_gradients(trainer, model__layers__0__mlp__up_proj__weight=value)
-        metrics = trainer.optim_step()
-        assert metrics["nonfinite"] == "model.layers.0.mlp.up_proj.weight on rank 0"
-        assert all(a.equal(b) for a, b in zip(before, all_tensors(trainer), strict=True))
-        found = trainer.policy_version, trainer.skipped, trainer.skipped_in_a_row
-        assert found == (1, count, count) and gradients_are_zero(trainer)
-
-
 @pytest.mark.parametrize("tree", TREES)
 def test_a_nan_in_the_loss_skips_the_step_in_every_tree_mode(process_group, tree):
     trainer, batch = make_trainer(**tree), some_batch()
@@ -431,21 +417,27 @@ def test_a_nan_in_the_loss_skips_the_step_in_every_tree_mode(process_group, tree
     assert all(a.equal(b) for a, b in zip(before, all_tensors(trainer), strict=True))
 
 
-def test_three_skipped_steps_in_a_row_raise_and_a_finite_one_resets_the_row(
-    process_group, tmp_path
-):
+def test_a_nonfinite_gradient_skips_the_step_and_the_third_in_a_row_raises(process_group, tmp_path):
     """A checkpoint holds the counts, so a resumed run goes on with the row."""
-    stopped, trainer = make_trainer(), make_trainer()
-    for value in (math.nan, 0.0, math.nan, math.nan):
-        put_gradients(stopped, lm_head__weight=value)
-        stopped.optim_step()
+    stopped, resumed = make_trainer(), make_trainer()
+    put_gradients(stopped)
+    stopped.optim_step()
+    counts = {math.nan: (1, 1), 0.0: (1, 0), math.inf: (2, 1), -math.inf: (3, 2)}
+    for value, count in counts.items():
+        before = all_tensors(stopped)
+        put_gradients(stopped, model__layers__0__mlp__up_proj__weight=value)
+        named = stopped.optim_step().get("nonfinite")
+        assert named == (None if value == 0 else "model.layers.0.mlp.up_proj.weight on rank 0")
+        assert (stopped.skipped, stopped.skipped_in_a_row) == count and gradients_are_zero(stopped)
+        same = [a.equal(b) for a, b in zip(before, all_tensors(stopped), strict=True)]
+        assert all(same) == (value != 0)
     stopped.save_checkpoint(tmp_path / "saved", step=3)
-    trainer.load_checkpoint(tmp_path / "saved")
-    for x in (stopped, trainer):
-        assert (x.skipped, x.skipped_in_a_row, x.policy_version) == (3, 2, 1)
-    put_gradients(trainer, lm_head__weight=math.inf)
+    resumed.load_checkpoint(tmp_path / "saved")
+    for x in (stopped, resumed):
+        assert (x.skipped, x.skipped_in_a_row, x.policy_version) == (3, 2, 2)
+    put_gradients(resumed, lm_head__weight=math.inf)
     with pytest.raises(FloatingPointError, match="^3 .*in a row.* lm_head.weight on rank 0"):
-        trainer.optim_step()
+        resumed.optim_step()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
@@ -511,41 +503,21 @@ def test_advantages_of_the_critic_are_their_sum():
         assert np.abs(returns - np.where(mask, truth + values, 0)).max() < 1e-12
 
 
-def critic(**changes):
-    """A Trainer with a critic, and groups of rollouts with random rewards of their turns."""
-    small = dict(dtype="float64", prompts=4, group=4, hidden=16, layers=2, advantage="gae")
-    config = Config(**small, **changes).check()
-    task = make_task(config)
-    model, generator, _ = build(config, task)
-    trainer = Trainer(config, model, generator=generator)
-    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
+def test_advantages_are_whitened_over_the_step(process_group):
+    """And under lambda 1 a return is what is still to come: nothing where it was cut."""
+    small = dict(prompts=4, group=4, layers=2, advantage="gae", gae_lambda=1.0, max_new_tokens=5)
+    trainer = make_trainer(**small)
+    torch.nn.init.normal_(trainer.model.score.weight, generator=torch.Generator().manual_seed(1))
     trainer.push_weights()
-    mine, kept, _ = collect(config, task, trainer.sampler, 0)
-    rng = np.random.default_rng(0)
-    for t in (t for group in mine.values() for t in group):  # a random policy earns next to nothing
+    task = make_task(trainer.config)
+    groups, _, _ = collect(trainer.config, task, trainer.sampler, 0)
+    batch, rng = sum(groups.values(), []), np.random.default_rng(0)
+    for t in batch:  # rewards of their turns are random: a random policy earns next to nothing
         turns = np.flatnonzero(t.mask)[::2] if not t.truncated else []
         t.turn_rewards = [(int(at), reward) for at, reward in zip(turns, rng.random(9))]
         t.reward = sum(reward for _, reward in t.turn_rewards)
-    return trainer, [mine[g] for g in kept]
-
-
-@pytest.mark.parametrize("tree", TREES)
-def test_values_are_the_heads_of_each_sequence_by_itself(process_group, tree):
-    trainer, groups = critic(**tree)
-    batch = sum(groups, [])
-    for t, values in zip(batch, trainer.compute_values(batch), strict=True):
-        with torch.no_grad():
-            hidden = trainer.model.hidden(torch.tensor([t.tokens]))[0, :-1]
-            truth = trainer.model.values(hidden).numpy() * t.mask
-        assert np.abs(values - truth).max() < 1e-12 and np.abs(truth).max() > 1e-3
-
-
-def test_advantages_are_whitened_over_the_step(process_group):
-    """And under lambda 1 a return is what is still to come: nothing where it was cut."""
-    trainer, groups = critic(gae_lambda=1.0, max_new_tokens=5)
-    groups[0][0].mask[1] = False  # as if the task had said it
-    metrics = trainer.prepare(batch_of(groups))
-    batch = sum(groups, [])
+    batch[0].mask[1] = False  # as if the task had said it
+    metrics = trainer.prepare(batch_of(groups.values()))
     A, R, V = (
         np.concatenate([getattr(t, name)[t.mask] for t in batch])
         for name in ("advantages", "returns", "values")

@@ -434,7 +434,7 @@ def _outside(rank, text, mode):
     """What this rank's part of a model says of a token that does not exist."""
     plan = Plan.parse(text)
     model = tiny_model("qwen3", vocab_size=56, dtype=torch.float32)
-    model = parallelize(model, plan, device_mesh=Grid.make(plan), mode=mode)
+    model = parallelize(model, plan, device_mesh=Grid(plan), mode=mode)
     call = model.require_tokens if plan.pp > 1 else model.hidden
     return complaint_of(call, torch.tensor([[0, 1, 56]]))
 

@@ -124,7 +124,7 @@ def _under_plans(rank, cases):
     for name, (kind, options) in cases.items():
         plan = Plan.parse(name.replace(",", "").split()[0])
         if str(plan) not in grids:
-            grids[str(plan)] = Grid.make(plan)
+            grids[str(plan)] = Grid(plan)
         if kind not in truths:
             truths[kind] = truth_of(kind)
         model = measure_parallel.build(kind, torch.float64)
@@ -161,7 +161,7 @@ def _refused_batches(rank):
     built = {}
     for text in ("t2", "c2"):
         plan, model = Plan.parse(text), measure_parallel.build("dense", torch.float64)
-        place = dict(device_mesh=Grid.make(plan), attention=causal_attention)
+        place = dict(device_mesh=Grid(plan), attention=causal_attention)
         built[text] = parallelize(model, plan, **place)
     call = PackedBatches(built["t2"], attention=attention).forward_backward
     return [_fails(PackedBatches, built["c2"], attention=attention), *(

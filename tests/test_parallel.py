@@ -70,7 +70,7 @@ def _whole(training):
 def _checkpointed(rank, text, mode, path, writes):
     """The state of two steps, written or read; the state after one step more."""
     model = build("moe", torch.float64, vocab_size=57)  # which t cuts into 29 and 28
-    training = Training(model, Grid.make(Plan.parse(text)), batch(is_packed=False), mode=mode)
+    training = Training(model, Grid(Plan.parse(text)), batch(is_packed=False), mode=mode)
     for _ in range(2 if writes else 1):  # a reader has begun with another state
         training.backward()
         training.update()
@@ -124,7 +124,7 @@ class _Calls(TorchDispatchMode):
 def _counts(rank, text, kind, options):
     """Collectives of one forward and backward, and of a pipeline of each micro-batch's."""
     plan = Plan.parse(text)
-    model = parallelize(build(kind, torch.float64), plan, device_mesh=Grid.make(plan), **options)
+    model = parallelize(build(kind, torch.float64), plan, device_mesh=Grid(plan), **options)
     tokens = batch().tokens_BS[: ROWS // plan.dp, : 24 // plan.cp]
 
     def forward(root, k, x):
@@ -204,7 +204,7 @@ def _lengths(rank, text, schedule):
     """A pipeline whose length changes: its error; bytes after a long step and after others."""
     plan, whole, how = Plan.parse(text), build("deep", torch.float64), dict(schedule=schedule)
     model = build("deep", torch.float64)
-    model = parallelize(model, plan, device_mesh=Grid.make(plan), **how)
+    model = parallelize(model, plan, device_mesh=Grid(plan), **how)
     worst, kept = [0.0], []
 
     def forward(root, k, x):
@@ -237,13 +237,16 @@ def test_micro_batches_may_change_their_length_and_only_the_last_one_keeps_buffe
 
 
 def _frozen(rank):
-    """Half of the parameters are frozen, and are neither moved nor counted."""
+    """Half of the parameters are frozen: neither moved nor counted, and without moments."""
     model = build("dense", torch.float64)
     for n, p in enumerate(model.parameters()):
         p.requires_grad_(n % 2 == 0)
-    training = Training(model, Grid.make(Plan.parse("t2")), batch(is_packed=False))
+    training = Training(model, Grid(Plan.parse("t2")), batch(is_packed=False))
     named, places = dict(training.model.named_parameters()), training.model.part.places
     before = {name: full(p, places[name]).clone() for name, p in named.items()}
+    stored = training_tensors(training.model, training.optimizer)
+    moments = {name for name in named if f"optimizer.{name}.exp_avg" in stored}
+    assert moments == {name for name, p in named.items() if p.requires_grad}
     training.backward()
     assert training.update() > 0
     return all(p.requires_grad != full(p, places[name]).equal(before[name])
@@ -256,7 +259,7 @@ def test_frozen_parameters_stay_as_they_are(tmp_path):
 
 def _evaluated(rank, evaluates):
     """The norm and the weights of a step, with a forward without a backward before it or not."""
-    grid, model = Grid.make(Plan.parse("d2")), build("tied", torch.bfloat16)
+    grid, model = Grid(Plan.parse("d2")), build("tied", torch.bfloat16)
     model = parallelize(model, grid.plan, device_mesh=grid, mode="fsdp")
     optimizer = LocalOptimizer(model, lambda x: torch.optim.AdamW(x, lr=0.1))
     tokens = torch.arange(8)[None] + rank
@@ -304,7 +307,7 @@ def test_what_checkpointing_computes_again(process_group, ac):
 
     for n, layer in enumerate(model.model.layers):
         layer.forward = functools.partial(counted, n, layer.forward)
-    model = parallelize(model, Plan(), device_mesh=Grid.make(Plan()), ac=ac)
+    model = parallelize(model, Plan(), device_mesh=Grid(Plan()), ac=ac)
     model.hidden(torch.arange(12)[None]).sum().backward()
     plain = build("deep", torch.float64)
     with FlopCounterMode(display=False) as counter:

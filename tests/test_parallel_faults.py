@@ -258,7 +258,7 @@ def _carried(rank, folder):
     tokens, true = torch.arange(12)[None], _biased(1)
     wanted = persistent_buffers(true)
     for n, (text, mode) in enumerate(WITH_BUFFERS):
-        grid = Grid.make(Plan.parse(text))
+        grid = Grid(Plan.parse(text))
         written, read = (Training(_biased(seed), grid, batch(), mode=mode) for seed in (1, 2))
         write_checkpoint(folder / f"{n}", training_tensors(written.model, written.optimizer), {})
         read_checkpoint(folder / f"{n}", training_tensors(read.model, read.optimizer))
@@ -296,7 +296,7 @@ def _call(text, kind="dense", *, grid=None, length=LENGTH, **options):
     model, plan, parts = _model(kind), Plan.parse(text), []
 
     def call():
-        mesh = Grid.make(Plan.parse(grid or text))
+        mesh = Grid(Plan.parse(grid or text))
         parts.append(parallelize(model, plan, device_mesh=mesh, **options))
         model.hidden(torch.ones(1, length, dtype=torch.int64))
 
@@ -329,7 +329,7 @@ CALLS = [  # plan, kind of model, options of `_call`, what all ranks say
 
 def _split(model, text, **options):
     plan = Plan.parse(text)
-    return parallelize(model, plan, device_mesh=Grid.make(plan), **options)
+    return parallelize(model, plan, device_mesh=Grid(plan), **options)
 
 
 def _refused(rank):
@@ -352,7 +352,7 @@ def _refused(rank):
     yield _fails(_split, tied, "t2"), "one parameter with two names"
     plan = Plan.parse("d2e2")
     splits = split_for_decoding, _model(), plan
-    yield _fails(*splits, device_mesh=Grid.make(plan)), "expected a model with experts"
+    yield _fails(*splits, device_mesh=Grid(plan)), "expected a model with experts"
 
 
 def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path):
@@ -360,18 +360,26 @@ def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path):
         assert re.search(pattern, text), (text, pattern)
 
 
-def _own_parameter(rank):
-    """The gradient of a parameter after the last norm under t2: no sum of equal terms."""
+def _own_parameter(rank, text, mode, shape):
+    """The gradient of a parameter after the last norm, and the parameter after a step."""
     model = _model()
-    model.scale = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-    model = _split(model, "t2")
-    model.scale.grad = torch.ones(3, dtype=torch.float64)
+    model.scale = torch.nn.Parameter(torch.ones(shape, dtype=torch.float64))
+    model = _split(model, text, mode=mode)
+    optimizer = LocalOptimizer(model, lambda x: torch.optim.SGD(x, lr=0.5), zero=mode == "zero1")
+    model.scale.grad = torch.ones(shape, dtype=torch.float64)
     reduce_gradients(model)
-    return model.scale.grad.tolist()
+    optimizer.step()
+    return model.scale.grad.tolist(), model.scale.tolist()
 
 
-def test_modules_with_parameters_of_their_own(tmp_path):
-    assert ranks(tmp_path, 2, _own_parameter) == [[1.0] * 3] * 2
+@pytest.mark.parametrize("case, found", [
+    (("t2", "ddp", (3,)), ([1.0] * 3, [0.5] * 3)),  # under t2 no sum of equal terms
+    (("d2", "zero1", (3,)), ([2.0] * 3, [0.0] * 3)),
+    (("d2", "zero1", ()), (2.0, 0.0)),
+])  # fmt: skip
+def test_modules_with_parameters_of_their_own(tmp_path, case, found):
+    """A number without dimensions too, which ZeRO-1 cannot cut by rows."""
+    assert ranks(tmp_path, 2, _own_parameter, *case) == [found] * 2
 
 
 # Replicas --------------------------------------------------------------------------------------
@@ -380,7 +388,7 @@ def test_modules_with_parameters_of_their_own(tmp_path):
 def _trained(text, kind, *, shards=None, sizes=None, **options):
     """A model and its optimizer after three AdamW steps; without a plan where text is ""."""
     model, whole = build(kind, torch.float64, **(sizes or {})), batch(is_packed=False)
-    grid = Grid.make(Plan.parse(text), shard=shards) if text else None
+    grid = Grid(Plan.parse(text), shard=shards) if text else None
     share = grid.group["d"].rank() if text else dist.get_rank()
     rows = torch.tensor([share % ROWS, (share + 1) % ROWS])  # unequal gradients on every share
     if text:

@@ -169,7 +169,7 @@ def _run_cases(rank, folder, form, names):
     for name in names:
         text, family, options = CASES[form][name]
         if text not in grids:  # communicators are expensive, and do not depend on the model
-            grids[text] = Grid.make(Plan.parse(text))
+            grids[text] = Grid(Plan.parse(text))
         model = load_hf(folder / family / "hf")
         training = Training(model, grids[text], batch(), adamw=ADAMW, **options)
         if form == "faulty":

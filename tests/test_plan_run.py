@@ -5,6 +5,7 @@ AdamW's moments, and test_a_run_goes_on_under_another_plan has eight, two under 
 """
 
 import pytest
+from conftest import slow
 from test_ranks import TASK, _train, largest_difference, learns_something, ranks, read_metrics
 from test_ranks import run_of, trained  # noqa: F401, a fixture
 
@@ -127,9 +128,7 @@ def test_every_plan_gives_the_run_of_one_process(
     assert largest_difference(trained(tmp_path, int(world), f"{flags} {more}"), truth) < 1e-8
 
 
-@pytest.mark.parametrize("leg, more", [
-    (2, ""), pytest.param(5, "", marks=pytest.mark.slow),
-    pytest.param(2, "--kl-coef 0.05", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize("leg, more", [(2, ""), *slow((5, ""), (2, "--kl-coef 0.05"))])
 def test_a_run_goes_on_under_another_plan(run_of, tmp_path, leg, more):  # noqa: F811
     """`leg` steps under each of four plans, each begun from the checkpoint of the one before, and
     with the reference that the first one has stored."""

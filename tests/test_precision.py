@@ -45,7 +45,7 @@ def mixed_model(model, dtype=torch.bfloat16, plan=None, **options):
     """A model and its optimiser in mixed precision, of a plan of one rank by default."""
     plan = plan or Plan()
     model.residual_dtype = next(model.parameters()).dtype
-    grid = Grid.make(plan)
+    grid = Grid(plan)
     model = parallelize(model, plan, device_mesh=grid, compute_dtype=dtype, **options)
     zero = options.get("mode") == "zero1"
     make = lambda p: torch.optim.AdamW(p, lr=1e-6)  # noqa: E731
@@ -97,15 +97,14 @@ def test_every_plan_is_one_process_to_the_rounding_of_its_products(tmp_path, wor
     assert len(errors) >= 6 and max(errors) < bound and min(errors) > 1e-8, errors
 
 
-SCHEDULES = (  # ranks and flags
+SCHEDULES = (  # ranks and flags that are in no cell
     "2 --plan p2 --pp-schedule zbv", "2 --plan p2 --pp-schedule interleaved1f1b",
-    "2 --plan d2 --compile", "2 --plan d2", "2 --plan t2 --data-parallel zero1",
-    "4 --plan d2t2 --data-parallel fsdp", "4 --plan p2t2", "4 --plan d2c2 --data-parallel zero1",
+    "2 --plan d2 --compile",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("how", shortened(SCHEDULES, SCHEDULES[0]))
-def test_runs_of_every_plan_are_the_run_of_one_process(run_of, tmp_path, how):  # noqa: F811
+def test_runs_of_other_schedules_are_the_run_of_one_process(run_of, tmp_path, how):  # noqa: F811
     """Masters in float64, products in float32: sampling draws the same tokens, and metrics stay
     within what float32 rounding makes of two steps. A reference and old log-probs are scored."""
     world, more = how.split(maxsplit=1)

@@ -419,7 +419,7 @@ def test_the_first_tensor_that_is_not_finite_is_named_on_every_rank(tmp_path, me
 def _communicators(rank):
     """The sizes of all groups after attention over all ranks, by the core and every method."""
     q, k, v = (shard(x, dim=2).detach().requires_grad_() for x in draw(16)[0])
-    grids = Grid.make(Plan.parse("c2")).group["c"], SimpleGrid("c2").group["c"]
+    grids = Grid(Plan.parse("c2")).group["c"], SimpleGrid("c2").group["c"]
     out = ra.ring_attention(q, k, v) + ra.ulysses_attention(q, k, v)
     for group, method in itertools.product((None, *grids), METHODS):
         out = out + ring_attention(q, k, v, group=group, method=method, mask=Mask.causal(16))

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import batch_of
 from example_tasks import Lookup
 from test_example_tasks import SortThree, converse
 
@@ -253,9 +252,7 @@ def test_batch_rows_bounds_what_is_decoded_at_a_time_and_changes_no_token(monkey
     task, model, tokens, peak = Chat(), random_model(10), {}, {}
     rows = watch(monkeypatch, model, len)
     for most in (1024, 8, 1):
-        config = Config(group=4, batch_rows=most, max_new_tokens=12)
-        starts = opening(task, range(5))
-        groups = rollouts.play(config, task, Sampler(model), starts, key=(0, 0))
+        groups = play(task, model, range(5), batch_rows=most, max_new_tokens=12)
         tokens[most] = [[t.tokens for t in group] for group in groups]
         peak[most] = max(rows)
         rows.clear()
@@ -263,30 +260,13 @@ def test_batch_rows_bounds_what_is_decoded_at_a_time_and_changes_no_token(monkey
     assert peak[1] == 1 < peak[8] <= 8 < peak[1024]  # a group may be divided
 
 
-@pytest.fixture(scope="module")
-def forked():
+def test_a_group_has_all_its_rollouts_even_where_a_row_ended_before_its_forks():
     """Six groups of 8 in two roots, each forked in two at its first two turn boundaries."""
-    return assert_by_hand(random_model(10), Chat(), range(6), 1.0, group=8, forks=2, fork_turns=2)
-
-
-def test_a_group_has_all_its_rollouts_even_where_a_row_ended_before_its_forks(forked):
+    how = dict(group=8, forks=2, fork_turns=2)
+    forked = assert_by_hand(random_model(10), Chat(), range(6), 1.0, **how)
     assert [len(group) for group in forked] == [8] * 6
     stood_for = Counter(t.path[-1][2] for group in forked for t in group)
     assert set(stood_for) == {1, 2, 4}  # ended after two forks, one, none
-
-
-def test_per_branch_gives_each_token_the_advantage_of_its_segment(forked, process_group):
-    config = Config(advantage="per_branch", group=8, forks=2, fork_turns=2)
-    given = SimpleNamespace(config=config, reference=None, teacher=None, device="cpu")
-    Trainer.prepare(given, batch_of(forked))
-    for group in forked:
-        for t in group:
-            ends = [start for start, _, _ in t.path[1:]] + [len(t.tokens)]
-            value = np.mean([u.reward for u in group])
-            for n, ((start, _, _), end) in enumerate(zip(t.path, ends)):
-                parent = value
-                value = np.mean([u.reward for u in group if u.path[: n + 1] == t.path[: n + 1]])
-                assert t.advantages[start - 1 : end - 1] == pytest.approx(value - parent, abs=1e-14)
 
 
 def test_evaluation_plays_each_held_out_prompt_once_and_greedily(process_group, monkeypatch):

@@ -5,7 +5,6 @@ with their own working directory and files for their output.
 """
 
 import dataclasses
-import importlib.util
 import inspect
 import json
 import os
@@ -29,7 +28,6 @@ from conftest import LOOKUP, ROOT, SORT, shortened, slow
 
 import train_grpo
 from full import __main__
-from full import config as config_py
 from full.advantages import choices_of
 from full.checkpoint import checkpoints, sealed
 from full.config import Config, parse_config
@@ -43,7 +41,8 @@ TINY += "--lr 0.01 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-promp
 FLAGS = f"{TINY} --out run --steps"
 SAVING = f"{TINY} --out run --save-every 2 --steps"
 SHARD = "shard-00001-model-00001-of-00001.safetensors"  # of rank 0, in a checkpoint
-KL, DEMOS = "--kl-coef 0.1", f"--kl-coef 0.1 --task {LOOKUP} --size 2 --demos 2"
+KL = "--kl-coef 0.1"
+DEMOS = f"{KL} --task {LOOKUP} --size 2 --demos 10 --entropy-coef 0.02 --save-every 4 --keep 9"
 
 
 def as_torchrun(rank, world, port):
@@ -183,27 +182,31 @@ def same_tensors(path, truth):
 
 
 def same_run(run, truth):
-    """Metrics bit for bit but for seconds, and the tensors of the newest checkpoint."""
+    """Metrics bit for bit but for seconds, and the tensors of the newest checkpoint.
+
+    Of a run with demonstrations also their lines, and the names of what the run has left.
+    """
     same_tensors(*(checkpoints(path)[-1] for path in (run, truth)))
     assert read_metrics(run) == read_metrics(truth)
+    if (truth / "demos.jsonl").exists():
+        assert read_metrics(run, "demos.jsonl") == read_metrics(truth, "demos.jsonl")
+        assert {path.name for path in run.iterdir()} == {path.name for path in truth.iterdir()}
 
 
 def runs_made_once(tmp_path_factory):
-    """run(flags, world): the directory of the uninterrupted run of these flags, made once."""
+    """run(flags, world): the directory of the uninterrupted run of these flags, made once.
+
+    Beside it is `out`, which holds what the run has printed.
+    """
     made = {}
 
     def run(flags, world=1):
         if (flags, world) not in made:
-            made[flags, world] = tmp_path_factory.mktemp("straight")
-            good(made[flags, world], flags, world)
+            folder = made[flags, world] = tmp_path_factory.mktemp("straight")
+            (folder / "out").write_text(good(folder, flags, world)[0])
         return made[flags, world] / "run"
 
     return run
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    return runs_made_once(tmp_path_factory)
 
 
 @pytest.fixture
@@ -213,14 +216,17 @@ def finished(straight, tmp_path):
 
 
 GET, RENAME = "full.batches.RolloutQueue.get", "pathlib.Path.rename"
+SUPERVISED, WRITE = "full.batches.Demonstrations.get", "full.logs.Checkpointer.write"
 KILLS = [  # ranks, flags, and the call in which every rank that makes it dies
     (1, "", GET, 1), (1, "", "full.batches.evaluate", 2), (1, "", RENAME, 2), (1, KL, GET, 4),
-    (1, KL, RENAME, 2), (2, KL, "os.fsync", 3),
+    (1, KL, RENAME, 2), (2, KL, "os.fsync", 3), (1, DEMOS, SUPERVISED, 6), (1, DEMOS, WRITE, 3),
 ]  # fmt: skip
 KILLS += slow(  # a rename is the last of a save
     (1, "", GET, 4), (1, "", "full.logs.Log.step", 5), (1, "", RENAME, 1), (1, "", RENAME, 3),
-    (1, "", "os.fsync", 2), (1, "--keep 1", "shutil.rmtree", 4), (1, DEMOS, GET, 6),
-    (1, DEMOS, "full.logs.Log.step", 3), (2, "", GET, 4),
+    (1, "", "os.fsync", 2), (1, "--keep 1", "shutil.rmtree", 4), (2, "", GET, 4),
+    (1, DEMOS, GET, 6), (1, DEMOS, "full.logs.Log.step", 3),
+    (1, DEMOS, "full.run.write_reference", 1), (1, DEMOS, "shutil.rmtree", 9),
+    (1, DEMOS, "full.batches.evaluate", 1), (2, DEMOS, SUPERVISED, 6), (2, DEMOS, WRITE, 3),
 )  # fmt: skip
 
 
@@ -228,7 +234,9 @@ KILLS += slow(  # a rename is the last of a save
 def test_a_killed_run_resumes_bit_for_bit(straight, tmp_path, world, flags, where, count):
     killed(tmp_path, f"{SAVING} 6 {flags}", where, count, world)
     task = f"--task {LOOKUP}" if flags == DEMOS else ""  # a task from a file is named again
-    good(tmp_path, f"--resume --out run {task}", world)
+    out, _ = good(tmp_path, f"--resume --out run {task}", world)
+    told = "the weights of run/demos-00000004, first 6 supervised steps"
+    assert where != SUPERVISED or told in out
     same_run(tmp_path / "run", straight(f"{SAVING} 6 {flags}", world))
     assert not list((tmp_path / "run").glob("*.tmp"))
 
@@ -351,9 +359,9 @@ def test_lines_are_cut_back_to_the_checkpoint(straight, finished, torn):
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_output_directory_that_holds_a_run_is_refused(finished, world):
     before = contents(finished)
-    codes, _, err = cli(finished.parent, f"{FLAGS} 2", world)
-    assert codes == [2] * world and contents(finished) == before
-    assert all(re.search("error: run holds a run.*--resume.*--out", text) for text in err)
+    says = "error: run holds a run: --resume to go on with it, or choose another --out"
+    refused(finished.parent, f"{FLAGS} 2", says, world)
+    assert contents(finished) == before
 
 
 @pytest.mark.parametrize("flag", ["", "--resume"])
@@ -378,8 +386,9 @@ def test_without_out_runs_at_once_take_the_first_free_directories(tmp_path):
 # flags -> what the one line must say
 REFUSED = {
     "--nonsense 3": "--nonsense", "--steps many": "--steps", "--lr": "--lr",
-    "--steps 0": "--steps must", "--lr nan": "--lr must be finite", "--seed -1": "--seed",
-    "--seed 99999999999999999999": "--seed", "--heads 0": "--heads must be positive",
+    "--steps 0": "--steps must", "--lr nan": "--lr must be finite", "--lr 0": "--lr must be",
+    "--seed -1": "--seed", "--seed 99999999999999999999": "--seed",
+    "--heads 0": "--heads must be positive",
     "--temperature -1": "--temperature", "--kl k4": "argument --kl: invalid choice: 'k4'",
     "--recompute": "--recompute needs --tree dta",
     "--gae-lambda 1.5": "--gae-lambda must be at most 1", "--group 1": "--group 1",
@@ -398,17 +407,13 @@ REFUSED = {
     "--lr-first-step zero --lr-warmup 5 --steps 1": "--steps 2",
     "--hidden 6": "--hidden 6",
     "--heads 3 --hidden 12": "--heads must", "--task jsonl": "--data",
-    "--plan sglang:d2|archon:d2": "only the engine archon runs here, got sglang; leave",
     "--plan vllm:d4|megatron:(attn:d2t2|ffn:t2)":
         "only the engine archon runs here, got megatron, vllm; leave the name out",
     "--plan sglang:d1": "got sglang; leave",
-    "--plan fsdp:d1": "got fsdp; leave the name out (fsdp is --data-parallel fsdp)",
-    "--plan archon:d2|fsdp:d2": "got fsdp; leave the name out (fsdp is --data-parallel",
+    "--plan archon:d2|fsdp:d2": "got fsdp; leave the name out (fsdp is --data-parallel fsdp)",
     "--plan d2d2": "expected letters of d t p c e, each at most once, got 'd2d2'",
-    "--plan d1|d2": "one world on the same devices, got: d1 has 1 ranks, d2 has 2 ranks",
     "--plan d1|d1|d1": "A|B has two plans, the generator's and the trainer's, got 3",
-    **dict.fromkeys(("--plan d1+d1", "--plan d1|d1+d1", "--plan p2+d1"),
-                    "Ranks of their own for generation, A+B, are not supported. A|B shares ranks"),
+    "--plan p2+d1": "Ranks of their own for generation, A+B, are not supported. A|B shares ranks",
     "--plan c2|d2": "a generator has d, t and e, and no c",
     "--plan archon:p2|d2": "a generator has d, t and e, and no p",
     "--plan d1 --cp-method ulysses": "--cp-method needs a --plan with c",
@@ -429,9 +434,7 @@ REFUSED = {
     "--staleness 65": "at most 64", "--staleness -1": "at least 0",
 }  # fmt: skip
 REFUSED_LATER = {  # only when ranks meet, or a task or a model is made
-    "--plan archon:d2|archon:d2": "expected p * d * c * t = 2 ranks, got 1. Start 2",
-    "--plan d2|t2": "plan t2: expected p * d * c * t = 2 ranks, got 1",
-    "--plan d2": "plan d2: expected p * d * c * t = 2 ranks, got 1",
+    "--plan archon:d2|archon:t2": "plan archon:t2: expected p * d * c * t = 2 ranks, got 1",
     "--data-parallel fsdp --shard-ranks 2": "2 ranks that shard must divide d = 1",
     "--device cuda": "got 'cuda'", "--task nonsense": "nonsense",
     "--task gone.py:Task": "gone.py", "--task ../gone": "gone", "--model gone": "gone",
@@ -594,38 +597,26 @@ def test_every_metric_is_in_the_glossary_and_the_reverse(straight):
     assert all(sample["text"].startswith("? ") for sample in samples)
 
 
-@dataclasses.dataclass
-class Longer(Config):
-    # the model
-    more: int = 3  # a flag of a subclass
-    # the run
-    layers: int = 9  # its own comment
-
-
 @pytest.mark.quick
-def test_help_shows_every_field_with_its_comment_under_its_title(monkeypatch, capsys):
-    """Of a subclass of Config too, whose fields stand in the groups of the inherited ones."""
-    file = config_py.__file__  # once more: this copy has read no comments
-    spec = importlib.util.spec_from_file_location("once_more", file)
-    once_more = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, once_more)
-    spec.loader.exec_module(once_more)
-    once_more.Config = Longer
+def test_help_shows_every_field_with_its_comment_under_its_title(capsys):
+    """Fields of the core's configuration stand in the groups of the others."""
     with pytest.raises(SystemExit, match="0"):
-        once_more.parse_config(["--help"])
+        __main__.main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     places = [shown.index(text) for text in (
-        "the run: --seed", "--layers int its own comment [9]", "the model: --hidden",
-        "--heads int query heads; half as many key heads [4]",
-        "--more int a flag of a subclass [3]", "rollouts: --prompts")]  # fmt: skip
+        "the run: --seed", "--task str guess", "the task: --size", "the model: --layers",
+        "--heads int query heads; half as many key heads [4]", "--model str",
+        "rollouts: --prompts")]  # fmt: skip
     assert places == sorted(places)
-    assert once_more.parse_config(["--more", "4"]).more == 4
+    for name, row in Config.BY_START.items():  # the default of each start
+        numbers = f"[{row['random']}; with --demos {row['demos']}; with --model {row['model']}]"
+        flag = name.replace("_", "-")
+        assert re.search(rf"--{flag} float [^\[]*{re.escape(numbers)}", shown), name
 
     shown = shown.replace(" ", "")
     source = inspect.getsource(train_grpo.Config) + inspect.getsource(Config)
-    source += inspect.getsource(Longer)
     comments = dict(re.findall(r"^    (\w+): \w.*? = .*?  # (.+)$", source, re.M))
-    for field in dataclasses.fields(Longer):
+    for field in dataclasses.fields(Config):
         flag, comment = field.name.replace("_", "-"), re.sub(r"\s", "", comments[field.name])
         choices = choices_of(field)
         kind = "|".join(filter(None, choices)) or field.type.__name__

@@ -9,7 +9,7 @@ from test_run import TINY
 
 from full import run as run_py
 from full.__main__ import main
-from full.advantages import ADVANTAGES
+from full.advantages import ADVANTAGES, Advantage
 from full.metrics import METRICS, Metric
 from full.objectives import AGGREGATIONS, OBJECTIVES
 
@@ -41,7 +41,7 @@ def test_an_advantage(run, monkeypatch):
     def of_the_best(rewards_PG, tokens_PG):
         return rewards_PG - rewards_PG.max(-1, keepdims=True)
 
-    monkeypatch.setitem(ADVANTAGES, "of_the_best", of_the_best)
+    monkeypatch.setitem(ADVANTAGES, "of_the_best", Advantage(of_the_best))
     lines = run("--advantage of_the_best")
     assert min(line["advantage/token_mean"] for line in lines) < 0
 

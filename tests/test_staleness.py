@@ -16,10 +16,10 @@ from test_audit import digit, edit_line
 from test_plan_run import SHAPE
 from test_ranks import largest_difference, learns_something, ranks, read_metrics
 from test_ranks import run_of  # noqa: F401, a fixture
-from test_run import GET, _main, cli, good, killed, refused
+from test_run import GET, _main, at, cli, good, killed, refused
 
 from full.audit import audited
-from full.batches import RolloutQueue, SampledBatch, collect
+from full.batches import SampledBatch, collect
 from full.checkpoint import checkpoints, sealed
 from full.config import parse_config
 from full.logs import do_step
@@ -215,19 +215,17 @@ def test_a_changed_digit_is_named(finished, process_group, tmp_path, key):
     assert audited(run, 3).verdict == f"audit of step 3: {key} is outside"
 
 
-def _with_fresher_weights(rank, world, port, cwd, log, flags, die):
+def _with_fresher_weights(*args):
     """As if there were no staleness, for two batches: sampled by weights of one step later."""
-    original = RolloutQueue.get
+    def set_staleness(steps):
+        def act(queue, step):
+            queue.config = dataclasses.replace(queue.config, staleness=steps)
 
-    def get(queue, step):
-        usual = queue.config
-        queue.config = dataclasses.replace(usual, staleness=1 if step == 1 else usual.staleness)
-        found = original(queue, step)
-        queue.config = usual
-        return found
+        return act
 
-    RolloutQueue.get = get
-    _main(rank, world, port, cwd, log, flags, die)
+    at(GET, 2, set_staleness(1))
+    at(GET, 3, set_staleness(2))
+    _main(*args)
 
 
 def test_a_batch_by_other_weights_is_named(process_group, tmp_path):

@@ -8,18 +8,21 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LOOKUP, shortened
+from conftest import LOOKUP, shortened, slow
 from measure_parallel import read_cases
 from oracles import LiveBytes
 from test_precision import tensors_of
 from test_ranks import ranks, read_metrics
-from test_run import TINY, _main, _task, at, begin, cli, end, good, killed, same_run
+from test_run import (
+    DEMOS, SAVING, SUPERVISED, TINY, _main, _task, at, begin, cli, end, good, same_run,
+)  # fmt: skip
 
 from full.audit import audited
 from full.check import tiny
@@ -33,23 +36,8 @@ from full.talk import load_policy, settings_of_run
 from full.text import make_task
 from full.transformer import Transformer, draw_weights
 
-DEMOS = f"{TINY} --task {LOOKUP} --size 2 --demos 10 --kl-coef 0.1 --entropy-coef 0.02 --steps 2"
-DEMOS += " --out run --save-every 4 --keep 9"
+FLAGS = f"{SAVING} 2 {DEMOS}"
 RESUME = f"--resume --out run --task {LOOKUP}"  # code is never imported from what a run stored
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    """(directory, output) of the run with demonstrations that nobody interrupts, made once."""
-    made = {}
-
-    def run(world=1):
-        if world not in made:
-            folder = tmp_path_factory.mktemp("straight")
-            made[world] = folder / "run", good(folder, DEMOS, world)[0]
-        return made[world]
-
-    return run
 
 
 # Defaults ------------------------------------------------------------------------------------
@@ -69,24 +57,12 @@ def test_defaults_depend_on_what_the_run_begins_with(given, defaults):
         assert (more.entropy_coef, more.lr) == (entropy_coef, 3.0)
 
 
-@pytest.mark.quick
-def test_help_shows_the_default_of_each_start(capsys):
-    with pytest.raises(SystemExit):
-        parse_config(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    for name, row in Config.BY_START.items():
-        flag = name.replace("_", "-")
-        numbers = f"[{row['random']}; with --demos {row['demos']}; with --model {row['model']}]"
-        assert re.search(rf"--{flag} float [^\[]*{re.escape(numbers)}", shown), name
-    with pytest.raises(ValueError, match="--lr must be positive"):
-        Config(lr=0.0).check()
-
-
 # The supervised start --------------------------------------------------------------------------
 
 
 def test_the_supervised_start_is_seen(straight):
-    run, out = straight()
+    run = straight(FLAGS)
+    out = (run.parent / "out").read_text()
     lines = read_metrics(run, "demos.jsonl")
     assert [line["step"] for line in lines] == list(range(10))
     assert all(line.keys() == {"step", *DEMO_METRICS} - {"seconds/total"} for line in lines)
@@ -109,31 +85,6 @@ def test_the_supervised_start_is_seen(straight):
     assert stored["entropy_coef"] == 0.02 and stored["lr"] == 0.01
 
 
-SUPERVISED = "full.batches.Demonstrations.get"
-WRITE = "full.logs.Checkpointer.write"
-KILLS = [  # ranks, and the call in which all of them die
-    (1, SUPERVISED, 6), (1, WRITE, 3), (1, "full.logs.Log.step", 3),
-    (1, "full.run.write_reference", 1), (1, "shutil.rmtree", 9), (1, "full.batches.evaluate", 1),
-    (2, SUPERVISED, 6), (2, WRITE, 3),
-]  # fmt: skip
-SOME = KILLS[:2] + [pytest.param(*kill, marks=pytest.mark.slow) for kill in KILLS[2:]]
-
-
-def same_start(run, truth):
-    same_run(run, truth)
-    assert read_metrics(run, "demos.jsonl") == read_metrics(truth, "demos.jsonl")
-    names = {path.name for path in truth.iterdir()}
-    assert {path.name for path in run.iterdir()} == names
-
-
-@pytest.mark.parametrize("world, where, count", SOME)
-def test_a_killed_supervised_start_resumes_bit_for_bit(straight, tmp_path, world, where, count):
-    killed(tmp_path, DEMOS, where, count, world)
-    out, _ = good(tmp_path, RESUME, world)
-    assert count != 6 or "the weights of run/demos-00000004, first 6 supervised steps" in out
-    same_start(tmp_path / "run", straight(world)[0])
-
-
 def _stopped(rank, world, port, cwd, log, flags, count):
     """A run whose last rank gets SIGTERM in a supervised step."""
     if rank == world - 1:
@@ -141,25 +92,22 @@ def _stopped(rank, world, port, cwd, log, flags, count):
     _main(rank, world, port, cwd, log, flags, None)
 
 
-LATER = [pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 10), (2, 6))]
-
-
-@pytest.mark.parametrize("world, count", [(1, 6), *LATER])
+@pytest.mark.parametrize("world, count", [(1, 6), *slow((1, 10), (2, 6))])
 def test_sigterm_in_the_supervised_start_saves_it(straight, tmp_path, world, count):
-    codes, out, err = end(*begin(tmp_path, DEMOS, world, count, _stopped))
+    codes, out, err = end(*begin(tmp_path, FLAGS, world, count, _stopped))
     assert codes == [143] * world, err
     assert f"SIGTERM: saved after {count} supervised steps; go on with --resume --out run" in out[0]
     saved = "step-00000000" if count == 10 else f"demos-{count:08d}"
     assert (tmp_path / "run" / saved / "state.json").exists()
     assert read_metrics(tmp_path / "run") == []
     good(tmp_path, RESUME, world)
-    same_start(tmp_path / "run", straight(world)[0])
+    same_run(tmp_path / "run", straight(FLAGS, world))
 
 
 def test_a_policy_is_read_of_a_loop_and_not_of_its_supervised_start(
     straight, tmp_path, process_group
 ):
-    run = shutil.copytree(straight()[0], tmp_path / "run")
+    run = shutil.copytree(straight(FLAGS), tmp_path / "run")
     task = make_task(settings_of_run(run))
     (run / "demos-00000004").mkdir()
     assert load_policy(run, task)[1].endswith("step-00000002")
@@ -174,7 +122,7 @@ def test_supervised_steps_are_skipped_as_those_of_the_loop(tmp_path):
     for demos, text in ((2, "ends in steps that were skipped.*demos-00000001"), (4, "3 optimizer")):
         flags = f"--demos {demos} --weight-decay 1e38 --dtype float32 --save-every 1 "
         flags += f"--out run{demos}"
-        codes, _, err = cli(tmp_path, f"{DEMOS} {flags}")
+        codes, _, err = cli(tmp_path, f"{FLAGS} {flags}")
         assert codes == [2] and "supervised step 1: skipped, non-finite gradient" in err[0]
         assert re.search(text, err[0])
 
@@ -183,7 +131,7 @@ def test_supervised_steps_are_skipped_as_those_of_the_loop(tmp_path):
 
 
 def test_what_is_solved_before_the_first_step_is_audited(straight, tmp_path, process_group):
-    run = Path(shutil.copytree(straight()[0], tmp_path / "run"))
+    run = Path(shutil.copytree(straight(FLAGS), tmp_path / "run"))
     lines = (run / "metrics.jsonl").read_text().splitlines()
     assert ["eval/solved_before" in json.loads(line) for line in lines] == [True, False]
     report = audited(run, 0, task=LOOKUP)
@@ -207,7 +155,8 @@ def test_what_is_solved_before_the_first_step_is_audited(straight, tmp_path, pro
 
 
 def test_it_is_evaluated_once_and_again_only_with_line_0(straight, tmp_path):
-    finished, out = straight()
+    finished = straight(FLAGS)
+    out = (finished.parent / "out").read_text()
     lines = read_metrics(finished)
     (before,) = re.findall(r"^before +(\S+)$", out, re.M)
     assert float(before) == pytest.approx(lines[0]["eval/solved_before"], abs=1e-3)
@@ -234,19 +183,12 @@ def test_the_first_screen_is_five_lines(tmp_path):
 
 
 @pytest.mark.quick
-def test_supervised_steps_and_the_loop_have_a_bar_each(monkeypatch, process_group):
-    bars = []
-
-    def bar(total, initial, **options):
-        bars.append((total, initial))
-        return SimpleNamespace()
-
-    bar.write = print
-    monkeypatch.setattr("full.logs.tqdm", bar)
+def test_supervised_steps_and_the_loop_have_a_bar_each(monkeypatch, capsys, process_group):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     config = Config(demos=3, steps=5)
     Log(config, None, SimpleNamespace(first_step=-2), "run")  # after one supervised step
     Log(config, None, SimpleNamespace(first_step=0), "run")
-    assert bars == [(3, 1), (5, 0)]
+    assert set(re.findall(r"\| (\d/\d) \[", capsys.readouterr().err)) == {"1/3", "0/5"}
 
 
 # Nothing to learn from --------------------------------------------------------------------------
@@ -273,9 +215,8 @@ PER_PROMPT = "return state, None, 0.5 * (state % 2)"  # equal in a group, not in
 
 @pytest.mark.parametrize("flags, reply, warns", [
     ("", PER_PROMPT, True), ("--advantage gae", PER_PROMPT, False),
-    pytest.param("--advantage gae", "return state, None, 1.0", True, marks=pytest.mark.slow),
-])  # fmt: skip
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+    *slow(("--advantage gae", "return state, None, 1.0", True))])  # fmt: skip
+@pytest.mark.parametrize("world", shortened([1, 2], 1))
 def test_a_run_without_unequal_rewards_warns(tmp_path, world, flags, reply, warns):
     """With a critic, rewards of different prompts can be compared. Rank 0 says it for all."""
     task = _task(tmp_path, state="index", reply=reply)
@@ -322,7 +263,7 @@ def _start(rank, name, directory):
         return max((full(p, places[name]) - truth.get_parameter(name)).abs().max().item()
                    for name, p in model.named_parameters())  # fmt: skip
 
-    grid = Grid.make(plan)
+    grid = Grid(plan)
     with LiveBytes() as counted:
         with torch.device("meta"):
             whole = Transformer(shape).double()

@@ -63,7 +63,7 @@ def record(name, command, out, device, size, limit=LIMIT) -> int:
 
     # `timeout` ends what the command has started (torchrun's ranks) with it, also at a Ctrl-C.
     watched = ["timeout", "--kill-after", "10", f"{limit:g}", *command]
-    with subprocess.Popen(watched, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(watched, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             for line in process.stdout:
                 print(line, end="", flush=True)
@@ -299,39 +299,40 @@ def metrics_of_run(flags) -> list:
 
 OTHER = "other"  # the device of tests/other_device.py: no FSDP, and no checkpointing by torch
 CHECKS = {
-    "models": (model_rows,), "ring_attention": (ring_rows_of_check,), "parallel": (parallel_rows,),
-    "tree_attention": (tree_rows_of_check,), "train_grpo": (grpo_rows, run_rows),
+    "models": (model_rows,), "ring": (ring_rows_of_check,), "parallel": (parallel_rows,),
+    "tree": (tree_rows_of_check,), "grpo": (grpo_rows, run_rows),
 }  # fmt: skip
 
 
-def check(file, argv) -> int:
-    """`python FILE check --device D`: 1 if an error is over its bound, 2 if D is not there."""
-    parser = argparse.ArgumentParser(f"{file}.py check")
+def check(subject, argv) -> int:
+    """`check SUBJECT --device D`: 1 if an error is over its bound, 2 if D is not there."""
+    parser = argparse.ArgumentParser(f"python -m full check {subject}")
     parser.add_argument("--device", choices=DEVICES, required=True)
     parser.add_argument("--few", action="store_true", help="some of the rows")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("error: --device cuda: torch sees no CUDA device here", file=sys.stderr)
         return 2
+
     # One rank, with the backend that the device has among several.
     where = connect(options.device, timeout=600)
-    rows = rows_of_check(file, where, options.few)
+    rows = rows_of_check(subject, where, options.few)
     dist.destroy_process_group()
-    return 0 if show_rows(file, options.device, rows) else 1
+    return 0 if show_rows(subject, options.device, rows) else 1
 
 
-def rows_of_check(file, device, few) -> list:
-    return [row for part in CHECKS[file] for row in part(device, few)]
+def rows_of_check(subject, device, few) -> list:
+    return [row for part in CHECKS[subject] for row in part(device, few)]
 
 
-def show_rows(file, device, rows) -> bool:
+def show_rows(subject, device, rows) -> bool:
     """Print the table and, for a program, its last line; whether every row is in its bound."""
-    print(f"{file}.py on {device} against the CPU, float64 where no other dtype is said")
+    print(f"{subject} on {device} against the CPU, float64 where no other dtype is said")
     good = [error <= bound for _, error, bound in rows]  # a NaN is in no bound
     for (name, error, bound), ok in zip(rows, good, strict=True):
         print(f"{name:64} {error:8.1e}  {'ok' if ok else f'FAILED, above {bound:.3g}'}")
     exact = [error for _, error, bound in rows if bound <= 1e-10]
-    told = dict(check=file, device=device, ok=all(good), rows=len(rows), max_error=max(exact))
+    told = dict(check=subject, device=device, ok=all(good), rows=len(rows), max_error=max(exact))
     print(json.dumps(told))
     return all(good)
 

@@ -26,11 +26,12 @@ from oracles import LiveBytes
 from measure_models import QWEN3_06B
 
 import ring_attention as ring
-from full.audit import Case, Exact, groups_again, metrics_by_hand
+from full.audit import Case, groups_again
 from full.batches import RolloutQueue, SampledBatch, collect
 from full.check import tiny_model
 from full.checkpoint import write_checkpoint
 from full.config import Config
+from full.expected import Exact, metrics_by_hand
 from full.hf import save_hf
 from full.logs import do_step, rollout_line
 from full.model_config import ModelConfig
@@ -163,7 +164,6 @@ def step_error(device="cpu", **changes) -> float:
         files = SimpleNamespace(path=folder, config=alone)
         case = Case(files, task, 1, folder, lines, before=folder / "step-00000001")
         state = case.state(Exact, torch.float64)
-        state.room = folder
         groups = groups_again(config, task, 1, lines)
         truth = metrics_by_hand(config, groups, state, 1, batch.sampled_by)
     missing = found.keys() ^ truth.keys()
@@ -431,7 +431,7 @@ def check(every=False) -> bool:
     ok = ok and all(x <= 1e-12 for x in rows.values())
     print(f"{len(exact)} cells, worst {max(exact):.1e}; mixed {len(lower)}, worst "
           f"{max(lower):.1e}; refused: {len(found) - len(numbers)}")  # fmt: skip
-    line = {"check": "train_grpo", "ok": ok, "cells": len(numbers), "mixed_error": max(lower)}
+    line = {"check": "grpo", "ok": ok, "cells": len(numbers), "mixed_error": max(lower)}
     print(json.dumps(line | {"max_error": max(*rows.values(), *exact)}))
     return ok
 
@@ -602,7 +602,7 @@ def bench(argv):
           f"peak MB, flat  tree")  # fmt: skip
     for name in options.shape or [name for name in SHAPES if name not in SLOW]:
         rows.append(measure(name, options.device, options.steps, options.peak_tflops))
-    print(json.dumps({"bench": "train_grpo", "device": options.device, "rows": rows}))
+    print(json.dumps({"bench": "grpo", "device": options.device, "rows": rows}))
     if not has_group:
         dist.destroy_process_group()
     return 0

@@ -17,6 +17,7 @@ import time
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,11 +34,11 @@ from full.packing import Micro
 from full.parallelize import MODES, parallelize
 from full.pipeline import keep_stage_and_ends, run_micro_batches
 from full.places import TIED, full, inner_width, part_of
-from full.plans import KINDS as KINDS_OF_GROUPS, Grid, Plan, plans_on_same_ranks
+from full.plans import Grid, Plan, plans_on_same_ranks
 from full.ring import indices
 from full.transformer import Transformer
 from full.weights import require_generator_plan
-from parallel import layout
+from parallel import layout, ranks_along
 # check ------------------------------------------------------------------------------------------
 
 KINDS = {
@@ -257,7 +258,7 @@ def compare(rank, text, kind, options, steps=3, dtype=torch.float64, truth=None,
     truth = truth or truth_of(kind, steps, dtype, without)
     # Tests have a device that is only a name. The CPU's backend carries its messages.
     backend = "cuda" if torch.device(device).type == "cuda" else "cpu"
-    grid = Grid.make(plan, backend, shard=options.pop("shard", None))
+    grid = Grid(plan, backend, shard=options.pop("shard", None))
     training = Training(build(kind, dtype).to(device), grid, batch(without=without), **options)
     found = training.results(steps)
     held = found[1].keys()
@@ -676,11 +677,24 @@ def plan_command(argv):
 
 
 def _describe(plan):
-    print(f"{plan}\n{plan.describe()}")
-    for kind in KINDS_OF_GROUPS:
-        groups, dense = plan.groups(kind), plan.ep * plan.etp == 1
-        if len(groups[0]) > 1 and not (dense and kind == "expert-dp"):
-            print(f"{kind:>10}: " + " ".join(str(group).replace(",", "") for group in groups))
+    """Print a plan, its degrees, its tensor groups, and all groups of more than one rank."""
+    attention = dict(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp)
+    experts = {"pp": plan.pp, "expert-dp": plan.edp, "ep": plan.ep, "etp": plan.etp}
+    grids = [np.arange(plan.world).reshape([*shape.values()]) for shape in (attention, experts)]
+    degrees = attention | dict(ep=plan.ep, etp=plan.etp)
+    print(plan, " ".join(f"{axis}={degree}" for axis, degree in degrees.items()), sep="\n")
+    width = len(str(plan.world - 1))
+    for p, d, c in np.ndindex(plan.pp, plan.dp, plan.cp):
+        row = " ".join(f"{rank:>{width}}" for rank in grids[0][p, d, c])
+        print(f"pp {p}  dp {d}  cp {c} | {row}")
+
+    groups = {axis: ranks_along(grids[0], [n]) for n, axis in enumerate(attention)}
+    if plan.ep * plan.etp > 1:
+        groups |= {axis: ranks_along(grids[1], [n]) for n, axis in enumerate(experts)}
+    groups["fsdp"] = ranks_along(grids[0], [1, 2])
+    for axis, rows in groups.items():
+        if len(rows[0]) > 1:
+            print(f"{axis:>10}: " + " ".join(str(row).replace(",", "") for row in rows))
 
 
 def _table(config, options):
@@ -698,7 +712,6 @@ def _table(config, options):
         for mode in options.mode:
             step = Step(mode, options.tokens, options.micro_batches, options.bytes, options.ac,
                         options.compute_bytes)  # fmt: skip
-            plan.require_fits(config=config, microbatches=step.micros)
             first = Rank(plan, config, step)
             sampler = Rank(generator, config, step._replace(tokens=0))
             parts = memory(plan, config, step) | dict(generator=first.generator(sampler, size))
@@ -742,7 +755,7 @@ def training_of(plan, model, options, rows, length, micros):
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, (rows, length), generator=generator)
     whole = Batch.of(tokens, torch.ones(rows, length), torch.zeros_like(tokens))
-    return Training(model, Grid.make(plan), whole, micros=micros, **options)
+    return Training(model, Grid(plan), whole, micros=micros, **options)
 
 
 def handed_over(text, kind, options, micros, rows=8):

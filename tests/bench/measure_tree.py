@@ -130,7 +130,7 @@ def bench(argv):
             rows.append(row | bounds)
             shares = f"{stats.flop_bound:6.2f} {speedup / stats.flop_bound:6.0%}"
             print(f"{name:>36} {way:>8} {cpu:8.3f} {peaks[way]:7.1f} {speedup:9.2f} {shares}")
-    print(json.dumps({"bench": "tree_attention", "torch": torch.__version__, "rows": rows}))
+    print(json.dumps({"bench": "tree", "torch": torch.__version__, "rows": rows}))
     return 0
 
 
