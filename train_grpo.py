@@ -10,14 +10,14 @@ depends only on (seed, step, group, rollout)**, and never on the rank.
 
 A group is the rollouts, or games, of one prompt. Rollout i has the reward R_i and sampled tokens t.
 Their log-probs under softmax(logits / temperature) are lp_t now, and were old_t when sampled. H_t
-is the entropy of the policy's distribution at t. The folder full/ adds (4) importance weights, (6)
-a critic, (8) experts, and the GRPO paper's scaling of (1), mean over each rollout, and KL penalty.
+is the entropy of the policy's distribution at t. The folder full/ adds importance weights, a
+critic, experts, and the GRPO paper's scaling of (1), mean over each rollout, and KL penalty.
 
     (1)  A_i  = R_i - mean of the group's rewards
     (2)  r_t  = exp(lp_t - old_t)
     (3)  l_t  = -min(r_t A_i, clip(r_t, 1 - low, 1 + high) A_i)  gradient -r_t A_i lp_t', or 0
-    (5)  l_t <- l_t - entropy_coef H_t
-    (7)  loss = sum of l_t / Z over all ranks
+    (4)  l_t <- l_t - entropy_coef H_t
+    (5)  loss = sum of l_t / Z over all ranks
 
 Letters in names are dimensions:  B rows   G rollouts of a group   N sampled tokens   V vocabulary
 M width   S targets of a row: its tokens but the first   s this rank's share of S
@@ -26,17 +26,18 @@ M width   S targets of a row: its tokens but the first   s this rank's share of 
 import argparse
 import copy
 import datetime
+import difflib
 import itertools
 import json
 import os
 import sys
 import time
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 import models
 import parallel
@@ -77,7 +78,7 @@ class Config:
     beta2: float = 0.99  # AdamW
     max_grad_norm: float = 1.0  # clip the global norm
     plan: str = ""  # d: data, t: tensor, c: context (ring), and the number of ranks, such as d2
-    tree: str = "disabled"  # sparse: compute each prefix that rollouts share only once
+    tree: bool = False  # compute each prefix that rollouts share only once
     # output
     eval_every: int = 10  # steps between evaluations; the last step always evaluates
     eval_prompts: int = 70  # prompts of one evaluation; guess repeats its few secrets
@@ -175,9 +176,7 @@ class Episode(models.Row):
     def __init__(self, key, group, number, state, prompt, limit):
         # key is (seed, step), so draws do not depend on the rank or on other rollouts in the batch.
         super().__init__(prompt, uniforms((*key, group, number), limit))
-        self.key = key
         self.group = group  # number of the group in the step
-        self.number = number  # of the rollout in its group
         self.state = state  # what the task remembers
         self.reward = 0.0  # the sum over the turns so far
         self.turn = len(prompt)  # index of the first token of the current turn: 1, then 4
@@ -223,7 +222,7 @@ class Source:
     config: Config
     task: Guess
     trainer: "Trainer"
-    first_step: int = 0  # above 0 in a run that is resumed
+    shown: Episode | None = None  # a game of the latest evaluation
 
     def get(self, step) -> Batch:
         """Return the batch of a step: `group` rollouts of each prompt."""
@@ -231,10 +230,11 @@ class Source:
         groups = self.play(ROLLOUT, step, c.prompts, c.group, c.temperature)
         return Batch(groups, range(c.prompts), c.minibatches)
 
-    def evaluate(self, step) -> float:
+    def evaluate(self) -> float:
         """Return the fraction of evaluation prompts that greedy decoding solves."""
         groups = self.play(EVALUATION, 0, self.config.eval_prompts, 1, 0.0)
         count = len([episode for (episode,) in groups.values() if episode.reward >= 1])
+        self.shown = groups[max(groups)][0]
         return self.trainer.total(count) / self.config.eval_prompts
 
     def play(self, stream, step, prompts, rollouts, temperature):
@@ -271,7 +271,7 @@ def advantages(rewards_G):
 
 
 def grpo_loss(config, episodes, sampled, logprobs_N, entropy_N, Z):
-    """Return this rank's part of the loss, (2) to (7).
+    """Return this rank's part of the loss, (2) to (5).
 
     sampled: N pairs (b, t), target t of episodes[b]. logprobs_N and entropy_N are their lp and H.
     Z: sampled tokens of the minibatch on all ranks.
@@ -290,8 +290,8 @@ def grpo_loss(config, episodes, sampled, logprobs_N, entropy_N, Z):
     l_N = -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)  # (3)
 
     # The entropy bonus keeps the policy exploring: if all rollouts are the same, all A are 0.
-    l_N = l_N - config.entropy_coef * entropy_N  # (5)
-    return l_N.sum() / Z  # (7)
+    l_N = l_N - config.entropy_coef * entropy_N  # (4)
+    return l_N.sum() / Z  # (5)
 
 
 def score_rows(config, model, episodes, ring):
@@ -323,17 +323,14 @@ def score_rows(config, model, episodes, ring):
 
 def score_tree(config, model, episodes, ring):
     """Return what `score_rows` returns, by one forward of the tree of all prefixes."""
+    sequences = [torch.tensor(episode.tokens) for episode in episodes]
+    scores = tree_logprobs(model, sequences, temperature=config.temperature)
 
-    # The tree keeps only the first result of `logprobs`, so that has both scores in one tensor.
-    def logprobs(hidden_NM, targets_N):
-        scores = model.logprobs(hidden_NM, targets_N, temperature=config.temperature)
-        return torch.stack(scores, -1), None
-
-    stacked = SimpleNamespace(hidden=model.hidden, logprobs=logprobs)
-    found = tree_logprobs(stacked, [torch.tensor(e.tokens) for e in episodes])
+    # The tree scores every token of a rollout. Take those that the policy sampled, in order.
     sampled = [(b, t) for b, e in enumerate(episodes) for t in range(len(e.mask)) if e.mask[t]]
-    scores_N2 = torch.stack([found[b][t] for b, t in sampled])
-    return sampled, *scores_N2.unbind(-1)
+    logprobs_N = torch.cat([lp[e.mask] for e, (lp, _) in zip(episodes, scores, strict=True)])
+    entropy_N = torch.cat([H[e.mask] for e, (_, H) in zip(episodes, scores, strict=True)])
+    return sampled, logprobs_N, entropy_N
 
 
 # 5. The trainer ---------------------------------------------------------------------------------
@@ -349,7 +346,7 @@ class Trainer:
         self.grid = grid
         self.model = model
         parallel.tensor_parallel(model, grid.group["t"])
-        self.score = score_tree if config.tree == "sparse" else score_rows
+        self.score = score_tree if config.tree else score_rows
         options = dict(lr=config.lr, betas=(0.9, config.beta2), weight_decay=0.0)
         self.optimizer = torch.optim.AdamW(model.parameters(), **options)
 
@@ -401,22 +398,14 @@ class Trainer:
         self.optimizer.step()
         return {"grad_norm": norm.item()}
 
-    def push_weights(self):
-        """Do nothing, because the policy samples by itself."""
-
 
 # 6. The loop ------------------------------------------------------------------------------------
 
 
-def evaluates(config, step) -> bool:
-    """Return whether a step ends with an evaluation."""
-    return step + 1 == config.steps or (step + 1) % config.eval_every == 0
-
-
-def train(config, source, trainer, log):
-    """Train, and return the fraction of prompts that the last evaluation solved."""
+def train(config, source, trainer, log, first_step=0):
+    """Train, log each step, and return the fraction of prompts solved in the last evaluation."""
     solved = None
-    for step in range(source.first_step, config.steps):
+    for step in range(first_step, config.steps):
         # Collect: the policy plays each prompt several times, and the task rewards each rollout.
         batch = source.get(step)
 
@@ -424,7 +413,7 @@ def train(config, source, trainer, log):
         metrics = trainer.prepare(batch)
 
         # Take several optimizer steps on a batch. Ranks divide their parts of the loss by Z, so
-        # counts are summed first. Z is 0 only if all rollouts were dropped.
+        # counts are summed first. Without a token to train on, there is no update.
         updates = []
         for minibatch in batch.minibatches():
             Z = trainer.total(trainer.loss_denominator(minibatch))
@@ -432,26 +421,32 @@ def train(config, source, trainer, log):
                 update = trainer.forward_backward(minibatch, Z)
                 updates.append(update | trainer.optim_step(trainer.learning_rate(step)))
 
-        trainer.push_weights()
-        solved = source.evaluate(step) if evaluates(config, step) else None
-        log.step(step, batch, metrics, updates, solved)
+        is_due = (step + 1) % config.eval_every == 0 or step + 1 == config.steps
+        solved = source.evaluate() if is_due else None
+        log(step, batch, metrics, updates, solved)
     return solved
 
 
 class Log:
-    """Writes a JSON line for each step to a file. Rank 0 also prints those with an evaluation."""
+    """Shows a bar, prints a line for each evaluation, and writes a line for each step to a file."""
 
-    def __init__(self, file):
+    def __init__(self, config, file):
+        # disable=None: the bar is for a terminal, and not for a pipe.
         self.file = file
+        self.bar = tqdm(total=config.steps, unit="step", file=sys.stdout, disable=None)
 
     def step(self, step, batch, metrics, updates, solved):
         """Log a step: the sum of its minibatches' losses, and the last minibatch's norm."""
+        reward = metrics["reward/mean"]
         loss = sum(update["loss"] for update in updates)
         line = {"step": step, "loss": loss, "grad_norm": updates[-1]["grad_norm"]}
-        text = json.dumps(line | metrics | {"solved": solved})
-        print(text, file=self.file, flush=True)
-        if solved is not None and dist.get_rank() == 0:
-            print(text, flush=True)
+        print(json.dumps(line | metrics | {"solved": solved}), file=self.file, flush=True)
+        if solved is not None:
+            self.bar.clear()  # so that the line stands above the bar
+            print(f"after {step + 1:3} steps: reward {reward:.3f}, solved {solved:.2f}", flush=True)
+            self.bar.set_description(f"solved {solved:.2f}")
+        self.bar.set_postfix(reward=f"{reward:.3f}", refresh=False)
+        self.bar.update()
 
 
 # 7. The check: steps by loops over tokens -------------------------------------------------------
@@ -474,14 +469,14 @@ def plain_step(config, model, optimizer, batch, updates):
                 r = (lp - e.logprobs[t]).exp()  # (2)
                 clipped = min(max(r, 1 - config.clip_low), 1 + config.clip_high)
                 loss = loss - min(r * A, clipped * A)  # (3)
-                loss = loss + config.entropy_coef * (logp_SV[t].exp() * logp_SV[t]).sum()  # (5)
+                loss = loss + config.entropy_coef * (logp_SV[t].exp() * logp_SV[t]).sum()  # (4)
 
                 # The first minibatch has the weights that sampled. Inverse-CDF sampling: of
                 # p = .2 .5 .3, the draw .6 takes token 1.
                 if update is updates[0]:
                     token = (logp_SV[t].exp().cumsum(0) <= e.draws[t]).sum().item()
                     errors += [e.tokens[t + 1] - token, e.logprobs[t] - lp.item()]
-        loss = loss / sum(sum(e.mask) for e in episodes)  # (7)
+        loss = loss / sum(sum(e.mask) for e in episodes)  # (5)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
@@ -507,15 +502,14 @@ def check():
         heads=2, dtype="float64", temperature=0.8, lr=0.03, lr_warmup=2, max_grad_norm=0.1,
         eval_every=3, eval_prompts=2,
     )  # fmt: skip
-    for tree in ("disabled", "sparse"):
-        config.tree = tree
+    for config.tree in (False, True):
         alone = build_policy(config)
         for weight in alone.parameters():
             weight.data *= 20 if weight.dim() == 2 else 1  # far from equal probabilities
         trainer = Trainer(config, copy.deepcopy(alone), parallel.Grid("d1"))
         record = []
-        log = SimpleNamespace(step=lambda *given: record.append(given))
-        train(config, Source(config, Guess(config), trainer), trainer, log)
+        source = Source(config, Guess(config), trainer)
+        train(config, source, trainer, lambda *given: record.append(given))
 
         # Repeat its four steps, given its draws. Steps 2 and 3 evaluate.
         optimizer = torch.optim.AdamW(alone.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
@@ -549,62 +543,69 @@ def build_policy(config):
 
 
 def refuse(reason):
-    """End the program before the process group exists. Rank 0 prints a line; every rank fails."""
+    """End the program before the ranks meet. Rank 0 prints a line; every rank fails."""
     # torchrun ends all ranks when one exits, so the others leave rank 0 the time to print.
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(3)
+        time.sleep(30)
         sys.exit(1)
     sys.exit(f"train_grpo.py: error: {reason}")
 
 
 def parse_config(argv):
-    """Return the settings of a command line, and the open file of --log. Refuse what cannot run."""
+    """Return a command line's settings, and the open file of --metrics. Refuse what cannot run."""
     world = int(os.environ.get("WORLD_SIZE", 1))
-    parser = argparse.ArgumentParser(description="Learn `guess`.")
+    parser = argparse.ArgumentParser(description="Learn `guess`.", allow_abbrev=False)
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.error = refuse
-    parser.add_argument("--seed", type=int, default=Config.seed)
-    parser.add_argument("--steps", type=int, default=Config.steps)
-    parser.add_argument("--dtype", choices=("float32", "float64"), default=Config.dtype)
-    parser.add_argument("--plan", default=f"d{world}", help="d2, t2 or c2: a letter and all ranks")
-    parser.add_argument("--tree", action="store_const", const="sparse", default="disabled")
-    parser.add_argument("--log", default=os.devnull, help="file for a JSON line of each step")
-    given = vars(parser.parse_args(argv))
-    log = given.pop("log")
+    add = parser.add_argument
+    add("--seed", type=int, default=Config.seed, help="of weights, data and sampling")
+    add("--steps", type=int, default=Config.steps, help="batches of rollouts")
+    dtypes = "float32", "float64"
+    add("--dtype", choices=dtypes, metavar="DTYPE", default=Config.dtype, help=" or ".join(dtypes))
+    add("--plan", default=f"d{world}", help="d2, t2 or c2: a letter and all ranks")
+    add("--tree", action="store_true", help="compute shared prefixes once")
+    add("--metrics", metavar="FILE", default=os.devnull, help="gets a JSON line for each step")
+    known, unknown = parser.parse_known_args(argv)
+    given = vars(known)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].strip("-"), given, 1)
+        advice = f"; did you mean --{near[0]}?" if near else ""
+        refuse(f"expected a flag that --help lists, got {unknown[0]}{advice}")
+    file = given.pop("metrics")
     config = Config(**given)
     if config.steps < 1 or not 0 <= config.seed < 2**63:
         refuse(f"expected --steps >= 1, 0 <= --seed < 2**63, got {config.steps} and {config.seed}")
 
     # Which plans fit? Each d rank needs a group in every minibatch, and t must divide the key
     # heads. A tree runs on whole sequences and whole layers, so only d goes with it.
-    fits = {"d": world <= config.prompts // config.minibatches}
-    if config.tree == "disabled":
-        fits |= {"t": config.heads // 2 % world == 0, "c": True}
+    fits = {"d": world <= config.prompts // config.minibatches, "c": not config.tree}
+    fits["t"] = not config.tree and config.heads // 2 % world == 0
     plans = [f"{letter}{world}" for letter in fits if fits[letter]]
     if config.plan not in plans:
         expected = " or ".join(plans) or "of fewer ranks, because no plan fits"
         refuse(f"expected --plan {expected}, got {config.plan!r} on {world} ranks")
 
-    # Rank 0 alone writes the log.
+    # Rank 0 alone writes the file.
     try:
-        return config, open(log if os.environ.get("RANK", "0") == "0" else os.devnull, "w")
+        return config, open(file if os.environ.get("RANK", "0") == "0" else os.devnull, "w")
     except OSError as error:
-        refuse(f"expected a file that can be written, got --log {log}: {error.strerror}")
+        refuse(f"expected a file that can be written, got --metrics {file}: {error.strerror}")
 
 
 def main(argv):
-    """Check this file, then learn `guess`. Print what is solved in the end."""
-    config, log_file = parse_config(argv)
+    """Check this file, then learn `guess`. Print a game and what is solved in the end."""
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")  # all ranks do the same, and rank 0 alone prints
+    config, file = parse_config(argv)
     torch.set_num_threads(1)  # more threads do not help a small model
     timeout = datetime.timedelta(seconds=60)  # the longest wait for another rank
 
     # Each rank runs the check alone, in a process group of size 1.
-    rank = os.environ.get("RANK", "0")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     error = check()
-    if rank == "0":
-        print(f"two runs against loops over tokens: largest error {error:.1e}", flush=True)
+    print(f"two runs against loops over tokens: largest error {error:.1e}", flush=True)
     if not error <= 1e-10:  # rounding is below 1e-12, and a mistake far above
-        sys.exit(f"train_grpo.py: error: expected an error of at most 1e-10, got {error:.1e}")
+        refuse(f"expected an error of at most 1e-10, got {error:.1e}")
 
     # Then the ranks of torchrun meet. One process goes on by itself.
     if "RANK" in os.environ:
@@ -613,9 +614,10 @@ def main(argv):
     grid = parallel.Grid(config.plan, timeout)
     trainer = Trainer(config, build_policy(config), grid)
     source = Source(config, Guess(config), trainer)
-    solved = train(config, source, trainer, Log(log_file))
-    if rank == "0":
-        print(f"solved {solved:.2f}", flush=True)
+    log = Log(config, file)
+    solved = train(config, source, trainer, log.step)
+    log.bar.close()
+    print(f"sample: {source.task.show(source.shown.tokens)}\nsolved {solved:.2f}", flush=True)
     dist.barrier()  # no rank leaves while another one still needs its connections
     dist.destroy_process_group()
 

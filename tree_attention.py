@@ -13,9 +13,10 @@ sequence, and the gradient is the gradient of training on every sequence by itse
 What it must equal, for sequences x^1 .. x^R of L_i tokens and a loss f_i of each:
 
     (1)  token i of the tree sees token j  iff  j is an ancestor of i, or i itself
-    (2)  lp^i_s     =  log softmax(W h)[x^i_s],  where h is the state of the token before it
-    (3)  loss       =  sum_i f_i(lp^i)
-    (4)  dloss/dlp_t   =  sum of df_i/dlp^i at token t, over the sequences i that contain t
+    (2)  lp^i_s     =  log p[x^i_s],  p = softmax(W h),  where h is the state of the token before it
+         H^i_s      =  -sum_v p[v] log p[v]
+    (3)  loss       =  sum_i f_i(lp^i, H^i)
+    (4)  dloss/dlp_t   =  sum of df_i/dlp^i at token t, over the sequences i that contain t; H too
     (5)  dk_j, dv_j    =  sum over the tokens that see j: those of its own segment, by autograd,
                           and those of the segments below, by the leaves that they have read
 
@@ -140,8 +141,8 @@ def pack(root):
     return tokens, paths, last_path
 
 
-def tree_logprobs(model, sequences):
-    """Return the log-probs (L_i - 1,) of each sequence, differentiable: one forward of the tree."""
+def tree_logprobs(model, sequences, **options):
+    """Return (log-probs, entropies) of each sequence, (L_i - 1,) each: one forward of the tree."""
     tokens, paths, last_path = pack(radix_tree(sequences))
     visible_NN = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
     for t, path in enumerate(paths):
@@ -156,18 +157,18 @@ def tree_logprobs(model, sequences):
     # Token t is scored from the state of its parent, so a token at a fork predicts several. The
     # first token of a path has no parent: take any state, since nobody reads its score.
     parents = [path[-2] if len(path) > 1 else 0 for path in paths]
-    logprobs_N, _ = model.logprobs(hidden_NM[parents], torch.tensor(tokens))  # (2)
+    scores = model.logprobs(hidden_NM[parents], torch.tensor(tokens), **options)  # (2)
 
     # Every sequence reads the scores on its path. Autograd sums over those that read one (4).
-    return [logprobs_N[last_path[i][1:]] for i in range(len(sequences))]
+    return [tuple(x_N[last_path[i][1:]] for x_N in scores) for i in range(len(sequences))]
 
 
 # 4. Depth first, with leaves --------------------------------------------------------------------
 #
 # The graph of the whole tree may not fit into memory. So call the model once per segment, depth
 # first. A segment needs three things from the segments above it: their keys and values, the state
-# of the last token, which predicts its own first token, and the log-probs of the path so far. It
-# gets all of them as leaves: detached copies, each of which collects a gradient of its own.
+# of the last token, which predicts its own first token, and the log-probs and entropies of the path
+# so far. It gets them as leaves: detached copies, each of which collects a gradient of its own.
 #
 #     forward [5], forward [6], forward [7]       [7] reads leaves of [5] and [6]
 #     backward [7], forward [8], backward [8]     both add to the gradients of these leaves
@@ -186,7 +187,7 @@ def tree_logprobs(model, sequences):
 def tree_backward(model, sequences, loss_fn, max_tokens=None):
     """Add the gradient of (3) to .grad; return the loss and the log-probs, like `definition`.
 
-    loss_fn: loss_fn(i, logprobs), (L_i - 1,), returns the loss of sequence i.
+    loss_fn: loss_fn(i, logprobs, entropies), (L_i - 1,) each, returns the loss of sequence i.
     max_tokens: tokens of a chunk, of which there is one graph at a time. Default: whole segments,
         with the graphs of one path at a time.
     """
@@ -202,7 +203,7 @@ def tree_backward(model, sequences, loss_fn, max_tokens=None):
         """Run a segment forward, then everything below it, then the segment backward.
 
         state_above: leaf (1, M), the state before the first token, or None.
-        path_above: [leaf of the log-probs of each segment above].
+        path_above: [leaf (2, n) of the log-probs and entropies of each segment above].
         """
         own_kv = {}
 
@@ -213,18 +214,18 @@ def tree_backward(model, sequences, loss_fn, max_tokens=None):
             return path_attention(q, keys, values, scale)
 
         with torch.set_grad_enabled(not recompute):
-            logprobs_n, state_1M = run_segment(model, node, state_above, attention)
+            scores_2n, state_1M = run_segment(model, node, state_above, attention)
 
-        # Detach what others read: the keys and values, the last state, the log-probs.
+        # Detach what others read: the keys and values, the last state, the scores.
         for layer, kv in own_kv.items():
             stack.setdefault(layer, []).append([leaf_of(x) for x in kv])
         state = leaf_of(state_1M)
-        path = [*path_above, leaf_of(logprobs_n)]
+        path = [*path_above, leaf_of(scores_2n)]
 
         # The losses of the sequences that end here, then everything below.
         for i in node.ends:
-            found[i] = torch.cat(path)
-            loss = loss_fn(i, found[i])
+            found[i], entropies = torch.cat(path, 1)
+            loss = loss_fn(i, found[i], entropies)
             loss.backward()  # (4): sequences with a common token add to the same leaf
             losses.append(loss.item())
         for child in node.children:
@@ -235,11 +236,11 @@ def tree_backward(model, sequences, loss_fn, max_tokens=None):
         # right, and only the gradient would be wrong.)
         leaves = {layer: stack[layer].pop() for layer in own_kv}
         if recompute:
-            logprobs_n, state_1M = run_segment(model, node, state_above, attention)
+            scores_2n, state_1M = run_segment(model, node, state_above, attention)
 
         # Backpropagate into what the leaves were detached from, from several tensors at once. A
         # leaf that nobody read has no gradient.
-        pairs = [(logprobs_n, path[-1]), (state_1M, state)]
+        pairs = [(scores_2n, path[-1]), (state_1M, state)]
         for layer, kv in own_kv.items():
             pairs += zip(kv, leaves[layer], strict=True)
         pairs = [(x, leaf.grad) for x, leaf in pairs if leaf.grad is not None]
@@ -258,17 +259,17 @@ def leaf_of(x):
 
 
 def run_segment(model, node, state_above, attention):
-    """Return the log-probs of a segment's tokens, and its last state (1, M)."""
+    """Return log-probs and entropies of a segment's tokens, (2, n), and its last state (1, M)."""
     depths = torch.arange(node.depth, node.depth + len(node.tokens))
     tokens = torch.tensor(node.tokens)
     hidden_nM = model.hidden(tokens[None], positions=depths[None], attention=attention)[0]
 
     # Each token is scored from the state before it. The first token of a sequence has none.
     if state_above is None:
-        logprobs_n, _ = model.logprobs(hidden_nM[:-1], tokens[1:])
+        scores = model.logprobs(hidden_nM[:-1], tokens[1:])
     else:
-        logprobs_n, _ = model.logprobs(torch.cat([state_above, hidden_nM[:-1]]), tokens)  # (2)
-    return logprobs_n, hidden_nM[-1:]
+        scores = model.logprobs(torch.cat([state_above, hidden_nM[:-1]]), tokens)  # (2)
+    return torch.stack(scores), hidden_nM[-1:]
 
 
 def path_attention(q_1HnD, k_1GmD, v_1GmD, scale):
@@ -364,18 +365,19 @@ def check_logprobs(model, states_nM, targets_n, temperature):
     return logp_nV.gather(1, targets_n[:, None])[:, 0], -(logp_nV.exp() * logp_nV).sum(-1)
 
 
-def check_loss(i, logprobs, entropies=None):
+def check_loss(i, logprobs, entropies):
     """Return a loss that depends on i, on each token, and on the sequence as a whole."""
     weights = torch.cos(torch.arange(len(logprobs)) * 3.0 + i).to(logprobs)
-    return (weights * logprobs).sum() + 0.1 * logprobs.sum().square()
+    terms = weights * logprobs + weights.square() * entropies
+    return terms.sum() + 0.1 * logprobs.sum().square()
 
 
 def check_packed(model, sequences, loss_fn):
     """Do what `definition` does with one call of the packed tree."""
-    logprobs = tree_logprobs(model, sequences)
-    loss = sum(loss_fn(i, x) for i, x in enumerate(logprobs))
+    scores = tree_logprobs(model, sequences)
+    loss = sum(loss_fn(i, *given) for i, given in enumerate(scores))
     loss.backward()
-    return loss.detach(), [x.detach() for x in logprobs]
+    return loss.detach(), [logprobs.detach() for logprobs, _ in scores]
 
 
 def check():

@@ -227,7 +227,6 @@ class Case:
             demos = f", after {config.demos} supervised steps" if config.demos else ""
             say(f"from the first weights, which --seed and --model determine{demos}")
         read_reference(self.files.path, trainer)
-        trainer.push_weights()
 
         # On to the step by the ordinary code, in one process, for as long as it makes the run's own
         # rollouts. In float32 rounding makes it draw a different token sooner or later.

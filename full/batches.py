@@ -174,6 +174,7 @@ class RolloutQueue:
         self.last = last
         self.clock = StepClock(trainer.device)
         self.idle_since = time.perf_counter()
+        self.pushed = None  # version of the weights that the sampler has got
         self.shown = None  # a trajectory of the latest evaluation
 
     def get(self, step) -> SampledBatch:
@@ -181,11 +182,17 @@ class RolloutQueue:
         # First all batches are sampled that these weights sample.
         self.clock.start()
         self.trainer.where = f"step {step}"
+        self.push()
         with timed(self.clock.seconds, "wait_rollout"):
             while self.next <= min(step + self.config.staleness, self.last):
                 self.pending[self.next] = self.sample(self.next)
                 self.next += 1
         return self.pending.pop(step)
+
+    def push(self):
+        """Give the sampler the weights of now, unless it has them. Collective."""
+        if self.pushed != self.trainer.policy_version:
+            self.pushed = self.trainer.push_weights()
 
     def sample(self, number) -> SampledBatch:
         """Sample a batch by the weights that the generator has now. Collective."""
@@ -202,8 +209,9 @@ class RolloutQueue:
         version = self.trainer.policy_version
         return SampledBatch(rollouts, kept, self.config.minibatches, version, metrics)
 
-    def evaluate(self, step):
-        """Return what the weights after a step solve. Step -1: those with which the loop begins."""
+    def evaluate(self):
+        """Return what the weights of now solve. Collective."""
+        self.push()
         with timed(self.clock.seconds, "eval"):
             solved, self.shown = evaluate(self.config, self.task, self.trainer.sampler)
         self.idle_since = time.perf_counter()
@@ -240,7 +248,7 @@ class Demonstrations:
         played = demonstrations(self.task, starts, (c.seed, DEMO_PLAY, number), c.max_new_tokens)
         return SampledBatch({t.group: [t] for t in played}, groups, 1)
 
-    def evaluate(self, step):
+    def evaluate(self):
         """Return None: the weights with which the loop begins are the first to be evaluated."""
 
     def stored(self) -> list:

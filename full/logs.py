@@ -142,9 +142,9 @@ def do_step(config, source, trainer, step) -> dict:
         if step >= 0:
             found.update(step_metrics(trainer, batch, metrics, updates, step))
 
-    one = SimpleNamespace(first_step=step, get=source.get, evaluate=lambda step: None)
+    unevaluated = SimpleNamespace(get=source.get, evaluate=lambda: None)
     only = dataclasses.replace(config, steps=step + 1)
-    train_grpo.train(only, one, trainer, SimpleNamespace(step=keep))
+    train_grpo.train(only, unevaluated, trainer, keep, first_step=step)
     return found
 
 
@@ -294,7 +294,7 @@ class RolloutLog:
                 self.text = self.task.show(shown.tokens)
             line = {"step": step, "reward": shown.reward, "text": self.text}
             append_lines(self.out / "samples.jsonl", [line])
-        if c.log_rollouts == "none" or not (whole or train_grpo.evaluates(c, step)):
+        if c.log_rollouts == "none" or not (whole or solved is not None):
             return
         one = batch.kept[0] if batch.kept else 0
         groups = {number: group for number, group in batch.groups.items() if whole or number == one}

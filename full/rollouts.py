@@ -82,6 +82,8 @@ class ForkingEpisode(train_grpo.Episode):
 
     def __init__(self, key, group, number, state, prompt, limit, count=1, forks_left=0):
         super().__init__(key, group, number, state, prompt, limit)
+        self.key = key
+        self.number = number
         self.count = count
         self.forks_left = forks_left
         self.path = [(self.turn, number, count)]

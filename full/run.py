@@ -198,15 +198,14 @@ def run(config, task, trainer, out, progress) -> int:
     progress.advice = advice_of(out)
     first_step, origin, pending = restore(config, trainer, out)
     introduce(config, task, trainer, out, first_step, origin)
-    # A generator has no weights before the first push.
-    trainer.push_weights()
     try:
         if first_step < 0:
             source = Demonstrations(config, task, trainer, first_step)
             checkpointer = Checkpointer(config, trainer, source, out, stop)
             log = Log(config, trainer, source, out)
             logs = Logs(log, checkpointer)
-            train_grpo.train(dataclasses.replace(config, steps=0), source, trainer, logs)
+            supervised = dataclasses.replace(config, steps=0)
+            train_grpo.train(supervised, source, trainer, logs.step, first_step)
             log.close()  # the table and its bar stay on the screen
 
             # The loop begins with its own reference and optimizer. The second moments of a
@@ -219,18 +218,18 @@ def run(config, task, trainer, out, progress) -> int:
         queue = RolloutQueue(config, task, trainer, max(0, first_step), pending)
         log = Log(config, trainer, queue, out)
         if first_step <= 0:
-            log.before(queue.evaluate(-1))
+            log.before(queue.evaluate())
         rollouts = RolloutLog(config, task, queue, out)
         checkpointer = Checkpointer(config, trainer, queue, out, stop)
         # `log` is first: it reads the clock, and a step's seconds are without writing rollouts.
         logs = Logs(log, rollouts, IdleWarning(config), checkpointer)
-        solved = train_grpo.train(config, queue, trainer, logs)
+        solved = train_grpo.train(config, queue, trainer, logs.step, queue.first_step)
     except Interrupted as interrupted:
         log.close()
         return 128 + interrupted.args[0]
 
     if solved is None:  # resumed at its last step
-        solved = queue.evaluate(config.steps - 1)
+        solved = queue.evaluate()
     log.close()
     if rollouts.text is not None:  # a run that was resumed at its last step has played nothing
         say(f"sample: {rollouts.text}")

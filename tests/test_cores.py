@@ -22,7 +22,8 @@ def test_a_file_runs_alone_and_prints_its_largest_error(path, tmp_path):
     code, out, err = as_script(path.name, *WORDS.get(path.stem, ()), cwd=tmp_path)
     assert code == 0, err
     assert float(out.split("\n")[0].split()[-1]) <= 1e-10
-    assert out.count("\n") == (3 if path.stem == "train_grpo" else 1)  # a step, what is solved
+    # After its check, train_grpo.py prints an evaluation, a game, and what is solved.
+    assert out.count("\n") == (4 if path.stem == "train_grpo" else 1)
 
 
 def test_parallel_alone_says_what_its_check_needs(tmp_path):
@@ -41,6 +42,8 @@ SLIPS = [  # a line of a file, and a wrong one
     ("train_grpo", "torch.minimum(ratio_N", "torch.maximum(ratio_N"),
     ("train_grpo", "optim_step(trainer.learning_rate(step))", "optim_step(trainer.config.lr)"),
     ("tree_attention", "visit(child, state, path)", "visit(child, None, path)"),
+    ("tree_attention", "found[i], entropies = torch", "entropies, found[i] = torch"),
+    ("train_grpo", "[H[e.mask] for e, (_, H)", "[H[e.mask] for e, (H, _)"),
 ]
 
 

@@ -215,7 +215,7 @@ def finished(straight, tmp_path):
     return shutil.copytree(straight(f"{SAVING} 4"), tmp_path / "run")
 
 
-GET, RENAME = "train_grpo.RolloutQueue.get", "pathlib.Path.rename"
+GET, RENAME = "full.batches.RolloutQueue.get", "pathlib.Path.rename"
 SUPERVISED, WRITE = "full.batches.Demonstrations.get", "full.logs.Checkpointer.write"
 KILLS = [  # ranks, flags, and the call in which every rank that makes it dies
     (1, "", GET, 1), (1, "", "full.batches.evaluate", 2), (1, "", RENAME, 2), (1, KL, GET, 4),

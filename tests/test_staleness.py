@@ -60,6 +60,7 @@ def by_the_definition(flags):
         batch = SampledBatch(groups, kept, config.minibatches, version, metrics)
         source = SimpleNamespace(get=lambda step, batch=batch: batch)
         metrics = do_step(config, source, trainer, step)
+        trainer.push_weights()
         if step % 2 or step + 1 == config.steps:  # --eval-every 2
             metrics["eval/solved"], _ = evaluate(config, task, trainer.sampler)
         lines.append({"step": step} | metrics)

@@ -178,6 +178,7 @@ class Ours:
             batch = SampledBatch(mine, kept, config.minibatches, version)
             source = SimpleNamespace(get=lambda step, batch=batch: batch)
             do_step(config, source, self.trainer, 0)
+            self.trainer.push_weights()
             taken.append(phase.stop())
         self.trainer.config = config
         trie = TokenTrie([t.tokens for t in rollouts])
