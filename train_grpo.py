@@ -503,7 +503,7 @@ def check():
         eval_every=3, eval_prompts=2,
     )  # fmt: skip
     for config.tree in (False, True):
-        alone = build_policy(config)
+        alone = build_policy(config, Guess(config))
         for weight in alone.parameters():
             weight.data *= 20 if weight.dim() == 2 else 1  # far from equal probabilities
         trainer = Trainer(config, copy.deepcopy(alone), parallel.Grid("d1"))
@@ -526,13 +526,12 @@ def check():
 # 8. The program ---------------------------------------------------------------------------------
 
 
-def build_policy(config):
-    """Return a model for `guess` with random weights, the same ones on every rank."""
+def build_policy(config, task):
+    """Return a model with random weights for a task, the same ones on every rank."""
     shape = models.ModelConfig(
-        vocab_size=Guess(config).vocab_size, num_hidden_layers=config.layers,
-        hidden_size=config.hidden, intermediate_size=3 * config.hidden,
+        vocab_size=task.vocab_size, num_hidden_layers=config.layers, hidden_size=config.hidden,
+        intermediate_size=3 * config.hidden, head_dim=config.hidden // config.heads,
         num_attention_heads=config.heads, num_key_value_heads=config.heads // 2,
-        head_dim=config.hidden // config.heads,
     )  # fmt: skip
     model = models.Transformer(shape).to(getattr(torch, config.dtype))
     generator = torch.Generator().manual_seed(config.seed)
@@ -612,8 +611,9 @@ def main(argv):
         dist.destroy_process_group()
         dist.init_process_group("gloo", timeout=timeout)
     grid = parallel.Grid(config.plan, timeout)
-    trainer = Trainer(config, build_policy(config), grid)
-    source = Source(config, Guess(config), trainer)
+    task = Guess(config)
+    trainer = Trainer(config, build_policy(config, task), grid)
+    source = Source(config, task, trainer)
     log = Log(config, file)
     solved = train(config, source, trainer, log.step)
     log.bar.close()

@@ -23,6 +23,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
 from full import check as check_py
 from full.check import CASES, TinyModel, _tree_rows, path_errors, rows_of_rank, tiny_model
 from full.config import Config
@@ -34,7 +38,6 @@ from full import run as run_py
 from full.run import build
 from full.trainer import Trainer
 
-ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- gpu.sh: begin -->", "<!-- gpu.sh: end -->"
 DEVICES = "cuda", "cpu"
 SIZES = "full", "toy"
@@ -496,5 +499,4 @@ def main(argv) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     sys.exit(main(sys.argv[1:]))
