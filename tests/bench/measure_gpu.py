@@ -29,7 +29,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from full import check as check_py  # noqa: E402
 from full import run as run_py  # noqa: E402
-from full.check import CASES, TinyModel, _tree_rows, path_errors, rows_of_rank, tiny_model  # noqa: E402
+from full.check import CASES, TinyModel, _tree_rows, path_errors  # noqa: E402
+from full.check import rows_of_rank, tiny_model  # noqa: E402
 from full.config import Config  # noqa: E402
 from full.generate import generate  # noqa: E402
 from full.model_config import ModelConfig  # noqa: E402
