@@ -46,22 +46,21 @@ def main(argv) -> int:
         if command == ["plan"]:
             return quietly(check.measuring_file("measure_parallel").main, argv)
 
-        # A run. The settings are checked before a rank waits for another, and at the end all ranks
-        # wait for each other, so that none tears down what another still needs.
+        # A run. The settings are checked before a rank waits for another.
         config = parse_config(argv).check()
         progress = Progress()
         with naming_lost_ranks(progress):
             connect(config.device, timeout=config.timeout, threads=config.threads)
             code = start_run(config, progress)
-            progress.where = lambda: "finished"
-            progress.advice = "what the run saved is whole"
-            dist.barrier()
     except ERRORS as error:
         return report(error)
     except KeyboardInterrupt:  # a Ctrl-C before the first step; from there on Stop has it
         print("interrupted, with nothing to save", file=sys.stderr, flush=True)
         return leave(128 + signal.SIGINT)
-    dist.destroy_process_group()
+    # Rank 0 of several ranks may write for long. The others leave their group as it is, because to
+    # destroy it might wait for rank 0.
+    if dist.get_world_size() == 1:
+        dist.destroy_process_group()
     return leave(code)
 
 

@@ -319,7 +319,7 @@ def test_what_checkpointing_computes_again(process_group, ac):
 
 def _bench(rank, flags, log):
     with open(log, "w") as out, contextlib.redirect_stdout(out):
-        sys.exit(main(["bench", *flags.split()]))
+        sys.exit(main(["bench", "parallel", *flags.split()]))
 
 
 @pytest.mark.slow

@@ -1090,7 +1090,7 @@ def test_check_fails_where_a_gradient_is_wrong(monkeypatch, capsys):
 )  # fmt: skip
 def test_plan_prints_tree_chunks_and_partition(tmp_path, capsys, sequences, words):
     (tmp_path / "x.json").write_text(json.dumps(sequences))
-    argv = ["plan", str(tmp_path / "x.json"), "--chunk-tokens", "3", "--world", "2"]
+    argv = ["bench", "tree", "plan", str(tmp_path / "x.json"), "--chunk-tokens", "3", "--world", "2"]
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in words), out
@@ -1099,7 +1099,7 @@ def test_plan_prints_tree_chunks_and_partition(tmp_path, capsys, sequences, word
 @pytest.mark.slow  # test_gpu.py runs one of its shapes by default
 def test_bench_runs_at_toy_size(tmp_path, capsys):
     (tmp_path / "x.json").write_text(json.dumps([[[1, 2, 3], [1, 2, 4]]]))
-    assert main(["bench", "--repeats", "1", "--scale", "0.02", "--only", "GRPO"]) == 0
-    assert main(["bench", "--repeats", "1", "--data", str(tmp_path / "x.json")]) == 0
+    assert main(["bench", "tree", "--repeats", "1", "--scale", "0.02", "--only", "GRPO"]) == 0
+    assert main(["bench", "tree", "--repeats", "1", "--data", str(tmp_path / "x.json")]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {row["way"] for row in last["rows"]} == {"flat", "sparse", "dta N/4", "dta N/8"}
