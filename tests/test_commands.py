@@ -180,7 +180,7 @@ REFUSED = {
     "eval {run}/hf --task guess --step 3": "--step is of a run",
     "eval {run}/hf --task guess": "the task has 11 tokens, ",
     "eval {run}/step-00000003": "expected the directory of a run, or of a checkpoint",
-    "eval {run} --task echo.py:Echo": "no FILE.py:Class",
+    "eval {run} --task echo.py:Echo": "echo.py: no such file",
     "export {run} new --task echo.py:Echo": "needs none",
     "chat {run}": "has no tokenizer, because it began without --model",
     "chat {run}/hf": "has no tokenizer.json",
@@ -305,7 +305,7 @@ def test_without_safetensors_a_run_says_how_to_export(tmp_path, capsys, monkeypa
     flags = SMALL.replace("--prompts 12", "--prompts 2")
     codes, (out,), _ = cli(tmp_path, f"{flags} 1", main=_without_safetensors)
     (line,) = [line for line in out.splitlines() if "pip install safetensors" in line]
-    command = re.search(r"python train_grpo.py (export run run/hf)", line)[1]
+    command = re.search(r"python -m full (export run run/hf)", line)[1]
     assert codes == [0] and not (tmp_path / "run" / "hf").exists()
     monkeypatch.chdir(tmp_path)
     assert call(capsys, *command.split())[0] == 0
