@@ -20,8 +20,8 @@ For token ids t_1..t_S, x a vector of width M, and [.] the concatenation of head
     (9)  entropy_i    = -sum_u exp(logprob_i(u)) logprob_i(u)
 
 B rows, S new tokens of a row, C tokens that they may see, N tokens of any rows, M width, V words, H
-query heads, G key heads, D width of a head (scale: D^-1/2, or as configured), E experts, K of them
-for a token, X any number, 1 a dimension of one. A small letter is a part of the capital letter.
+query heads, G key heads, D width of a head (scale: D^-1/2 by default), E experts of width I, K of
+them for a token, X any number, 1 a size of one. A small letter is a part of the capital letter.
 """
 
 import math
@@ -35,7 +35,6 @@ import torch.nn.functional as F
 from torch import nn
 
 # 1. The model -----------------------------------------------------------------------------------
-
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 GELU_TANH = partial(F.gelu, approximate="tanh")
@@ -61,7 +60,7 @@ class ModelConfig:
     qk_norm: bool = True  # norms of q and k in (2): Qwen3 and Gemma
     qkv_bias: bool = False  # Qwen2
     o_bias: bool = False
-    mlp_bias: bool = False
+    mlp_bias: bool = False  # of dense MLPs: experts have none
     hidden_act: str = "silu"  # a key of ACTIVATIONS
     norm_offset: bool = False  # (4) with 1 + w: Gemma
     post_norms: bool = False  # a second norm after attention and after the MLP: Gemma
@@ -139,7 +138,7 @@ def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, ma
 class Attention(nn.Module):
     """Equation (2) without its residual: (B, S, M) -> (B, S, M)."""
 
-    def __init__(self, config, layer, norm_class):
+    def __init__(self, config, layer):
         super().__init__()
         M = config.hidden_size
         D = config.head_dim
@@ -153,8 +152,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(M, config.num_key_value_heads * D, bias=config.qkv_bias)
         self.v_proj = nn.Linear(M, config.num_key_value_heads * D, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_attention_heads * D, M, bias=config.o_bias)
-        self.q_norm = norm_class(D, config) if config.qk_norm else nn.Identity()
-        self.k_norm = norm_class(D, config) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(D, config) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(D, config) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BSM, ropes, attention, /):
         # -1: a rank that has some rows of a projection has some of the heads, and nothing changes.
@@ -164,7 +163,6 @@ class Attention(nn.Module):
         v_BGSD = self.v_proj(x_BSM).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q_BHSD = apply_rope(q_BSHD, *ropes[self.kind]).transpose(1, 2)
         k_BGSD = apply_rope(k_BSGD, *ropes[self.kind]).transpose(1, 2)
-
         # The seam: whoever made `attention` decides who sees whom, and where keys are kept.
         out_BHSD = attention(q_BHSD, k_BGSD, v_BGSD, **self.options)
         return self.o_proj(out_BHSD.transpose(1, 2).flatten(2))
@@ -173,12 +171,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """ffn of (3): (..., M) -> (..., M)."""
 
-    def __init__(self, config, width):
+    def __init__(self, config):
         super().__init__()
         self.act = ACTIVATIONS[config.hidden_act]
-        self.gate_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
     def forward(self, h, /):
         # The gate decides, entry by entry, how much of `up` goes down.
@@ -186,14 +184,37 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
+    """ffn_e of (6) for rows that are sorted by expert: (N, M) -> (N, M)."""
+
+    def __init__(self, config):
+        super().__init__()
+        E = config.num_experts
+        M = config.hidden_size
+        width = config.moe_intermediate_size
+        self.act = ACTIVATIONS[config.hidden_act]
+        # The matrices of all experts are stacked, so that a rank can keep a part of each stack.
+        self.gate_proj = nn.Parameter(torch.randn(E, width, M) / M**0.5)
+        self.up_proj = nn.Parameter(torch.randn(E, width, M) / M**0.5)
+        self.down_proj = nn.Parameter(torch.randn(E, M, width) / width**0.5)
+
+    def forward(self, x_NM, counts_E, /):
+        # Expert 0 gets the first counts_E[0] rows, expert 1 the next counts_E[1], and so on.
+        out = []
+        stacks = self.gate_proj, self.up_proj, self.down_proj
+        for x_nM, gate_IM, up_IM, down_MI in zip(x_NM.split(counts_E.tolist()), *stacks):
+            h_nI = self.act(x_nM @ gate_IM.T) * (x_nM @ up_IM.T)
+            out.append(h_nI @ down_MI.T)
+        return torch.cat(out)
+
+
+class SparseMLP(nn.Module):
     """Equation (6): each token runs through the K experts that its router prefers."""
 
-    def __init__(self, config, layer):
+    def __init__(self, config):
         super().__init__()
         self.config = config
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)  # the router
-        widths = [config.moe_intermediate_size] * config.num_experts
-        self.experts = nn.ModuleList(MLP(config, width) for width in widths)
+        self.experts = Experts(config)
 
     def forward(self, x_BSM, /):
         x_NM = x_BSM.flatten(0, 1)
@@ -201,38 +222,32 @@ class Experts(nn.Module):
         weight_NK, expert_NK = p_NE.topk(self.config.num_experts_per_tok)
         if self.config.norm_topk_prob:
             weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
-
-        # If tokens 0 and 1 chose experts [2, 0] and [1, 2], expert 2 gets the tokens n = [0, 1], as
-        # their choices k = [0, 1]. A choice has no gradient: the router learns through the weights.
-        out_NM = torch.zeros_like(x_NM)
-        for e, expert in enumerate(self.experts):
-            n, k = (expert_NK == e).nonzero(as_tuple=True)
-            out_NM = out_NM.index_add(0, n, weight_NK[n, k, None] * expert(x_NM[n]))  # (6)
-        return out_NM.view_as(x_BSM)
+        # List each choice k of each token n, sorted by the chosen expert e. If tokens 0 and 1 chose
+        # experts [2, 0] and [1, 2], then e = [0, 1, 2, 2], n = [0, 1, 0, 1] and k = [1, 0, 0, 1].
+        # A choice has no gradient: the router learns through the weights.
+        E = self.config.num_experts
+        e, n, k = F.one_hot(expert_NK, E).permute(2, 0, 1).nonzero(as_tuple=True)
+        out_XM = weight_NK[n, k, None] * self.experts(x_NM[n], e.bincount(minlength=E))
+        return torch.zeros_like(x_NM).index_add(0, n, out_XM).view_as(x_BSM)  # (6)
 
 
 class Layer(nn.Module):
     """Equations (2) and (3): attention and MLP, each with a norm before it and a residual."""
 
-    norm_class = RMSNorm  # so in all classes: a subclass may be made of other parts
-    experts_class = Experts
-
     def __init__(self, config, layer):
         super().__init__()
-        sparse = layer in config.sparse_layers
-        self.self_attn = Attention(config, layer, self.norm_class)
-        width = config.intermediate_size
-        self.mlp = self.experts_class(config, layer) if sparse else MLP(config, width)
+        self.self_attn = Attention(config, layer)
+        self.mlp = SparseMLP(config) if layer in config.sparse_layers else MLP(config)
         # Hugging Face's post_attention_layernorm is two things: in Gemma the norm after attention,
         # in the other families the norm before the MLP.
         self.post_norms = config.post_norms
-        self.input_layernorm = self.norm_class(config.hidden_size, config)
-        self.post_attention_layernorm = self.norm_class(config.hidden_size, config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config)
         if config.post_norms:
-            self.pre_feedforward_layernorm = self.norm_class(config.hidden_size, config)
-            self.post_feedforward_layernorm = self.norm_class(config.hidden_size, config)
+            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config)
+            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config)
 
-    def forward(self, x_BSM, ropes, attention, /, **mlp_options):
+    def forward(self, x_BSM, ropes, attention, /, **mlp_options):  # of a subclass's MLP
         # Between layers x is never normalized. Each part adds what it computes from a norm of x, so
         # along the sums the gradient of the last layer reaches the first one undiminished.
         h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
@@ -247,17 +262,14 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """A causal language model: `hidden` runs its layers, `logits` and `logprobs` its head."""
 
-    layer_class = Layer
-
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.embed_scale = config.hidden_size**0.5 if config.scale_embedding else 1.0
         self.model = nn.Module()  # Hugging Face's name for everything but the head
         self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        layers = range(config.num_hidden_layers)
-        self.model.layers = nn.ModuleList(self.layer_class(config, n) for n in layers)
-        self.model.norm = self.layer_class.norm_class(config.hidden_size, config)
+        self.model.layers = nn.ModuleList(Layer(config, n) for n in range(config.num_hidden_layers))
+        self.model.norm = RMSNorm(config.hidden_size, config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -294,8 +306,6 @@ class Transformer(nn.Module):
 
 
 # 2. Training: log-probs and packed documents ----------------------------------------------------
-
-
 def token_logprobs(hidden_NM, weight_VM, targets_N, temperature):
     """Return (8) of each target and (9) of each distribution, both (N,)."""
     logp_NV = (F.linear(hidden_NM, weight_VM) / temperature).log_softmax(-1)
@@ -328,13 +338,11 @@ class ChunkedLogprobs(torch.autograd.Function):
             n = slice(start, start + chunk)
             logp_nV = (F.linear(hidden_NM[n], weight_VM) / temperature).log_softmax(-1)
             p_nV = logp_nV.exp()
-
             # With z = hidden weight^T / temperature, d logprob(t)/dz_u = [u = t] - p_u, and
             # d entropy/dz_u = -p_u (log p_u + entropy).
             entropy_n1 = -(p_nV * logp_nV).sum(-1, keepdim=True)
             dz_nV = -p_nV * (dlogprobs_N[n, None] + (logp_nV + entropy_n1) * dentropy_N[n, None])
             dz_nV.scatter_add_(-1, targets_N[n, None], dlogprobs_N[n, None])
-
             # Then back through the temperature, and to both factors of the product.
             dz_nV /= temperature
             dhidden_NM[n] = dz_nV @ weight_VM
@@ -357,8 +365,6 @@ def packed_attention(doc_ids_BS):
 
 
 # 3. Generation: cache, sampling, rows -----------------------------------------------------------
-
-
 class KVCache:
     """Keys and values of the tokens so far. The token at position p of a row is in slot p.
 
@@ -377,13 +383,11 @@ class KVCache:
         if layer not in self.layers:
             self.layers[layer] = k_BGSD.new_zeros(2, B, G, self.slots, D)
         k_BGCD, v_BGCD = self.layers[layer]
-
         # Lengths 4 and 2, S = 2: slots [[4, 5], [2, 3]]. Indexing by tables gives (B, S, G, D).
         slot_BS = torch.tensor(self.lengths)[:, None] + torch.arange(S)
         row_B1 = torch.arange(B)[:, None]
         k_BGCD[row_B1, :, slot_BS] = k_BGSD.transpose(1, 2)
         v_BGCD[row_B1, :, slot_BS] = v_BGSD.transpose(1, 2)
-
         # Slots are positions, so the causal mask also hides empty slots, and what the padding of a
         # shorter row has left in later slots. The row's next tokens overwrite that.
         visible_B1SC = visible_keys(slot_BS, torch.arange(self.slots)[None], window)
@@ -467,11 +471,9 @@ def generate(model, rows, *, max_new_tokens, temperature=1.0, end=(), after=None
         tokens_BS = nn.utils.rnn.pad_sequence(fresh, batch_first=True)
         counts = [len(tokens) for tokens in fresh]
         logits_BV = forward_with_cache(model, cache, tokens_BS, counts)
-
         # Each row has draws of its own, so what it gets does not depend on its neighbors.
         uniform_B = torch.tensor([row.draws[row.new] for row in rows], dtype=torch.float64)
         tokens_B, logprobs_B = sample(logits_BV, uniform_B, temperature=temperature)
-
         # A row takes its token. A queued end of a turn, such as the user's, ends nothing.
         going = []
         for b, row in enumerate(rows):
@@ -487,8 +489,6 @@ def generate(model, rows, *, max_new_tokens, temperature=1.0, end=(), after=None
 
 
 # 4. The same model token by token, and the check ------------------------------------------------
-
-
 def logits_definition(model, tokens, /, weights=None, frequencies=rope_frequencies):
     """Return the float64 logits (S, V) of tokens (S,) by (1) to (7), without the model's code."""
     c = model.config
@@ -515,7 +515,10 @@ def logits_definition(model, tokens, /, weights=None, frequencies=rope_frequenci
         p = linear(name + "gate", h).softmax(0)
         chosen = (-p - weights.get(name + "choice_bias", 0)).argsort()[: c.num_experts_per_tok]
         total = p[chosen].sum() if c.norm_topk_prob else 1
-        return sum(p[e] / total * ffn(f"{name}experts.{e}.", h, False) for e in chosen.tolist())
+        stacks = [weights[f"{name}experts.{part}_proj"] for part in ("gate", "up", "down")]
+        gate_KIM, up_KIM, down_KMI = (stack[chosen] for stack in stacks)
+        inner_KI = ACTIVATIONS[c.hidden_act](gate_KIM @ h) * (up_KIM @ h)
+        return torch.einsum("k,kmi,ki->m", p[chosen] / total, down_KMI, inner_KI)
 
     embed_scale = c.hidden_size**0.5 if c.scale_embedding else 1
     states = list(embed_scale * weights["model.embed_tokens.weight"][tokens])

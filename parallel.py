@@ -34,7 +34,7 @@ import math
 import re
 import sys
 import tempfile
-from collections import OrderedDict, deque
+from collections import deque
 
 import numpy as np
 import torch
@@ -355,6 +355,7 @@ def keep_stage(model, stage, stages):
     # An Identity lets the states of the stage before pass in place of tokens, and our states on.
     if stage > 0:
         model.model.embed_tokens = nn.Identity()
+        model.embed_scale = 1.0  # Gemma's factor of embeddings
     if stage < stages - 1:
         model.model.norm = nn.Identity()
         model._modules.pop("lm_head", None)  # a model without one uses the embedding's rows
@@ -521,8 +522,7 @@ def fully_shard_layer(layer, group):
     layer.forward = functools.partial(checkpoint, gather_and_run, use_reentrant=False)
 
 
-# 10. Check: a small model under every plan, against one process ---------------------------------
-# Layers 0 and 2 are dense. In layers 1 and 3, each token runs through its best of 4 experts.
+# 10. Check: a model of models.py under every plan, against one process --------------------------
 VOCAB = 11
 WIDTH = 16
 PATIENCE = datetime.timedelta(seconds=20)
@@ -534,70 +534,26 @@ PLANS = {  # number of ranks -> plans
 }
 
 
-class ToyAttention(nn.ModuleDict):
-    def forward(self, x_BSM):
-        linears = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (linear(x_BSM).unflatten(2, (-1, 4)).transpose(1, 2) for linear in linears)
-        out = F.scaled_dot_product_attention(self.q_norm(q), k, v, is_causal=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+def check_model():
+    """Return a model of 4 layers with everything that a plan splits."""
+    import models  # not at the top: the rest of this file works without models.py
+
+    # Layers 0 and 2 are dense. In layers 1 and 3, each token runs through 2 of 4 experts.
+    torch.manual_seed(0)
+    config = models.ModelConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=8, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=4, scale_embedding=True,
+        qkv_bias=True, o_bias=True, mlp_bias=True, sparse_layers=(1, 3), num_experts=4,
+        num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=6,
+    )  # fmt: skip
+    return models.Transformer(config).double()
 
 
-class ToyExperts(nn.Module):
-    def forward(self, x_NM, counts_E):
-        parts = zip(x_NM.split(counts_E.tolist()), self.weight)
-        return torch.cat([F.gelu(part @ weight) for part, weight in parts])
-
-
-class ToySparseMLP(nn.ModuleDict):
-    def forward(self, x_BSM):
-        x_NM = x_BSM.flatten(0, 1)
-        p_N, expert_N = self.gate(x_NM).softmax(-1).max(-1)
-        order_N = expert_N.argsort(stable=True)
-        out_NM = self.experts(x_NM[order_N], expert_N.bincount(minlength=4))
-        return (p_N[:, None] * out_NM[order_N.argsort()]).view_as(x_BSM)
-
-
-class ToyLayer(nn.ModuleDict):
-    def forward(self, x_BSM):
-        x_BSM = x_BSM + self.self_attn(self.input_layernorm(x_BSM))
-        return x_BSM + self.mlp(self.post_attention_layernorm(x_BSM))
-
-
-class ToyTransformer(nn.Module):
-    head_weight = property(lambda self: self.lm_head.weight)
-
-    def __init__(self):
-        super().__init__()
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(VOCAB, WIDTH)
-        self.model.layers = nn.ModuleList()
-        self.model.norm = nn.RMSNorm(WIDTH)
-        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
-        for n in range(4):
-            linears = {name: nn.Linear(WIDTH, WIDTH) for name in ("q_proj", "v_proj", "o_proj")}
-            linears |= dict(k_proj=nn.Linear(WIDTH, WIDTH, bias=False), q_norm=nn.RMSNorm(4))
-            dense = dict(up_proj=nn.Linear(WIDTH, 8), act=nn.GELU(), down_proj=nn.Linear(8, WIDTH))
-            experts = ToyExperts()
-            experts.weight = nn.Parameter(torch.normal(0, 0.25, (4, WIDTH, WIDTH)))
-            sparse = dict(gate=nn.Linear(WIDTH, 4, bias=False), experts=experts)  # gate: the router
-            norms = {f"{at}_layernorm": nn.RMSNorm(WIDTH) for at in ("input", "post_attention")}
-            mlp = ToySparseMLP(sparse) if n % 2 else nn.Sequential(OrderedDict(dense))
-            parts = norms | {"self_attn": ToyAttention(linears), "mlp": mlp}
-            self.model.layers.append(ToyLayer(parts))
-
-    def hidden(self, x):
-        return nn.Sequential(self.model.embed_tokens, *self.model.layers, self.model.norm)(x)
-
-    def check_loss(self, hidden_BSM, targets_BS, mask_BS, Z):
-        found = self.logprobs(hidden_BSM.flatten(0, 1), targets_BS.flatten(), temperature=0.7)
-        return -((found[0] + 0.1 * found[1]) * mask_BS.flatten()).sum() / Z  # (1)
-
-    def logits(self, hidden):
-        return F.linear(hidden, self.head_weight)
-
-    def logprobs(self, hidden_NM, targets_N, temperature):
-        logp_NV = (self.logits(hidden_NM) / temperature).log_softmax(-1)
-        return logp_NV.gather(-1, targets_N[:, None])[:, 0], -(logp_NV.exp() * logp_NV).sum(-1)
+def check_loss(model, hidden_BSM, targets_BS, mask_BS, Z):
+    """Return this rank's terms of the loss, of log-probs and of entropies, divided by Z."""
+    given = hidden_BSM.flatten(0, 1), targets_BS.flatten()
+    logprob_N, entropy_N = model.logprobs(*given, temperature=0.7)
+    return -((logprob_N + 0.1 * entropy_N) * mask_BS.flatten()).sum() / Z  # (1)
 
 
 class Training:
@@ -630,14 +586,14 @@ class Training:
             yield p.grad, own_chunk(whole.grad, over, part["dim"])
 
 
-def check_plan(text, training_class=Training):
+def check_plan(text, training_class, model):
     """Train two steps under a plan and on one process. Return the largest error on this rank."""
     torch.manual_seed(0)
     tokens = torch.randint(VOCAB, (8, 9))
     batch = tokens[:, :-1], tokens[:, 1:], torch.rand(8, 8) < 0.7  # inputs, targets, loss mask
     Z = batch[2].sum()
-    truth = ToyTransformer()
-    training = training_class(copy.deepcopy(truth), text)
+    truth = copy.deepcopy(model)
+    training = training_class(copy.deepcopy(model), text)
     model, grid = training.model, training.grid
     truth_optimizer = torch.optim.AdamW(truth.parameters(), **ADAMW)
     # Ranks of different d or c take different rows. Ranks of different t or p take the same rows.
@@ -651,16 +607,18 @@ def check_plan(text, training_class=Training):
 
     def forward(n, x):
         tokens_BS, targets_BS, mask_BS = micro_batches[n]
-        x = model.hidden(tokens_BS if x is None else x)
+        # With sequence parallelism, the states of a stage are a shard of the tokens, but attention
+        # and RoPE run on all 8 tokens of a row.
+        x = model.hidden(tokens_BS if x is None else x, positions=torch.arange(8)[None])
         if hasattr(model, "lm_head"):
-            compare(model.logits(x), F.linear(x, truth.head_weight))
-            x = model.check_loss(x, targets_BS, mask_BS, Z)
+            compare(model.logits(x), truth.logits(x))
+            x = check_loss(model, x, targets_BS, mask_BS, Z)
             losses.append(x.detach())
         return x
 
     for _ in range(2):
         losses = [torch.zeros(())]
-        loss = truth.check_loss(truth.hidden(batch[0]), *batch[1:], Z)
+        loss = check_loss(truth, truth.hidden(batch[0]), *batch[1:], Z)
         loss.backward()
         run_1f1b(forward, len(micro_batches), like, grid.group["p"])
         compare(all_reduce_sum(sum(losses), None), t * loss)  # each of t ranks has the loss
@@ -676,7 +634,7 @@ def check_plan(text, training_class=Training):
     return torch.stack(errors).max()  # NaN if any error is NaN
 
 
-def check_plans(plans, training_class):
+def check_plans(plans, training_class, model):
     """Return the largest error of each plan. plans: number of ranks -> plans."""
     # The first AdamW imports a large package. Make one before the processes fork, so all have it.
     torch.optim.AdamW([torch.zeros(1)])
@@ -688,7 +646,7 @@ def check_plans(plans, training_class):
         torch.set_default_dtype(torch.float64)
         dist.init_process_group("gloo", f"file://{folder}/{world}", PATIENCE, world, rank)
         for text in plans[world]:
-            error = check_plan(text, training_class)[None]
+            error = check_plan(text, training_class, model)[None]
             errors[names.index(text)] = all_gather(error, None).max()
         dist.barrier()
         dist.destroy_process_group()
@@ -701,7 +659,12 @@ def check_plans(plans, training_class):
 
 def main(argv):
     """Print the largest error of each plan. Exit with 1 unless all are at most 1e-10."""
-    errors = check_plans(PLANS, Training)
+    try:
+        model = check_model()
+    except ModuleNotFoundError as missing:
+        print(f"the check splits a model of models.py: {missing}", file=sys.stderr)
+        sys.exit(2)
+    errors = check_plans(PLANS, Training, model)
     table = "  ".join(f"{text} {error:.0e}" for text, error in errors.items())
     print(f"{table}  largest {max(errors.values()):.1e}")
     if not all(error <= 1e-10 for error in errors.values()):  # NaN is not

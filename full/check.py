@@ -565,11 +565,13 @@ class FullTraining:
 def check_parallel() -> bool:
     """Compare every plan with one process, print a table of errors, and return whether it is ok."""
     # parallel.py comes first: its ranks are forks, which need a process where autograd has not run.
-    minimal = parallel.check_plans(PLANS, parallel.Training)
+    model = parallel.check_model()
+    minimal = parallel.check_plans(PLANS, parallel.Training, model)
     errors = {f"parallel.py, {name}": x for name, x in minimal.items()}
     plans = {world: [f"{plan} {mode}" for plan in dict.fromkeys(x.split()[0] for x in PLANS[world])
                      for mode in MODES] for world in PLANS}  # fmt: skip
-    errors |= {f"toy, {name}": x for name, x in parallel.check_plans(plans, FullTraining).items()}
+    minimal = parallel.check_plans(plans, FullTraining, model)
+    errors |= {f"toy, {name}": x for name, x in minimal.items()}
     try:
         errors |= measuring_file("measure_parallel").matrix()
     except ImportError as missing:

@@ -24,7 +24,7 @@ from full.objectives import OBJECTIVES
 from full.plans import Plan, letters_table, plans_on_same_ranks
 from full.weights import require_generator_plan
 
-# What --help ends with. tests/RECIPES.md has the settings of other code bases that mean the same.
+# What --help ends with. full/RECIPES.md has the settings of other code bases that mean the same.
 PAPERS = """\
 Papers and their settings. The rest stays at its default, and each paper has its own learning rates.
 
@@ -171,7 +171,7 @@ class Config(train_grpo.Config):
 
     # Defaults that depend on what the loop begins with: random weights, weights that demonstrations
     # have taught, or a checkpoint's. Random weights need long steps, and a bonus for still trying
-    # everything. The same would undo in a few steps what the other two know (tests/RESULTS.md).
+    # everything. The same would undo in a few steps what the other two know (full/RESULTS.md).
     # A field of this table is None until __post_init__ has looked it up.
     BY_START = dict(
         lr=dict(random=1e-3, demos=1e-4, model=1e-6),

@@ -1,4 +1,4 @@
-"""Experts: adds their fast product and the balance of their load to `models.Experts`.
+"""Experts: adds a faster product and the balance of their load to `models.SparseMLP`.
 
     (6')  experts = the K largest of p_e + b_e, where the bias b evens out the experts' load
     (10)  balance = coef sum_s E / (K T_s^2) sum_e n_se sum_(i in s) p_ie, over sequences s of T_s
@@ -18,37 +18,34 @@ import dataclasses
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 
-from models import ACTIVATIONS
+import models
 
 
-class SparseMLP(nn.Module):
-    """Adds to `models.Experts`: all experts in one product, a balance loss, a bias of the router.
+class SparseMLP(models.SparseMLP):
+    """Adds to `models.SparseMLP`: lower precision, a balance loss, a bias of the router.
 
-    A mixture-of-experts layer sums the selected experts' outputs, weighted by router probability.
     The bias b = rate * votes affects the selection only. (11) counts the votes.
     """
 
-    def __init__(self, config, layer):
-        super().__init__()
-        self.layer = layer
-        self.top_k = config.num_experts_per_tok
-        self.normalize = config.norm_topk_prob
-        self.rate = config.router_bias_rate
-        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        self.experts = Experts(config)
-        if self.rate:
-            # NUMERICS: votes are whole steps of b. b is not stored, so no cast of the model rounds
-            # it. Pinned by tests/test_families.py::test_the_router_bias_survives_bfloat16.
-            self.register_buffer("votes", torch.zeros(config.num_experts, dtype=torch.int64))
+    layer = None  # its number, which `on_routing` is told
+    rate = 0.0  # 0: the router has no bias
+
+    def add_bias(self, rate):
+        """Give the router the bias b of (6'), which is 0 until (11) moves it, by `rate` a vote."""
+        # NUMERICS: votes are whole steps of b. b is not stored, so no cast of the model rounds it.
+        # Pinned by tests/test_families.py::test_the_router_bias_survives_bfloat16.
+        self.rate = rate
+        votes_E = torch.zeros(self.config.num_experts, dtype=torch.int64)
+        self.register_buffer("votes", votes_E.to(self.gate.weight.device))
 
     def forward(self, x_BSM, /, on_routing=None):
+        K = self.config.num_experts_per_tok
         x_NM = x_BSM.flatten(0, -2)
         probs_NE, topk_ids_NK, topk_weights_NK = self.route(x_NM)
 
-        # Each token is copied K times, and the copies are sorted by expert, so that the rows of an
-        # expert lie together. Two tokens with K = 2 of E = 3 experts:
+        # `models.SparseMLP` finds the choices of each expert in a table (E, N, K) and adds up the
+        # outputs one by one. Sorting needs no table. Two tokens with K = 2 of E = 3 experts:
         #
         #     topk_ids_NK [[2, 0], [1, 2]]   flattened 2 0 1 2
         #     order       [1, 2, 0, 3]       copy 1 goes to expert 0, copy 2 to 1, 0 and 3 to 2
@@ -58,9 +55,9 @@ class SparseMLP(nn.Module):
         # arrive, forward or backward. Pinned by tests/test_families.py::test_moe_is_repeatable.
         order = topk_ids_NK.flatten().argsort(stable=True)
         counts_E = torch.bincount(topk_ids_NK.flatten(), minlength=probs_NE.shape[1])
-        copies_nM = x_NM[:, None].expand(-1, self.top_k, -1).flatten(0, 1)
+        copies_nM = x_NM[:, None].expand(-1, K, -1).flatten(0, 1)
         out_nM = self.experts(copies_nM.index_select(0, order), counts_E)
-        out_NKM = out_nM.index_select(0, order.argsort()).unflatten(0, (-1, self.top_k))
+        out_NKM = out_nM.index_select(0, order.argsort()).unflatten(0, (-1, K))
         out_BSM = (out_NKM * topk_weights_NK[:, :, None]).sum(1).view_as(x_BSM)  # (6')
 
         # The balance loss (10) is not returned. `AttachLoss` returns the output as it is, and its
@@ -75,28 +72,15 @@ class SparseMLP(nn.Module):
         wide = torch.promote_types(x_NM.dtype, torch.float32)
         probs_NE = self.gate(x_NM).softmax(-1, dtype=wide)
         biased_NE = probs_NE + self.rate * self.votes if self.rate else probs_NE
-        topk_ids_NK = biased_NE.topk(self.top_k, dim=-1).indices
+        topk_ids_NK = biased_NE.topk(self.config.num_experts_per_tok, dim=-1).indices
         topk_weights_NK = probs_NE.gather(-1, topk_ids_NK)
-        if self.normalize:
+        if self.config.norm_topk_prob:
             topk_weights_NK = topk_weights_NK / topk_weights_NK.sum(-1, keepdim=True)
         return probs_NE, topk_ids_NK, topk_weights_NK.to(x_NM.dtype)
 
 
-class Experts(nn.Module):
-    """ffn_e of (6') for rows that are sorted by expert: (N, M), counts (E,) -> (N, M)."""
-
-    def __init__(self, config):
-        super().__init__()
-        E = config.num_experts
-        M = config.hidden_size
-        INNER = config.moe_intermediate_size
-        self.act = ACTIVATIONS[config.hidden_act]
-        # One tensor for all experts of a kind. A checkpoint has one for each: `stored_tensors`.
-        self.gate_proj = nn.Parameter(torch.empty(E, INNER, M))
-        self.up_proj = nn.Parameter(torch.empty(E, INNER, M))
-        self.down_proj = nn.Parameter(torch.empty(E, M, INNER))
-        for weight in self.parameters():
-            nn.init.normal_(weight, std=config.initializer_range)
+class Experts(models.Experts):
+    """Adds to `models.Experts`: the product of all experts by one kernel."""
 
     def forward(self, x_NM, counts_E, /):
         gate_NI = grouped_linear(x_NM, self.gate_proj, counts_E)
@@ -215,11 +199,9 @@ def update_router_bias(model, counts, /):
 
 
 def give_router_bias(model, rate: float):
-    """Give a model without one the bias b of (6'), which is 0 until (11) moves it."""
+    """Give the routers of a model without one a bias."""
     model.config = dataclasses.replace(model.config, router_bias_rate=rate)
     for module in model.modules():
         if isinstance(module, SparseMLP):
-            module.rate = rate
-            votes_E = torch.zeros(model.config.num_experts, dtype=torch.int64)
-            module.register_buffer("votes", votes_E.to(module.gate.weight.device))
+            module.add_bias(rate)
     return model

@@ -1,7 +1,7 @@
 """Weights in Hugging Face's directories, both ways: adds checkpoint files to `models.py`.
 
 They go whole or into a model that is split over ranks. `full_definition` computes a model from its
-stored tensors, for checks and audits.
+weights, token by token, for checks and audits.
 
 Letters:  S tokens   V words   X any dimension
 """
@@ -374,9 +374,7 @@ def full_definition(model, tokens, /, frequencies=None):
     frequencies: frequencies(rope, head_dim) -> f of (5). Default: from `rope_frequencies`.
     """
     config = model.config
-    weights = {}
-    for name, p in model.named_parameters():
-        weights |= stored_tensors(name, p)
+    weights = dict(model.named_parameters())
     for name, votes_E in model.named_buffers():
         weights[name.replace("votes", "choice_bias")] = config.router_bias_rate * votes_E
 

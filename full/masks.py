@@ -441,7 +441,7 @@ Sizes = namedtuple("Sizes", "tile square rows keys partial")
 
 # Of torch's CPU kernels only the forward skips what lies above the diagonal in small steps. So the
 # backward cuts a causal square into halves down to 128, which saves 20 % at 512 tokens; see
-# tests/RESULTS.md. Limits of rows and keys bound the memory of one call's results: 8 MB of 54 at
+# full/RESULTS.md. Limits of rows and keys bound the memory of one call's results: 8 MB of 54 at
 # 8192 tokens.
 TILE = 64
 

@@ -35,9 +35,8 @@ def parallelize(
 ):  # fmt: skip
     """Turn a whole model, equal on all ranks, into this rank's part of a plan, and return it.
 
-    model: a `models.Transformer`, or a module with the names of `parallel.ToyTransformer`; under
-        a plan of d alone with ddp or zero1, any module. On the device where it will run, or on the
-        meta device, for `materialise`. It is changed.
+    model: a `Transformer`, minimal or full; under a plan of d alone with ddp or zero1, any module.
+        On the device where it will run, or on the meta device, for `materialise`. It is changed.
     plan: Plan. Its world is the number of ranks.
     device_mesh: Grid. `Grid(plan)`.
     attention: the callable of context parallelism, which the layers call. Needed for c > 1.

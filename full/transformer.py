@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import (
 )  # fmt: skip
 
 import models
-from full.experts import SparseMLP
+from full.experts import Experts, SparseMLP
 from full.logprobs import all_gather_logits, require_tokens_in_vocabulary, token_logprobs
 from full.model_config import ModelConfig, Rope
 
@@ -71,8 +71,9 @@ def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
 class Layer(models.Layer):
     """Adds to `models.Layer`: a callback that receives the routing of its experts."""
 
-    norm_class = RMSNorm
-    experts_class = SparseMLP
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        extend_parts(self)
 
     def forward(self, x_BSM, ropes, attention, on_routing=None, /):
         # A dense MLP has no router, and takes no option.
@@ -88,10 +89,14 @@ class Transformer(models.Transformer):
     to what is scored. Tied embeddings are one parameter, `model.embed_tokens.weight`: no `lm_head`.
     """
 
-    layer_class = Layer
-
     def __init__(self, config: ModelConfig):
         super().__init__(config)
+        extend_parts(self)
+        for n in config.sparse_layers:
+            mlp = self.model.layers[n].mlp
+            mlp.layer = n
+            if config.router_bias_rate:
+                mlp.add_bias(config.router_bias_rate)
         self.rope = Rope(config)
         self.attention = causal_attention  # used unless `hidden` is given another one
         self.residual_dtype = None  # of the states between layers. None: as the weights
@@ -186,6 +191,19 @@ class Transformer(models.Transformer):
     def require_tokens(self, tokens, /) -> None:
         """Raise a ValueError unless all token ids are in the vocabulary (on a GPU, later)."""
         require_tokens_in_vocabulary(tokens, self.config.vocab_size)
+
+
+# Each part of a model of models.py, and the class here that adds to it.
+ADDED = {models.RMSNorm: RMSNorm, models.Layer: Layer, models.SparseMLP: SparseMLP,
+         models.Experts: Experts}  # fmt: skip
+
+
+def extend_parts(module) -> None:
+    """Give parts that models.py has made the classes of this folder, in place."""
+    # A class of this folder adds methods and no weights, so a part needs nothing else. torch's
+    # fully_shard changes the class of a module in the same way. models.py has no hooks for it.
+    for part in module.modules():
+        part.__class__ = ADDED.get(type(part), type(part))
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
     python tests/conformance.py tests/adapters.py:ours objective=gspo aggregation=sequence_mean
     python tests/conformance.py tests/adapters.py:verl objective=gmpo   # needs verl
-    python tests/adapters.py table          # the rows of tests/RESULTS.md
+    python tests/adapters.py table          # the rows of full/RESULTS.md
 
 Each adapter calls the package's own function with what the package's trainer gives it.
 """
@@ -180,7 +180,7 @@ def openrlhf(batch):
 openrlhf.SETTINGS = dict(objective="clip", **CLIP, micro_batches="mean", ranks="mean")
 
 
-# The table of tests/RESULTS.md -----------------------------------------------------------------
+# The table of full/RESULTS.md -----------------------------------------------------------------
 
 SEQUENCES, CONSTANT = dict(aggregation="sequence_mean"), dict(aggregation="constant")
 CASES = {

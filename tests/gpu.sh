@@ -4,7 +4,7 @@
 #
 #     sh tests/gpu.sh                             the list of commands
 #     sh tests/gpu.sh ring                        one of them
-#     sh tests/gpu.sh results                     writes the GPU section of tests/RESULTS.md
+#     sh tests/gpu.sh results                     writes the GPU section of full/RESULTS.md
 #     DEVICE=cpu SIZE=toy sh tests/gpu.sh ring    a dry run, without a GPU
 #
 # A command prints its rows and adds them to OUT (gpu-results). PYTHON is the interpreter (python),

@@ -405,7 +405,7 @@ def test_a_ratio_of_1_may_be_off_by_the_rounding_of_two_forwards(process_group, 
 # The default run, and what flags make of it ------------------------------------------------------
 
 LONG = "--device cpu --out run --timeout 600 --steps 21 --save-every 20"
-WAYS = {  # a row of the table in tests/RESULTS.md -> ranks, flags
+WAYS = {  # a row of the table in full/RESULTS.md -> ranks, flags
     "one process": (1, ""), "float64": (1, "--dtype float64"), "two ranks": (2, ""),
     **{f"`{plan}`": (2, plan) for plan in ("--plan t2", "--plan c2", "--plan p2")},
     **{f"`{flags}`": (1, flags) for flags in (
@@ -425,7 +425,7 @@ WAYS = {  # a row of the table in tests/RESULTS.md -> ranks, flags
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_the_default_run_made_in_any_way_is_audited(folder, process_group, name):  # noqa: F811
-    """`-s` shows a row of the table in tests/RESULTS.md."""
+    """`-s` shows a row of the table in full/RESULTS.md."""
     world, flags = WAYS[name]
     if flags == "killed":
         killed(folder, f"{LONG} --save-every 5", GET, 18)

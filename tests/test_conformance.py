@@ -140,7 +140,7 @@ def needs(name):
 
 NAN = {"padding content": "with lp nan"}  # a mask is multiplied
 MILD = {"padding content": "contents of usual size pass"}
-FAILURES = {  # for each of adapters.CASES, as in the table of tests/RESULTS.md
+FAILURES = {  # for each of adapters.CASES, as in the table of full/RESULTS.md
     adapters.verl: [{}, {}, NAN, NAN, {}, NAN, NAN, NAN, NAN | {
         "micro-batches": "2.000 times", "order and ranks": "0.750 times",
         "global count": "in 3 other"}, NAN],
@@ -263,8 +263,8 @@ def test_a_checkpoint_is_measured_on_its_own_prompts(checkpoint, tmp_path):  # n
 
 
 def recipe(name):
-    """What the section of tests/RECIPES.md defines for a package, as a dict."""
-    page = (ROOT / "tests" / "RECIPES.md").read_text()
+    """What the section of full/RECIPES.md defines for a package, as a dict."""
+    page = (ROOT / "full" / "RECIPES.md").read_text()
     section = page.split("## Our loss in other code bases")[1].split("\n## ")[0]
     blocks = re.findall(r"```python\n(.*?)```", section, re.S)
     found = {}

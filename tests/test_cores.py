@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from conftest import shortened
+from conftest import ROOT, shortened
 from test_house import FIVE
 from test_ranks import as_script
 
@@ -24,6 +24,12 @@ def test_a_file_runs_alone_and_prints_its_largest_error(path, tmp_path):
     assert float(out.split("\n")[0].split()[-1]) <= 1e-10
     # After its check, train_grpo.py prints an evaluation, a game, and what is solved.
     assert out.count("\n") == (4 if path.stem == "train_grpo" else 1)
+
+
+def test_parallel_alone_says_what_its_check_needs(tmp_path):
+    shutil.copy(ROOT / "parallel.py", tmp_path)
+    code, out, err = as_script("parallel.py", cwd=tmp_path)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "models.py" in err
 
 
 SLIPS = [  # a line of a file, and a wrong one

@@ -111,7 +111,7 @@ FEW = {name: check.CASES[name] for name in ("qwen3", "gemma3_text")}
 FAULTS = {
     "full.transformer.causal_attention": lambda *qkv, layer, scale, **_: models.masked_attention(
         *qkv, is_causal=True, scale=1.1 * scale),
-    "full.check.forward_with_cache": lambda model, cache, tokens, counts=None: (
+    "full.generate.forward_with_cache": lambda model, cache, tokens, counts=None: (
         # as if no row were shorter
         CACHED(model, cache, tokens)),
     "full.check.token_logprobs": lambda *given, **how: [

@@ -224,7 +224,7 @@ def test_results_shows_what_was_run_and_names_what_was_not(tmp_path):
 
 def test_the_page_has_the_section_of_what_lies_in_the_repository(tmp_path):
     """Without records `results` gives the text that stands there; a dry run leaves it alone."""
-    page = ROOT / "tests" / "RESULTS.md"
+    page = ROOT / "full" / "RESULTS.md"
     before = page.read_text()
     code, out, err = shell("results", OUT=str(tmp_path), DEVICE="cpu", SIZE="toy")
     assert code == 0 and str(tmp_path / "RESULTS.md") in out, err

@@ -10,7 +10,8 @@ import pytest
 from conftest import ROOT
 
 pytestmark = pytest.mark.quick
-IMPORTS = {"models": set(), "parallel": set(), "ring_attention": set(), "tree_attention": set()}
+IMPORTS = {"models": set(), "parallel": {"models"}, "ring_attention": set()}
+IMPORTS |= {"tree_attention": set()}
 IMPORTS |= {"train_grpo": {*IMPORTS}}
 FIVE = [ROOT / f"{name}.py" for name in IMPORTS]
 FOLDER = sorted(ROOT.glob("full/*.py"))
@@ -19,7 +20,7 @@ EVERY = MODULES + sorted(ROOT.glob("tests/**/*.py"))
 TAG = r"# .*(NUMERICS|COMM|DEVIATES):|Pinned"
 TOP = {*(path.name for path in FIVE), "full", "README.md", "requirements.txt", "tests", ".ci"}
 NOT_RUN = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
-MOST_LINES = {"ring_attention": 420, "tree_attention": 420, "models": 624, "parallel": 714}
+MOST_LINES = {"ring_attention": 420, "tree_attention": 420, "models": 624, "parallel": 680}
 MOST_LINES |= {"train_grpo": 626}
 MOST_LINES_OF_FOLDER = 900
 OPTIONAL = {"fcntl", "jinja2", "matplotlib", "resource", "safetensors", "tensorboard"}
@@ -110,8 +111,12 @@ def test_imports_of_the_folder_go_downwards():
 def test_only_optional_packages_are_imported_inside_a_function(path):
     for top in tree_of(path).body:
         if not isinstance(top, ast.Import | ast.ImportFrom):
-            names = [name.split(".")[0] for x in ast.walk(top) for name in imported(x)]
-            assert not {*names} - OPTIONAL - {*sys.builtin_module_names}, names
+            names = {name.split(".")[0] for x in ast.walk(top) for name in imported(x)}
+            if getattr(top, "name", "") == "check_model":  # the rest of parallel.py works alone
+                names -= {"models"}
+            assert not names - OPTIONAL - {*sys.builtin_module_names}, names
+        elif path.stem == "parallel":
+            assert "models" not in imported(top)
 
 
 @each_module

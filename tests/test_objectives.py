@@ -124,7 +124,7 @@ def test_the_punishment_of_long_answers_is_the_sources(row):
 
 
 def test_the_curves_are_drawn_of_runs_that_are_there(tmp_path, capsys):
-    """The lines of the table of tests/RESULTS.md, of runs of three evaluations."""
+    """The lines of the table of full/RESULTS.md, of runs of three evaluations."""
     for objective in measure_objectives.OBJECTIVES:
         for seed in range(2):
             run = tmp_path / f"{objective}-{seed}"

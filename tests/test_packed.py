@@ -46,7 +46,7 @@ FOUR = {
 }
 
 # The page's own code runs under all of these plans.
-PAGE = (ROOT / "tests" / "RECIPES.md").read_text().split("## Your own loss under any plan")[1]
+PAGE = (ROOT / "full" / "RECIPES.md").read_text().split("## Your own loss under any plan")[1]
 RECIPE = {}
 exec(re.search(r"```python\n(.*?)```", PAGE, re.S)[1], RECIPE)
 attention = RECIPE["attention"]
@@ -191,7 +191,7 @@ def test_a_batch_that_cannot_be_is_refused_on_every_rank(tmp_path):
 
 
 def _by_the_recipe(rank, plans):
-    """Losses of three steps under each plan, by the code of tests/RECIPES.md."""
+    """Losses of three steps under each plan, by the code of full/RECIPES.md."""
     sequences, _, _ = draw()
     masks = [[True] * (len(tokens) - 1) for tokens in sequences]
     found = []

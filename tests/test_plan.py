@@ -402,7 +402,7 @@ def test_plan_prints_groups_and_memory_and_refuses_what_does_not_divide(tmp_path
 
 
 def test_the_rows_of_the_results_are_what_plan_prints(capsys):
-    page = (ROOT / "tests" / "RESULTS.md").read_text()
+    page = (ROOT / "full" / "RESULTS.md").read_text()
     page = page.split("## What a rank holds and sends")[1].split("\n## ")[0]
     found = re.findall(r"python -m full (plan .*)", page.replace("\\\n", " "))
     assert len(found) > 1
@@ -413,7 +413,7 @@ def test_the_rows_of_the_results_are_what_plan_prints(capsys):
 
 
 def test_the_training_commands_of_the_recipes_have_plans_that_fit():
-    page = (ROOT / "tests" / "RECIPES.md").read_text()
+    page = (ROOT / "full" / "RECIPES.md").read_text()
     page = page.split("## Several machines")[1].split("\n## ")[0]
     config = ModelConfig.from_hf(PUBLISHED["qwen3-8b"])
     runs = re.findall(r"torchrun --nnodes (\d+) --nproc-per-node (\d+).*?--plan (\S+)", page, re.S)

@@ -12,6 +12,7 @@ import smollm
 import smollm_tasks
 import torch
 from conftest import ROOT
+from pages import Page, lines_of
 from test_ranks import as_script
 from test_released import CHAT, same_answer, same_logits, same_tokens, theirs
 from test_transformers import KeepFloat64
@@ -24,7 +25,6 @@ needs_packages = pytest.mark.skipif(
     not all(map(find_spec, (*smollm.PACKAGES, "transformers"))),
     reason="tests/smollm_requirements.txt is not installed",
 )
-RECIPES = (ROOT / "tests" / "RECIPES.md").read_text()
 LETTERS = "Say  the words 'naïve' and 日本語 🙂, 12345 + 678.\n\n\tdef f(x): return x**2 <|im_end|>"
 
 
@@ -164,19 +164,19 @@ def test_runs_of_both_tasks_are_drawn(tmp_path, capsys):
 
 @pytest.mark.slow
 @needs_packages
-def test_the_commands_of_the_recipe_run(directory, tmp_path):
-    """All commands of the section in order, with fewer rollouts; the checkpoint is made above."""
-    section = RECIPES.split("## A released model")[1].split("\n## ")[0]
-    (block,) = re.findall(r"^```\n(.*?)^```$", section, re.S | re.M)
-    lines = block.replace("\\\n", "").splitlines()
+def test_the_commands_of_the_pages_run(directory, tmp_path):
+    """Those of README and RECIPES, in order, with fewer rollouts; the checkpoint is made above."""
+    pages = Page("README.md", "full/RECIPES.md")
+    (words, sums) = [text for _, text in pages.blocks if "--model runs/smollm" in text]
+    lines = [x for x in lines_of(words + sums) if x.startswith("python -m full")]
+    assert len(lines) == 6
     shutil.copytree(directory, tmp_path / "runs" / "smollm")
     for name in ("sums", "words"):
         shutil.copy(directory.parent / f"{name}.jsonl", tmp_path / "runs" / "smollm")
     less = dict(train="--steps 1 --prompts 2 --group 2 --eval-prompts 2", eval="--samples 1")
-    for line in lines[2:]:
+    for line in lines:
         words = shlex.split(line.replace("tests/", f"{ROOT}/tests/"))[1:]
         words += shlex.split(less.get("train" if "--steps" in words else words[2], ""))
-        assert words[:2] == ["-m", "full"]
         code, out, err = as_script(*words[1:], cwd=tmp_path)
         assert code == 0, out + err
-    assert (tmp_path / "runs" / "smollm-hf" / "model.safetensors").exists()
+    assert (tmp_path / "runs" / "reverser" / "model.safetensors").exists()

@@ -1,4 +1,4 @@
-"""Models of transformers on trees and on a ring, by the code of tests/RECIPES.md itself.
+"""Models of transformers on trees and on a ring, by the code of full/RECIPES.md itself.
 
 The truth is the model as transformers runs it: its own attention, one sequence at a time.
 """
@@ -25,7 +25,7 @@ OTHERS = {
     "olmo3": dict(sliding_window=4), "qwen3_moe": CASES["qwen3_moe normed"] | dict(head_dim=8),
 }  # fmt: skip
 OTHERS["qwen3_moe"].pop("model_type")
-PAGE = (ROOT / "tests" / "RECIPES.md").read_text()
+PAGE = (ROOT / "full" / "RECIPES.md").read_text()
 SECTION = PAGE.split("## Any transformers model on trees and on a ring")[1]
 TEXT = re.search(r"```python\n(.*?)```", SECTION, re.S)[1]
 TEMPERATURE = 0.7

@@ -1,9 +1,9 @@
 """What tests/gpu.sh asks of a GPU: runs its commands, keeps what they print, writes the page.
 
     python tests/bench/measure_gpu.py record NAME -- COMMAND ..  runs a command and keeps its rows
-    python tests/bench/measure_gpu.py results NAME ..            the GPU section of tests/RESULTS.md
+    python tests/bench/measure_gpu.py results NAME ..            the GPU section of full/RESULTS.md
     python tests/bench/measure_gpu.py memory 0.6b | 8b           peaks of steps beside the plan's
-    python FILE check --device cuda [--few]          each of the five files, on one device
+    python -m full check SUBJECT --device cuda [--few]    each subject, on one device
 
 A record is a line of OUT/NAME.jsonl: the command, the device, the versions, the seconds, the exit
 code, all that was printed, and as `result` its last line, which every measurement prints as JSON.
@@ -23,18 +23,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from full import check as check_py
-from full.check import CASES, TinyModel, _tree_rows, path_errors, rows_of_rank, tiny_model
-from full.config import Config
-from full.generate import generate
-from full.model_config import ModelConfig
-from full.plans import Plan
-from full.ranks import connect
-from full import run as run_py
-from full.run import build
-from full.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from full import check as check_py  # noqa: E402
+from full import run as run_py  # noqa: E402
+from full.check import CASES, TinyModel, _tree_rows, path_errors  # noqa: E402
+from full.check import rows_of_rank, tiny_model  # noqa: E402
+from full.config import Config  # noqa: E402
+from full.generate import generate  # noqa: E402
+from full.model_config import ModelConfig  # noqa: E402
+from full.plans import Plan  # noqa: E402
+from full.ranks import connect  # noqa: E402
+from full.run import build  # noqa: E402
+from full.trainer import Trainer  # noqa: E402
+
 BEGIN, END = "<!-- gpu.sh: begin -->", "<!-- gpu.sh: end -->"
 DEVICES = "cuda", "cpu"
 SIZES = "full", "toy"
@@ -485,7 +489,7 @@ def main(argv) -> int:
             return memory(options.names[0], device, size)
 
         # Only whole figures of a GPU go into the repository's page; others into a copy of it.
-        page = ROOT / "tests" / "RESULTS.md"
+        page = ROOT / "full" / "RESULTS.md"
         target = page if (device, size) == ("cuda", "full") else out / "RESULTS.md"
         write_results(page, target, newest(out, device, size), options.names)
         print(f"written: {target}")
@@ -496,5 +500,4 @@ def main(argv) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     sys.exit(main(sys.argv[1:]))

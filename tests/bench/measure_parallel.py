@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import ring_attention as ring
 from full import ring
 from full.attend import attend
 from full.check import tiny_model
@@ -39,6 +38,7 @@ from full.ring import indices
 from full.transformer import Transformer
 from full.weights import require_generator_plan
 from parallel import layout, ranks_along
+from ring_attention import launch
 # check ------------------------------------------------------------------------------------------
 
 KINDS = {
@@ -308,7 +308,7 @@ def matrix():
     found = {}
     for name, (text, _, _) in CASES.items():
         if "compile" not in name:
-            parts = ring.launch(Plan.parse(text).world, _case, name)
+            parts = launch(Plan.parse(text).world, _case, name)
             found[name if text in name else f"{name} ({text})"] = max(map(max, parts))
     return found
 
@@ -802,7 +802,7 @@ def bench(argv):
     print(f"{'plan':>8} {'tokens/s':>9} {'of one process':>15}  kB a rank sends a step")
     for text in options.plans:
         world = Plan.parse(text).world
-        found = ring.launch(world, _timed, text, options.rows, options.length, options.steps)
+        found = launch(world, _timed, text, options.rows, options.length, options.steps)
         rate = options.rows * options.length / max(seconds for seconds, _ in found)
         whole = whole or rate
         rows.append(dict(plan=text, tokens_per_s=rate, of_one=rate / whole, bytes=found[0][1]))
