@@ -20,6 +20,7 @@ from full.config import parse_config
 from full.logs import plot
 from full.ranks import Progress, connect, naming_lost_ranks, quietly
 from full.run import ERRORS, leave, report, start_run
+from full.text import require_task
 
 
 def main(argv) -> int:
@@ -28,6 +29,7 @@ def main(argv) -> int:
     0: done. 1: an audit disagrees with the run, or a check with its definition. 2: an error, named
     on stderr. 130, 143: the run was saved after Ctrl-C or SIGTERM.
     """
+    alike = True  # before ranks meet, all of them have the same error
     try:
         # Commands read a run, or measure. They are one process, and none of them trains.
         command, rest = argv[:1], argv[1:]
@@ -48,12 +50,14 @@ def main(argv) -> int:
 
         # A run. The settings are checked before a rank waits for another.
         config = parse_config(argv).check()
+        require_task(config)
+        alike = False
         progress = Progress()
         with naming_lost_ranks(progress):
             connect(config.device, timeout=config.timeout, threads=config.threads)
             code = start_run(config, progress)
     except ERRORS as error:
-        return report(error)
+        return report(error, alike)
     except KeyboardInterrupt:  # a Ctrl-C before the first step; from there on Stop has it
         print("interrupted, with nothing to save", file=sys.stderr, flush=True)
         return leave(128 + signal.SIGINT)

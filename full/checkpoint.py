@@ -85,9 +85,14 @@ def write_checkpoint(path, tensors, state) -> None:
     except (dcp.CheckpointException, ValueError, OSError) as error:  # raised on every rank
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)  # unfinished files take room
+        out = path.parent
+        saved = checkpoints(out) or checkpoints(out, "demos")
+        kept, advice = "older ones are whole", "go on"
+        if not saved:
+            kept, advice = "nothing was saved yet", "begin again"
         raise OSError(
-            f"checkpoint {path} not written ({reason_of(error)}); older ones are whole: make room "
-            f"or mend the directory, then go on with --resume --out {path.parent}") from error
+            f"checkpoint {path} not written ({reason_of(error)}); {kept}: make room or mend the "
+            f"directory, then {advice} with --resume --out {out}") from error
 
 
 def reason_of(error) -> str:

@@ -6,6 +6,7 @@ fields of Config and the table of papers.
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import inspect
 import re
@@ -473,6 +474,26 @@ def add_flags(parser, fields):
         parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, help=text, **how)
 
 
+COMMANDS = "audit", "bench", "chat", "check", "eval", "export", "inspect", "plan", "plot"
+
+
+def about_unknown(word) -> str:
+    """Return the error about a word that is no flag and no command, with the nearest that is."""
+    flags = [_flag(f.name) for f in dataclasses.fields(Config)]
+    what, names = ("flag", flags) if word.startswith("-") else ("command", COMMANDS)
+
+    # Without the dashes, which all flags share: `--log` is not near `--lr`.
+    bare = {name.strip("-"): name for name in names}
+    near = difflib.get_close_matches(word.strip("-").partition("=")[0], bare, 1)
+    advice = f"; did you mean {bare[near[0]]}?" if near else ""
+    return f"expected a {what} that --help lists, got {word}{advice}"
+
+
+def refuse(reason):
+    """Raise the error of a command line, where argparse would print its usage and exit."""
+    raise ValueError(reason)
+
+
 def parse_config(argv) -> Config:
     """Return the Config of a command line; with --resume, what the run stored is the default."""
     parser = argparse.ArgumentParser(
@@ -493,7 +514,11 @@ def parse_config(argv) -> Config:
         add_flags(parser.add_argument_group(title), fields)
 
     # Flags that were not typed are absent from `given`: a resumed run has its own values for them.
-    given = vars(parser.parse_args(argv))
+    parser.error = refuse
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        refuse(about_unknown(unknown[0]))
+    given = vars(known)
     path = Path(given.get("out", "")) / "config.json"
     if not (given.get("resume") and given.get("out") and path.exists()):
         return Config(**given)

@@ -250,7 +250,8 @@ def introduce(config, task, trainer, out, first_step, origin):
     say(f"from step {max(0, first_step)} of {c.steps}: {c.prompts} groups of {c.group} a step, "
         f"{world} rank(s), plan {c.plan or f'd{world}'}, {c.data_parallel}, "
         f"{trainer.device.type}, {dtype}")  # fmt: skip
-    say(f"out {out}: `plot {out}` draws it; Ctrl-C saves, --resume --out {out} goes on")
+    say(f"out {out}: `python -m full plot {out}` draws it; Ctrl-C saves, --resume --out {out} goes "
+        f"on")  # fmt: skip
     if getattr(task, "note", ""):  # what a task has decided, such as a template
         say(task.note)
 
@@ -468,8 +469,18 @@ def prepare_out(config, stack) -> str:
 ERRORS = ValueError, ImportError, OSError, FloatingPointError
 
 
-def report(error) -> int:
-    """Name an error in one line on stderr, of a task's own code with its traceback. Return 2."""
+PATIENCE = 30  # seconds; torchrun ends the other ranks as soon as rank 0 has ended
+
+
+def report(error, alike=False) -> int:
+    """Name an error in one line on stderr, of a task's own code with its traceback. Return 2.
+
+    alike: all ranks have this error, so only rank 0 names it.
+    """
+    # torchrun ends all ranks when one ends, so the others leave rank 0 the time to print.
+    if alike and os.environ.get("RANK", "0") != "0":
+        time.sleep(PATIENCE)
+        return leave(2)
     if isinstance(error, TaskError) and error.__cause__ is not None:
         traceback.print_exception(error.__cause__)
     print(f"rank {os.environ.get('RANK', 0)}: error: {error}", file=sys.stderr, flush=True)

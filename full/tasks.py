@@ -100,10 +100,13 @@ def is_held_out(data: bytes) -> bool:
     return zlib.crc32(data) % 10 == 0
 
 
-def names_code(spec) -> bool:
-    """Return whether spec is FILE.py:NAME of a file that is there."""
+def require_code(flag, spec, expected):
+    """Raise ValueError unless spec is FILE.py:NAME of a file that is there. expected: in words."""
     file = spec.rpartition(":")[0]
-    return file.endswith(".py") and Path(file).is_file()
+    if not file.endswith(".py"):
+        raise ValueError(f"expected {flag} {expected}, got {spec!r}")
+    if not Path(file).is_file():
+        raise ValueError(f"{flag} {spec}: {file}: no such file")
 
 
 def from_file(spec, kind):

@@ -24,17 +24,21 @@ from full.config import TASKS, Config
 from full.files import read_json_lines
 from full.model_config import ModelConfig, read_json
 from full.tasks import (
-    Task, TaskError, from_file, is_finite_number, is_held_out, names_code, naming_the_task,
+    Task, TaskError, from_file, is_finite_number, is_held_out, naming_the_task, require_code,
 )  # fmt: skip
+
+
+def require_task(config):
+    """Raise ValueError unless --task is one of TASKS, or names a file that is there."""
+    if config.task not in TASKS:
+        require_code("--task", config.task, f"{', '.join(TASKS)} or FILE.py:Class")
 
 
 def make_task(config) -> Task:
     """Make the task of `--task`: one of TASKS, or a class from a file; ValueError for neither."""
     if config.task in TASKS:
         return {"guess": train_grpo.Guess, "jsonl": Jsonl}[config.task](config)
-    if not names_code(config.task):
-        raise ValueError(
-            f"--task {config.task!r} is none of {', '.join(TASKS)}, no FILE.py:Class")
+    require_task(config)
     file, make = from_file(config.task, "class")
     with naming_the_task(file):
         task = make(config)
@@ -528,8 +532,7 @@ def played_turns(messages):
 
 def reward_of(spec):
     """Import FILE.py:function of --reward. Return the file and the function."""
-    if not names_code(spec):
-        raise ValueError(f"expected --reward FILE.py:function, got {spec!r}")
+    require_code("--reward", spec, "FILE.py:function")
     file, function = from_file(spec, "function")
 
     # Its arguments are checked now: answers that are cut off are never shown to the function, so a

@@ -176,7 +176,7 @@ REFUSED = {
     "eval {run}/hf --task guess --step 3": "--step is of a run",
     "eval {run}/hf --task guess": "the task has 11 tokens, ",
     "eval {run}/step-00000003": "expected the directory of a run, or of a checkpoint",
-    "eval {run} --task echo.py:Echo": "no FILE.py:Class",
+    "eval {run} --task echo.py:Echo": "echo.py: no such file",
     "export {run} new --task echo.py:Echo": "needs none",
     "chat {run}": "has no tokenizer, because it began without --model",
     "chat {run}/hf": "has no tokenizer.json",

@@ -442,7 +442,7 @@ REFUSED = [
      rows(*numbered(HISTORY), instruction="Go.")),
     ("--template chat: .*DIR has no chat template", dict(base=True, template="chat")),
     ("--system: .*DIR has no chat template", dict(base=True, system="Be kind.")),
-    ("expected --reward FILE.py:function, got 'gone.py:f'", dict(reward="gone.py:f")),
+    ("--reward gone.py:f: gone.py: no such file", dict(reward="gone.py:f")),
     ("rewards.py has no function 'gone'", dict(reward="rewards.py:gone")),
     ("one.py:one cannot be called with .text, row.: too many", dict(reward="one.py:one")),
     ("ModuleNotFoundError.*none.py, line 1", dict(reward="none.py:f")),

@@ -286,6 +286,16 @@ def test_a_fault_ends_both_ranks_by_name_and_nothing_saved_is_lost(tmp_path, tru
         finishes(tmp_path, truth(STEPS))
 
 
+def test_a_full_disk_at_the_first_save_says_that_nothing_was_saved(tmp_path):
+    processes = begin(tmp_path, f"{RUN} --steps 2", 1, [(0, DCP, 1, full, SHARD)], _faulty)
+    codes, _, err = end(*processes)
+    assert codes == [2] and err[0].count("\n") == 1
+    assert "checkpoint run/step-00000002 not written (" in err[0] and "No space left" in err[0]
+    assert "nothing was saved yet: make room" in err[0] and not checkpoints(tmp_path / "run")
+    assert err[0].endswith(", then begin again with --resume --out run\n")
+    good(tmp_path, "--resume --out run")
+
+
 def test_one_run_survives_fault_after_fault(tmp_path, truth):
     """A full disk, a kill, and ranks that are 1 s late to the start, a step and a checkpoint."""
     fails_and_keeps(tmp_path, truth(STEPS), "a full disk, rank 1")

@@ -47,8 +47,6 @@ LATE = [
     r"the run ends in steps that were skipped for a non-finite gradient",
     r"step \d+: no finite token",
 ]
-# What argparse says of a value that is no number: its usual two lines, the same on every rank.
-NO_NUMBER = r"usage: python -m full .*\npython -m full: error: argument .*: (invalid|expected) .*\n"
 # Lines that a step may print.
 SKIPPED = r"(supervised )?step \d+: (skipped, non-finite gradient first in|no update, since) .*"
 SKIPPED += r"|warning: steps \d+ to \d+: .*"
@@ -364,10 +362,11 @@ def _faults_of_a_finished_run(result, case):
 
 def _faults_of_a_refusal(result):
     found, texts = [], []
-    if len(set(result.errors)) == 1 and re.fullmatch(NO_NUMBER, result.errors[0]):
-        return [f"wrote {result.files[:4]}"] if result.files else []
     for rank, text in enumerate(result.errors):
+        # What is refused before ranks meet, rank 0 alone says.
         lines = [x for x in text.splitlines() if not re.fullmatch(SKIPPED, x)]
+        if rank and not text:
+            continue
         start = f"rank {rank}: error: "
         if len(lines) != 1 or not lines[0].startswith(start):
             return [f"rank {rank} wrote, instead of one line with its error: {text[-1500:]}"]
@@ -503,6 +502,7 @@ WRONG = [  # how a run ended, and what is said of it
 def test_the_judge_sees_each_way_to_fail():
     case = Case(0, 2, {"steps": 1}, True)
     assert not faults_of(GOOD, case) and not faults_of(REFUSED, case)
+    assert not faults_of(REFUSED._replace(errors=[f"rank 0: {NO}", ""]), case)
     for result, says in WRONG:
         (fault,) = faults_of(result, case)
         assert re.search(says, fault)

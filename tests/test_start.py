@@ -177,7 +177,8 @@ def test_the_first_screen_is_five_lines(tmp_path):
     assert re.fullmatch(r"guess: [\d,]+ parameters, random of seed 0", lines[0])
     assert lines[1] == ("from step 0 of 1: 3 groups of 4 a step, 1 rank(s), plan d1, ddp, cpu, "
                         "float64")  # fmt: skip
-    assert lines[2].startswith("out run: ") and "plot run" in lines[2] and "--resume" in lines[2]
+    assert lines[2] == ("out run: `python -m full plot run` draws it; Ctrl-C saves, "
+                        "--resume --out run goes on")  # fmt: skip
     assert lines[3].split()[:2] == ["step", "reward"] and lines[4].startswith("before")
     assert err == "" and max(map(len, lines)) <= 100 and '"minibatches"' not in out
 
