@@ -1090,8 +1090,8 @@ def test_check_fails_where_a_gradient_is_wrong(monkeypatch, capsys):
 )  # fmt: skip
 def test_plan_prints_tree_chunks_and_partition(tmp_path, capsys, sequences, words):
     (tmp_path / "x.json").write_text(json.dumps(sequences))
-    argv = ["bench", "tree", "plan", str(tmp_path / "x.json"), "--chunk-tokens", "3", "--world", "2"]
-    assert main(argv) == 0
+    flags = ["--chunk-tokens", "3", "--world", "2"]
+    assert main(["bench", "tree", "plan", str(tmp_path / "x.json"), *flags]) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in words), out
 
