@@ -33,7 +33,7 @@ from full.ranks import current_device, summed
 
 # DEVIATES: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); a truncated
 # trajectory ends with value 0; `none_batch` has a biased variance (verl: unbiased). Pinned by
-# tests/test_objectives.py::test_loss_and_gradient_are_the_sources.
+# tests/full/test_objectives.py::test_loss_and_gradient_are_the_sources.
 
 # Each of these takes the float64 rewards (P, G) of the P groups of a step, and the number of
 # sampled tokens of each rollout. Rewards 1 0 0 1 and 0 0 0 1 of two groups:
@@ -268,7 +268,7 @@ def critic_advantages(trainer, batch) -> dict:
     spread = math.sqrt(max(0.0, AA - A * A))
     # NUMERICS: the mean and spread are of all ranks' tokens, so that no cut of the batch enters;
     # 1e-8 only keeps a step without any spread finite. Pinned by
-    # tests/test_loss.py::test_advantages_are_whitened_over_the_step.
+    # tests/full/test_loss.py::test_advantages_are_whitened_over_the_step.
     for t in everyone:
         t.advantages = np.where(t.mask, (t.advantages - A) / (spread + 1e-8), 0.0)  # (1)
 

@@ -160,7 +160,7 @@ def merge_(out1, lse1, out2, lse2):
     # outputs where `merge` makes three. The second set is neutral if a query sees none of it.
     # With the masses 2 and 2 of the example at `merge`, share2 is 1/2 and out 2 + (6 - 2) / 2 = 4.
     # NUMERICS: the sigmoid and logaddexp do not overflow, whichever lse is larger. Pinned by
-    # tests/test_attend.py::test_scores_of_1e5_in_either_order_stay_finite.
+    # tests/full/test_attend.py::test_scores_of_1e5_in_either_order_stay_finite.
     share2 = torch.sigmoid(lse2 - lse1).masked_fill_(lse2 == -math.inf, 0.0)
     out1.lerp_(out2, share2[..., None])
     torch.logaddexp(lse1, lse2, out=lse1)
@@ -206,7 +206,7 @@ def without_blind_rows(dout, lse, dlse):
     """Return dout, lse and dlse without the queries that saw nothing, equation (5)."""
     # NUMERICS: the lse of such a query is -inf, and exp(-inf - -inf) is NaN. With an lse of 0 its P
     # is exp(-inf - 0) = 0. Its dout and dlse become 0, so that its delta is 0 whatever arrives.
-    # Pinned by tests/test_attend.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
+    # Pinned by tests/full/test_attend.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
     blind_BHq = lse == -math.inf
 
     # Most calls have no such query. On CUDA, to look would wait for the device.
@@ -227,7 +227,7 @@ def run_forward(ctx, forward, padding, q, k, v, where, config):
     # NUMERICS: a masked weight is 0, but 0 * NaN is NaN: garbage in PAD would reach queries that do
     # not see it. Zeroed once, here, it reaches nothing. Its gradients are 0 anyway: P is 0 where a
     # PAD is the key, and dout is 0 where it is the query. Pinned by
-    # tests/test_attend.py::test_garbage_in_pad_reaches_nothing.
+    # tests/full/test_attend.py::test_garbage_in_pad_reaches_nothing.
     has_blind, has_unseen = (False, False) if padding is None else (x.any() for x in padding)
     if has_blind:
         blind_B1q = torch.from_numpy(padding[0]).to(q.device)[:, None]
@@ -246,7 +246,7 @@ def run_forward(ctx, forward, padding, q, k, v, where, config):
     # These five are O(S), and on a ring O(S / W): no block of another rank. Autograd through the
     # tiles would keep the P of every tile: O(S^2).
     # NUMERICS: lse stays in float32 or better; in bf16 the gradients are 10 to 80 times worse.
-    # Pinned by tests/test_ring.py::test_every_layout_and_method_is_the_definition.
+    # Pinned by tests/full/test_ring.py::test_every_layout_and_method_is_the_definition.
     ctx.save_for_backward(q, k, v, out, lse)
     ctx.setting = where, config
     ctx.set_materialize_grads(False)
@@ -261,7 +261,7 @@ def run_backward(ctx, backward, dout, dlse):
 
     # COMM: a loss that leaves out and lse of one rank unused still runs this backward there, with
     # None for the unused ones, so all ranks send the same messages. Pinned by
-    # tests/test_ring.py::test_ranks_may_use_different_outputs.
+    # tests/full/test_ring.py::test_ranks_may_use_different_outputs.
     if dout is None:
         dout = torch.zeros_like(out)
     dout, lse, dlse = without_blind_rows(dout, lse, dlse)
@@ -326,7 +326,7 @@ def ready_for_tiles(config, q, *others):
     """
     # NUMERICS: torch's CPU kernel takes 10 times as long in fp16 and rounds the result of each
     # tile; float32 tiles do neither. The formulas are float32 or float64 always. Pinned by
-    # tests/test_attend.py::test_low_precision_stays_within_twice_the_error_of_sdpa.
+    # tests/full/test_attend.py::test_low_precision_stays_within_twice_the_error_of_sdpa.
     dtype = q.dtype
     is_half_on_cpu = dtype == torch.float16 and q.device.type == "cpu"
     if is_half_on_cpu or not config.fused:
@@ -378,7 +378,7 @@ def bias_of(mask, box, device, dtype):
     bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -math.inf).to(device)
 
     # MEMORY: a long sequence with a ragged mask has more PARTIAL boxes than one would keep. Pinned
-    # by tests/test_attend.py::test_partial_tiles_are_made_once_and_kept_up_to_a_bound.
+    # by tests/full/test_attend.py::test_partial_tiles_are_made_once_and_kept_up_to_a_bound.
     total = mask.cache.get("kept_pairs", 0) + bias.numel()
     if total <= KEPT_PAIRS:
         mask.cache["kept_pairs"] = total
@@ -398,7 +398,7 @@ def flash_forward(q_bHiD, k_bGjD, v_bGjD, bias, is_causal, scale):
     )
     if bias is not None:
         # NUMERICS: the kernel returns an lse of 0 for a query that sees nothing. Pinned by
-        # tests/test_attend.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
+        # tests/full/test_attend.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
         lse_bHi = lse_bHi + bias.amax(-1)
     return out_bHiD, lse_bHi
 

@@ -65,7 +65,8 @@ class SampledBatch(train_grpo.Batch):
     def to_json(self) -> dict:
         """Return the batch of all ranks as JSON values, on rank 0. Collective."""
         # COMM: how many batches wait is a function of the step, so every rank comes to each gather.
-        # Pinned by tests/test_staleness.py::test_ranks_and_a_resume_make_the_run_of_one_process.
+        # Pinned by
+        # tests/full/test_staleness.py::test_ranks_and_a_resume_make_the_run_of_one_process.
         groups = [(n, [t.to_json() for t in group]) for n, group in gather_groups(self.groups)]
         return {"kept": self.kept, "sampled_by": self.sampled_by, "metrics": self.metrics,
                 "groups": groups}  # fmt: skip
@@ -485,7 +486,8 @@ class ChunkBatches(TreeBatches):
             return loss_fn(ended, mask_BT, *scores)
 
         # COMM: experts are on other ranks, which have other trees: all make the same number of
-        # calls. Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+        # calls. Pinned by
+        # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
         sync_group = dist.group.WORLD if self.plan.ep > 1 else None
         model = self.model
         if self.plan.tp > 1:

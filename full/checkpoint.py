@@ -127,7 +127,7 @@ def on_all_ranks(function) -> dict:
     except (ValueError, OSError) as error:
         found = error
     # COMM: an all-gather over all ranks, of results or errors. Pinned by
-    # tests/test_parallel_faults.py::test_what_one_rank_cannot_read_is_refused_by_all.
+    # tests/full/test_parallel_faults.py::test_what_one_rank_cannot_read_is_refused_by_all.
     results = all_gather_objects(found)
     for result in results:
         if isinstance(result, Exception):

@@ -153,7 +153,7 @@ class _Losses:
 
     def __init__(self, model, trie, loss_fn=None, batched=False, check_finite=True):
         # NUMERICS: losses and the sums (4) are in the model's dtype, float32 at least. Pinned by
-        # tests/test_tree.py::test_the_loss_is_summed_in_the_models_precision.
+        # tests/full/test_tree.py::test_the_loss_is_summed_in_the_models_precision.
         weight = next(model.parameters())
         dtype = torch.promote_types(weight.dtype, torch.float32)
         C = 3 if _is_critic(model) else 2
@@ -325,7 +325,7 @@ class _ChunkScores:
         # A reentrant checkpoint around a layer computes its keys without a graph, and again in the
         # backward. So (5) has no keys to start from. Around attention alone, it gets keys that have
         # a graph. Pinned by
-        # tests/test_tree.py::test_a_reentrant_checkpoint_of_whole_layers_is_refused.
+        # tests/full/test_tree.py::test_a_reentrant_checkpoint_of_whole_layers_is_refused.
         end = self.trie.subtree_end[chunk.start : chunk.stop].max()
         if not k.requires_grad and end > chunk.stop:
             raise ValueError("a reentrant checkpoint would lose the gradient of keys that other "
@@ -366,7 +366,7 @@ class _TreeWalk:
         self.sorted_ends = trie.ends[trie.order]
 
         # COMM: under lockstep this list of calls has the same length on all ranks. Pinned by
-        # tests/test_tree_ranks.py::test_ranks_with_other_trees_make_the_same_calls.
+        # tests/full/test_tree_ranks.py::test_ranks_with_other_trees_make_the_same_calls.
         self.chunks = chunks if lockstep is None else overlay(chunks, lockstep)
 
     def run(self):
@@ -450,7 +450,7 @@ class _SummingLeaf:
 
         # NUMERICS: the sum over all chunks below is in float32 or better, and is cast once: in bf16
         # 256 + 1 is 256, and a prompt may have thousands of chunks below it. Pinned by
-        # tests/test_tree.py::test_gradients_of_keys_are_summed_in_float32_or_better.
+        # tests/full/test_tree.py::test_gradients_of_keys_are_summed_in_float32_or_better.
         def add(leaf):
             wide = torch.promote_types(leaf.dtype, torch.float32)
             if sums:
@@ -787,7 +787,7 @@ def redistribute(sequences, data, *, group=None, strategy="dfs", cost=None):
         problem = str(error)
 
     # COMM: one message, which every rank sends, also with nothing or with its error in it. Pinned
-    # by tests/test_tree_ranks.py::test_the_sum_of_the_ranks_gradients_is_the_gradient.
+    # by tests/full/test_tree_ranks.py::test_the_sum_of_the_ranks_gradients_is_the_gradient.
     by_rank = gather_objects((problem, arrays, items), place)
     problems = [f"rank {rank}: {why}" for rank, (why, _, _) in enumerate(by_rank) if why]
     if problems:

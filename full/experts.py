@@ -34,7 +34,7 @@ class SparseMLP(models.SparseMLP):
     def add_bias(self, rate):
         """Give the router the bias b of (6'), which is 0 until (11) moves it, by `rate` a vote."""
         # NUMERICS: votes are whole steps of b. b is not stored, so no cast of the model rounds it.
-        # Pinned by tests/test_families.py::test_the_router_bias_survives_bfloat16.
+        # Pinned by tests/full/test_families.py::test_the_router_bias_survives_bfloat16.
         self.rate = rate
         votes_E = torch.zeros(self.config.num_experts, dtype=torch.int64)
         self.register_buffer("votes", votes_E.to(self.gate.weight.device))
@@ -52,7 +52,8 @@ class SparseMLP(models.SparseMLP):
         #     counts_E    [1, 1, 2]          and order.argsort() = [2, 0, 1, 3] is the way back
         #
         # NUMERICS: permutations and then one sum over K: nothing is added in the order that threads
-        # arrive, forward or backward. Pinned by tests/test_families.py::test_moe_is_repeatable.
+        # arrive, forward or backward. Pinned by
+        # tests/full/test_families.py::test_moe_is_repeatable.
         order = topk_ids_NK.flatten().argsort(stable=True)
         counts_E = torch.bincount(topk_ids_NK.flatten(), minlength=probs_NE.shape[1])
         copies_nM = x_NM[:, None].expand(-1, K, -1).flatten(0, 1)
@@ -68,7 +69,7 @@ class SparseMLP(models.SparseMLP):
     def route(self, x_NM, /):
         """Return p (N, E), the ids of the selected experts (N, K), and their weights (N, K)."""
         # NUMERICS: softmax and its sum in float32 or better, weights cast back, as the models were
-        # trained. Pinned by tests/test_families.py::test_the_router_works_in_float32.
+        # trained. Pinned by tests/full/test_families.py::test_the_router_works_in_float32.
         wide = torch.promote_types(x_NM.dtype, torch.float32)
         probs_NE = self.gate(x_NM).softmax(-1, dtype=wide)
         biased_NE = probs_NE + self.rate * self.votes if self.rate else probs_NE
@@ -169,7 +170,8 @@ class Balance:
         # COMM: n is about whole sequences, and this rank has seen some tokens of them. All ranks of
         # a group run the same layers of the same micro-batches, and recompute the same layers, so
         # every all-reduce meets its counterparts. p needs no message, as each rank attaches the
-        # loss of its own tokens. Pinned by tests/test_balance.py::test_a_rank_sees_some_tokens.
+        # loss of its own tokens. Pinned by
+        # tests/full/test_balance.py::test_a_rank_sees_some_tokens.
         for group in self.groups:
             dist.all_reduce(n_SE, group=group)
 

@@ -205,7 +205,7 @@ class KVCache(models.KVCache):
         B, G, C, _ = k_BGCD.shape
         S = q_BHSD.shape[2]
         # NUMERICS: scores and sums in float32 or better, keys and values cast up for it. Pinned by
-        # tests/test_models.py::test_bfloat16_shared_prompts_are_as_exact_as_copies.
+        # tests/full/test_models.py::test_bfloat16_shared_prompts_are_as_exact_as_copies.
         wide = torch.promote_types(q_BHSD.dtype, torch.float32)
         q_BGhD = q_BHSD.reshape(B, G, -1, q_BHSD.shape[3]).to(wide)
 

@@ -226,7 +226,8 @@ def _copy_in(local, region, places, stored):
             into.copy_(part[tuple(cut)])
             # NUMERICS: extremes pass NaN and infinity on, and need no memory. Taken of what was
             # copied, so that a weight which the model's dtype cannot hold is seen as well. Pinned
-            # by tests/test_checkpoints.py::test_weights_that_are_not_finite_are_refused_by_name.
+            # by
+            # tests/full/test_checkpoints.py::test_weights_that_are_not_finite_are_refused_by_name.
             if not torch.stack(torch.aminmax(into)).isfinite().all():
                 raise ValueError(f"{path}: {place.name} has weights that are NaN, or not finite in "
                                  f"{into.dtype}")  # fmt: skip
@@ -247,7 +248,7 @@ def _raise_on_all_ranks(problem, split) -> None:
     if split and dist.is_initialized():
         # COMM: each rank comes here once, whatever it met before: a rank that raised on its own
         # would leave the others waiting for it. An all-gather of the texts, over all ranks. Pinned
-        # by tests/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
+        # by tests/full/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
         texts = [None] * dist.get_world_size()
         kind = OSError if isinstance(problem, OSError) else ValueError
         dist.all_gather_object(texts, None if problem is None else (kind, f"{problem}"))

@@ -154,7 +154,7 @@ class TokenLogprobs(torch.autograd.Function):
         dlogprobs_N = dlogprobs_N / options.temperature
 
         # NUMERICS: the head's gradient is a sum over chunks, so it is summed in float32 or better.
-        # Pinned by tests/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
+        # Pinned by tests/full/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
         dhidden_NM = torch.empty_like(hidden_NM)
         dweight_vM = torch.zeros_like(weight_vM, dtype=lse_N.dtype)
         for n in range(0, len(targets_N), options.chunk):
@@ -173,7 +173,7 @@ class TokenLogprobs(torch.autograd.Function):
                 if dentropy_N is not None:
                     # NUMERICS: log p + entropy is z less its mean. Where p is nearly uniform, the
                     # former is a difference of numbers near log V, with the same rounding for all
-                    # of them. Pinned by tests/test_models.py::test_a_nearly_uniform_entropy.
+                    # of them. Pinned by tests/full/test_models.py::test_a_nearly_uniform_entropy.
                     dentropy_n1 = dentropy_N[rows, None] / options.temperature
                     factor = factor + dentropy_n1 * mean_N[rows, None]
                     factor = torch.addcmul(factor, z_nv, dentropy_n1, value=-1)
@@ -200,7 +200,7 @@ class TokenLogprobs(torch.autograd.Function):
 def scaled_logits(hidden_NM, weight_vM, options, out_Nv=None):
     """Return z / tau of (8), soft-capped, (N, v), if possible in out_Nv. It may be overwritten."""
     # NUMERICS: the product is in the model's dtype, everything after it in float32 or better.
-    # Pinned by tests/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
+    # Pinned by tests/full/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
     z_Nv = torch.mm(hidden_NM, weight_vM.T, out=out_Nv)
     z_Nv = z_Nv.to(torch.promote_types(z_Nv.dtype, torch.float32))
     if options.softcap is not None:
@@ -221,7 +221,7 @@ def local_targets(targets_N, rows, options):
 def combine_over_ranks(largest_N, sums_4N, group):
     """Return the largest logit and the sums around it, over the vocabulary rows of all ranks."""
     # COMM: two messages whatever the chunks, which may differ: shards of a vocabulary are uneven.
-    # Pinned by tests/test_checkpoints.py::test_vocabulary_parallel_equals_one_process.
+    # Pinned by tests/full/test_checkpoints.py::test_vocabulary_parallel_equals_one_process.
     all_N = largest_N.clone()
     dist.all_reduce(all_N, dist.ReduceOp.MAX, group)
 
@@ -245,7 +245,7 @@ def all_gather_logits(z_Xv, group, vocab_size):
         raise ValueError("logits of a split vocabulary have no gradient; `logprobs` have one")
     # Ranks have ceil(V / t) rows each, and the last ones the rest, which is padded for the message.
     # COMM: an all-gather of equal parts. Pinned by
-    # tests/test_generator_plan.py::test_every_generator_plan_samples_the_tokens_of_one_process.
+    # tests/full/test_generator_plan.py::test_every_generator_plan_samples_as_one_process.
     world = dist.get_world_size(group)
     v = -(-vocab_size // world)
     own_Xv = F.pad(z_Xv, (0, v - z_Xv.shape[-1])).contiguous()

@@ -194,7 +194,7 @@ class Rope:
 
     def __call__(self, positions_BS, dtype, /):
         # NUMERICS: the angles of position 10^5 need float32; a bf16 position is wrong from 257 on.
-        # Pinned by tests/test_models.py::test_bf16_model_keeps_float32_rope_angles.
+        # Pinned by tests/full/test_models.py::test_bf16_model_keeps_float32_rope_angles.
         wide = torch.promote_types(dtype, torch.float32)
         ropes = {}
         for kind, (f_d, factor) in self.frequencies.items():

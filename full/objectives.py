@@ -42,17 +42,17 @@ from full.metrics import measured
 # DEVIATES: without --proximal old is smp, or the current policy itself if a step has one update and
 # its weights sampled, so that rounding cannot clip; the log-ratio of (2) is clamped to +-10 before
 # exp; PPO's critic shares the policy's trunk. Not here: top-p, which biases every ratio. Pinned by
-# tests/test_loss.py::test_loss_and_gradient_are_trls. A ratio of a sequence has one gradient for
-# all its tokens (verl: each its own, which is another sum if A or x differ); a token that (4) masks
-# stays in Z (verl's rejection takes it out). Pinned by
-# tests/test_objectives.py::test_loss_and_gradient_are_the_sources.
+# tests/full/test_loss.py::test_loss_and_gradient_are_trls. A ratio of a sequence has one gradient
+# for all its tokens (verl: each its own, which is another sum if A or x differ); a token that (4)
+# masks stays in Z (verl's rejection takes it out). Pinned by
+# tests/full/test_objectives.py::test_loss_and_gradient_are_the_sources.
 
 
 def ratio_of(d_N):
     """Return r of (2) for log-ratios d."""
     # NUMERICS: +-10 keeps a ratio finite where a policy has moved far from a stale one. Beyond, the
     # ratio is a constant, and has no gradient. Pinned by
-    # tests/test_loss.py::test_a_log_ratio_is_clamped_to_ten_before_exp.
+    # tests/full/test_loss.py::test_a_log_ratio_is_clamped_to_ten_before_exp.
     return d_N.clamp(-10, 10).exp()  # (2)
 
 
@@ -185,7 +185,7 @@ class SampledTokens:
 
     def __init__(self, mask_BT, dtype):
         # NUMERICS: in float32 at least, since gspo sums over a sequence. Pinned by
-        # tests/test_conformance.py::test_a_right_loss_passes_all.
+        # tests/full/test_conformance.py::test_a_right_loss_passes_all.
         self.mask_BT = torch.atleast_2d(mask_BT)
         self.row_N, self.column_N = self.mask_BT.nonzero(as_tuple=True)
         self.count_B = self.mask_BT.sum(-1).double()

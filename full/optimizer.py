@@ -41,14 +41,14 @@ def reduce_gradients(model) -> int:
         # all-reduce adds depends on the place in the message. Two groups may hold copies of a
         # parameter that is not cut. So it shares no message with cut ones, whose parts may differ
         # in length. Pinned by
-        # tests/test_parallel_faults.py::test_replicas_hold_the_same_bits_after_three_steps.
+        # tests/full/test_parallel_faults.py::test_replicas_hold_the_same_bits_after_three_steps.
         for group in places[name].sums if p.requires_grad else ():
             key = group, bool(places[name].cuts)
             by_message.setdefault(key, []).append(gradients[-1])
     suspect = first_non_finite(gradients)
 
     # COMM: the places decide what is sent, and they are the same on all ranks of a group, whatever
-    # gradients a rank has. Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
+    # gradients a rank has. Pinned by tests/full/test_parallel.py::test_every_plan_is_one_process.
     for (group, _), together in by_message.items():
         sum_in_messages(together, group)  # (1)
     return suspect
@@ -68,7 +68,7 @@ def messages_of(gradients):
 def sum_in_messages(gradients, group):
     """Sum gradients over a group, in place. Several in a message need a buffer of its size."""
     # COMM: an all-reduce for each message. All ranks of the group have the same gradients, in the
-    # same order. Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
+    # same order. Pinned by tests/full/test_parallel.py::test_every_plan_is_one_process.
     for together in messages_of(gradients):
         if len(together) == 1 and together[0].is_contiguous():
             dist.all_reduce(together[0], group=group)
@@ -95,7 +95,7 @@ def name_suspects(model, suspect: int) -> str:
     """Say which rank had which non-finite gradient first, from each rank's `reduce_gradients`."""
     names = [name for name, _ in model.named_parameters()][::-1]
     # COMM: an all-gather of one name over all ranks, which all skip the same step. Pinned by
-    # tests/test_faults.py::test_a_nan_in_one_ranks_batch_is_skipped_by_all_and_named.
+    # tests/full/test_faults.py::test_a_nan_in_one_ranks_batch_is_skipped_by_all_and_named.
     found = all_gather_objects(names[suspect] if suspect >= 0 else None)
     named = [f"{name} on rank {rank}" for rank, name in enumerate(found) if name]
     return ", ".join(named) or "no single gradient: their norm overflowed"
@@ -112,19 +112,19 @@ def clip_grad_norm(model, max_norm: float):
     gradients = {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     # NUMERICS: in float64, as a float32 sum of squares over 100,000 entries of an embedding is off
     # in the fifth digit. An entry that k ranks hold counts 1 / k on each. Pinned by
-    # tests/test_parallel.py::test_every_plan_is_one_process.
+    # tests/full/test_parallel.py::test_every_plan_is_one_process.
     sum_of_squares = torch.zeros((), dtype=torch.float64, device=part.device)
     for name, g in gradients.items():
         square = torch.linalg.vector_norm(g, dtype=torch.float64).square()
         sum_of_squares += square.to(part.device) / part.places[name].holders
     # COMM: an all-reduce of one number over all ranks. Pinned by
-    # tests/test_parallel.py::test_every_plan_is_one_process.
+    # tests/full/test_parallel.py::test_every_plan_is_one_process.
     if dist.is_initialized():
         dist.all_reduce(sum_of_squares)
     norm = sum_of_squares.sqrt()  # (6)
 
     # DEVIATES: torch divides by norm + 1e-6, and so does parallel.py. This divides by the norm.
-    # Pinned by tests/test_ranks.py::test_the_clip_is_exactly_the_ratio_of_norms.
+    # Pinned by tests/full/test_ranks.py::test_the_clip_is_exactly_the_ratio_of_norms.
     found = norm.item()  # one wait for the device, and not one for each gradient
     if max_norm < found < math.inf:
         for g in gradients.values():
@@ -186,7 +186,7 @@ class LocalOptimizer:
                 rounded = nn.Parameter(p.detach().to(self.part.compute_dtype), p.requires_grad)
                 # NUMERICS: the gradients of micro-batches, and of the two uses of a tied embedding,
                 # are added in the master's precision. Pinned by
-                # tests/test_precision.py::test_gradients_add_up_in_float32.
+                # tests/full/test_precision.py::test_gradients_add_up_in_float32.
                 rounded.grad_dtype = p.dtype
                 set_tensor(model, name, rounded)
             self.mine[name] = nn.Parameter(rows, p.requires_grad)
@@ -223,7 +223,7 @@ class LocalOptimizer:
             if self.has_masters or len(self.places[name].cuts) > kept:
                 # COMM: an all-gather over the ranks with the same weights, of the rows that each
                 # has updated. They are rounded before they are sent. Pinned by
-                # tests/test_parallel.py::test_every_plan_is_one_process.
+                # tests/full/test_parallel.py::test_every_plan_is_one_process.
                 own = self.mine[name].detach().to(p.dtype)
                 local(p.detach()).copy_(self.places[name].gather(own, kept))
 
@@ -300,7 +300,7 @@ def replica_difference(model, optimizer=None) -> str | None:
 
     # COMM: an all-gather of 8 bytes and a name for each tensor, over all ranks. Every rank then
     # compares all tables, so that all say the same. Pinned by
-    # tests/test_parallel_faults.py::test_a_flipped_bit_is_named.
+    # tests/full/test_parallel_faults.py::test_a_flipped_bit_is_named.
     tables = all_gather_objects(digests)
     different = {}  # name -> {digest: the ranks that have it}
     for key in dict.fromkeys(key for table in tables for key in table):

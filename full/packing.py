@@ -160,7 +160,7 @@ class PackedBatches:
         # backward() adds to .grad, and that is right, because the losses are terms of one sum.
         run_micro_batches(self.model, forward, len(rows), self.states_like(rows))
         # COMM: an all-reduce of one number over all ranks. Of the ranks with the same sequences one
-        # counts. Pinned by tests/test_packed.py::test_ranks_are_one_process.
+        # counts. Pinned by tests/full/test_packed.py::test_ranks_are_one_process.
         total *= speaks_for_replica(self.model)
         if dist.is_initialized():
             dist.all_reduce(total)
@@ -191,7 +191,7 @@ class PackedBatches:
 
         # COMM: the last stage has the scores; an all-gather over the replica gives them to its
         # other ranks.
-        # Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+        # Pinned by tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
         found = found if self.part.is_last else None
         parts = all_gather_objects(found, self.part.grid.group["pct"])
         return next(part for part in parts if part is not None)
@@ -322,7 +322,7 @@ def agreed_micro_batches(model, count) -> int:
     if part.mode == "fsdp" or part.plan.ep > 1:
         # COMM: an all-reduce of one number over all ranks. A sharded forward gathers weights from
         # all, and tokens go to all ranks' experts, so ranks run the same number of micro-batches.
-        # Pinned by tests/test_ranks.py::test_unequal_shares_sum_to_the_whole.
+        # Pinned by tests/full/test_ranks.py::test_unequal_shares_sum_to_the_whole.
         most = torch.tensor(count, device=part.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         count = int(most)
@@ -385,7 +385,7 @@ def gather_replica(model, items):
     if part.plan.world == part.plan.dp:
         return items, 0
     # COMM: an all-gather over the c, t and p ranks of one data share. Pinned by
-    # tests/test_packed.py::test_ranks_are_one_process.
+    # tests/full/test_packed.py::test_ranks_are_one_process.
     replica = part.grid.group["pct"]
     parts = all_gather_objects(items, replica)
     first = sum(len(part) for part in parts[: replica.rank()])
@@ -405,7 +405,7 @@ def require_batch(model, sequences, masks):
 
     # COMM: an all-gather of some bytes over the replica tells whether all of its ranks have the
     # same batch. Pinned by
-    # tests/test_packed.py::test_a_batch_that_cannot_be_is_refused_on_every_rank.
+    # tests/full/test_packed.py::test_a_batch_that_cannot_be_is_refused_on_every_rank.
     part = part_of(model)
     seen = [(found, 0)]
     if part.plan.world > part.plan.dp:
@@ -448,7 +448,7 @@ class PaddedTokens:
 
         # COMM: an all-gather over the t ranks, each of which has routed a part of the tokens. With
         # t inside the experts a layer has seen all tokens already. Pinned by
-        # tests/test_balance.py::test_a_rank_sees_some_tokens.
+        # tests/full/test_balance.py::test_a_rank_sees_some_tokens.
         def on_routing_of_all_tokens(*found, layer):
             if part.plan.etp == 1:
                 found = [parallel.all_gather(x.detach(), part.grid.group["t"]) for x in found]

@@ -192,7 +192,7 @@ def apply_fsdp(root, part) -> None:
     if part.compute_dtype is not None:
         # NUMERICS: FSDP2 would cast every floating tensor that enters a layer, also the cosines and
         # sines of the positions, which bf16 gets wrong from position 257 on. Pinned by
-        # tests/test_precision.py::test_fsdp_computes_as_ddp_does.
+        # tests/full/test_precision.py::test_fsdp_computes_as_ddp_does.
         wide = next(root.parameters()).dtype
         precision = fsdp.MixedPrecisionPolicy(part.compute_dtype, wide, cast_forward_inputs=False)
 
@@ -209,7 +209,7 @@ def apply_fsdp(root, part) -> None:
         fsdp.fully_shard(module, mesh=ranks, offload_policy=policy, mp_policy=precision)
         # NUMERICS: FSDP2 averages by default; the losses here are parts of a sum. gloo has no
         # pre-multiplied sum, hence the second call.
-        # Pinned by tests/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
+        # Pinned by tests/full/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     # The root's own weights (embedding, norm, head) are gathered when one calls the model's
@@ -289,7 +289,7 @@ class Messages(TorchDispatchMode):
             return op(*args, **(kwargs or {}))
         # COMM: torch's collectives fill their first argument. Nothing is sent again: all ranks of a
         # group run the same layers again, and none of them sends. Pinned by
-        # tests/test_parallel.py::test_what_checkpointing_computes_again.
+        # tests/full/test_parallel.py::test_what_checkpointing_computes_again.
         filled = tree_leaves(args[0])
         if not self.again:
             work = op(*args, **(kwargs or {}))

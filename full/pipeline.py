@@ -47,7 +47,7 @@ def run_forwards(model, forward, number, like=None) -> None:
     """Run the forward of each micro-batch by itself, without gradients: see run_micro_batches."""
     # COMM: the stages of a micro-batch run one after another, and all ranks take the micro-batches
     # in one order, so each send meets the receive that waits for it. Pinned by
-    # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+    # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
     part = part_of(model)
     group = part.grid.group["p"] if part.plan.pp > 1 else None
     own = part.stages(model)
@@ -123,7 +123,7 @@ class TorchPipeline:
         # index of the micro-batch, the first one in place of tokens. The last one returns the loss.
         # COMM: each stage sends states to the next and their gradients back. torch's schedule
         # orders the sends and receives of neighbors so that they match. Pinned by
-        # tests/test_parallel.py::test_collectives_are_those_of_the_table.
+        # tests/full/test_parallel.py::test_collectives_are_those_of_the_table.
         index = torch.arange(number, device=like.device)
         inputs = (index,) if 0 in self.own else ()
         options = dict(target=index, losses=[]) if self.last is not None else {}

@@ -41,7 +41,7 @@ def all_gather_objects(item, group=None) -> list:
     """
     items = [None] * dist.get_world_size(group)
     # COMM: an all-gather of pickled objects. The callers say what they gather, and why.
-    # Pinned by tests/test_packed.py::test_ranks_are_one_process.
+    # Pinned by tests/full/test_packed.py::test_ranks_are_one_process.
     dist.all_gather_object(items, item, group=group)
     return items
 
@@ -50,7 +50,7 @@ def wait_for_all(device="cpu") -> None:
     """Return when all ranks of the default group are here."""
     # COMM: an all-reduce. A rank that refuses its settings next leaves at once. It must not close
     # the connections, or rank 0 the store, with which another rank still joins a group.
-    # Pinned by tests/test_faults.py::test_no_rank_leaves_while_another_joins.
+    # Pinned by tests/full/test_faults.py::test_no_rank_leaves_while_another_joins.
     dist.all_reduce(torch.zeros((), device=device))
 
 
@@ -108,7 +108,7 @@ def store_of_this_attempt(store, rank, world, timeout):
     """
     # COMM: rank 0 waits for the number of every other rank, and they wait for the `go` of rank 0.
     # Each has sent before it waits, and `timeout` bounds both waits.
-    # Pinned by tests/test_faults.py::test_a_killed_rank_is_started_again_and_the_run_goes_on.
+    # Pinned by tests/full/test_faults.py::test_a_killed_rank_is_started_again_and_the_run_goes_on.
     if rank == 0:
         attempt = uuid.uuid4().hex
         store.set("attempt", attempt)
@@ -147,7 +147,7 @@ def agree(function):
                 box[1] = RuntimeError(f"rank 0 ended with {type(error).__name__}: {error}")
     # COMM: rank 0 broadcasts to all ranks. It does so after an error too, so no rank waits for a
     # rank 0 that has failed.
-    # Pinned by tests/test_faults.py::test_any_error_of_rank_0_reaches_all_ranks_at_once.
+    # Pinned by tests/full/test_faults.py::test_any_error_of_rank_0_reaches_all_ranks_at_once.
     dist.broadcast_object_list(box, src=0)
     value, error = box
     if own_error or error:
@@ -159,7 +159,7 @@ def summed(values, device) -> list:
     """Sum a list of numbers, or of lists of numbers, over all ranks in float64."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     # COMM: an all-reduce. All ranks call it at the same place, with lists of the same shape.
-    # Pinned by tests/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
+    # Pinned by tests/full/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
     dist.all_reduce(total)
     return total.tolist()
 
@@ -210,7 +210,8 @@ class Stop:
         """Return the signal that any rank has seen, or 0. The number is the same on all ranks."""
         number = torch.tensor(self.number, device=device)
         # COMM: an all-reduce. All ranks call it after the same step, with a signal or without.
-        # Pinned by tests/test_run.py::test_sigterm_to_one_rank_saves_on_all_and_says_how_to_go_on.
+        # Pinned by
+        # tests/full/test_run.py::test_sigterm_to_one_rank_saves_on_all_and_says_how_to_go_on.
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return int(number)
 

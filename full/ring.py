@@ -184,7 +184,7 @@ def ring_forward(q_BhqD, k_BgkD, v_BgkD, schedule, config, /):
         # COMM: send to the right, receive from the left, compute, wait. So the next block travels
         # while this one is computed; and nobody waits before it has posted, so no circle of ranks
         # can deadlock. Pinned by
-        # tests/test_ring.py::test_double_buffering_computes_while_a_message_is_in_flight.
+        # tests/full/test_ring.py::test_double_buffering_computes_while_a_message_is_in_flight.
         next_2BgkD, messages = rotate_block(block_2BgkD, schedule, hop)
         wait = post(ring, messages)
 
@@ -239,7 +239,7 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, schedule, c
 
         # COMM: what hop - 1 summed up is on the wire while this hop computes, to the right neighbor
         # or, at the end, to the owner. Blocks before gradients on all ranks (NCCL), with tags
-        # (gloo). Pinned by tests/test_ring.py::test_bytes_on_the_wire_match_the_formula.
+        # (gloo). Pinned by tests/full/test_ring.py::test_bytes_on_the_wire_match_the_formula.
         arriving_2BgkD = None
         if 1 < hop < hops:
             arriving_2BgkD = empty_block(own_2BgkD, schedule, ring.rank - hop)
@@ -262,7 +262,7 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, schedule, c
         wait()
 
         # NUMERICS: parts are summed in float32 or better, in the order of the hops. Pinned by
-        # tests/test_ring.py::test_bytes_on_the_wire_match_the_formula.
+        # tests/full/test_ring.py::test_bytes_on_the_wire_match_the_formula.
         sum_2BgkD = part_2BgkD
         if arriving_2BgkD is not None:
             sum_2BgkD = arriving_2BgkD.add_(part_2BgkD)
@@ -294,7 +294,7 @@ class _AllGather(AllGather):
     @staticmethod
     def backward(ctx, grad):
         # NUMERICS: a sum over ranks in bf16 would round at every rank. Pinned by
-        # tests/test_ring.py::test_low_precision_over_ranks_stays_within_its_multiple_of_sdpa.
+        # tests/full/test_ring.py::test_low_precision_over_ranks_stays_within_its_multiple_of_sdpa.
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
         mine, _ = AllGather.backward(ctx, wide)
         return mine.to(grad.dtype), None
@@ -337,7 +337,7 @@ def trade_heads(x_BhsD, schedule, to_tokens):
 
     # COMM: one all-to-all over all W ranks, so that the trades need no groups of their own. A rank
     # sends nothing to ranks outside its trade. Pinned by
-    # tests/test_ring.py::test_every_layout_and_method_is_the_definition.
+    # tests/full/test_ring.py::test_every_layout_and_method_is_the_definition.
     sent_counts = [0] * schedule.group_world
     received_counts = [0] * schedule.group_world
     members = slice(trade.first, trade.first + trade.world)
@@ -394,7 +394,7 @@ def ring_attention(
 
     # NUMERICS: below, gradients of k and v are summed over ranks and over copies of heads, after
     # each part was rounded to its dtype. Pinned by
-    # tests/test_ring.py::test_low_precision_over_ranks_stays_within_its_multiple_of_sdpa.
+    # tests/full/test_ring.py::test_low_precision_over_ranks_stays_within_its_multiple_of_sdpa.
 
     # All keys at once need no hop and one message, but the memory of the whole sequence.
     if method == "allgather":
@@ -501,7 +501,7 @@ def agree_on_call(ring, q, k, v, mask, options):
 
     # COMM: three numbers per rank, at every call; on the device of the backend, so that NCCL has a
     # communicator before its first P2P. Pinned by
-    # tests/test_ring.py::test_ranks_that_disagree_are_named_on_every_rank.
+    # tests/full/test_ring.py::test_ranks_that_disagree_are_named_on_every_rank.
     facts = {name: str(value) for name, value in facts.items()}
     mine = torch.tensor([problem is not None, digest(facts), 0 if problem else q.shape[2]])
     every = mine[None]

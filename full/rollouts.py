@@ -126,7 +126,7 @@ class ForkingEpisode(train_grpo.Episode):
         """Return a Trajectory for each rollout of this episode: equal ones if it never forked."""
         logprobs = np.array(self.logprobs)
         # NUMERICS: a token whose sampler log-prob is not finite has no ratio: it leaves loss and Z.
-        # Pinned by tests/test_rollout.py::test_non_finite_sampler_logprobs_leave_the_loss.
+        # Pinned by tests/full/test_rollout.py::test_non_finite_sampler_logprobs_leave_the_loss.
         mask = np.array(self.mask, dtype=bool) & np.isfinite(logprobs)
         logprobs = np.where(mask, logprobs, 0.0)
         made = self.group, self.tokens, mask, logprobs, self.truncated, self.path, self.turn_rewards
@@ -204,7 +204,7 @@ class Sampler:
         # and the logits are the same on all of these ranks, so they sample the same tokens.
         # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that
         # follows is computed identically. Pinned by
-        # tests/test_generator_plan.py::test_every_generator_plan_samples_the_tokens_of_one_process.
+        # tests/full/test_generator_plan.py::test_every_generator_plan_samples_as_one_process.
         origins, first = gather_replica(self.model, [row.origin() for row in rows])
         together = [ForkingEpisode(*of, self.ELSEWHERE, *rest) for of, rest in origins]
         together[first : first + len(rows)] = rows
@@ -227,7 +227,7 @@ class Sampler:
             problem = error
 
         # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
-        # Pinned by tests/test_generator_plan.py::test_a_task_is_asked_once.
+        # Pinned by tests/full/test_generator_plan.py::test_a_task_is_asked_once.
         told = {} if problem else {n: episodes[n].heard[1:] for n in own}
         text = ""
         if problem:

@@ -138,7 +138,7 @@ def start_run(config, progress=None) -> int:
 
         # COMM: ranks wait for each other for the last time. Then nobody needs another rank: rank 0
         # may write for longer than --timeout, and the others leave. Pinned by
-        # tests/test_faults.py::test_no_rank_waits_for_the_last_export.
+        # tests/full/test_faults.py::test_no_rank_waits_for_the_last_export.
         progress.where = lambda: "finished"
         progress.advice = "what the run saved is whole"
         dist.barrier()

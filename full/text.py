@@ -218,7 +218,7 @@ def load_tokenizer(directory):
     # DEVIATES: from transformers' AutoTokenizer. Version 5 takes the vocabulary alone out of
     # tokenizer.json where it has a class for the model's family, and cuts text into words as this
     # class does. The class here takes the file as its authors wrote it.
-    # Pinned by tests/test_text.py::test_a_tokenizer_is_the_one_of_its_file.
+    # Pinned by tests/full/test_text.py::test_a_tokenizer_is_the_one_of_its_file.
     with named(f"{directory / 'tokenizer.json'} cannot be read"):
         return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
 

@@ -32,12 +32,12 @@ class RMSNorm(models.RMSNorm):
     def forward(self, x, /):
         # NUMERICS: torch's kernel accumulates the mean square of bf16/fp16 input in float32 and of
         # float64 in float64, and casts once, after w (transformers casts before w too). Pinned by
-        # tests/test_models.py::test_rms_norm_accumulates_in_float32.
+        # tests/full/test_models.py::test_rms_norm_accumulates_in_float32.
         if not self.offset:
             weight = self.weight.to(x.dtype)
             return F.rms_norm(x, weight.shape, weight, self.eps).to(self.weight.dtype)  # (4)
         # NUMERICS: in bf16 1 + w drops every w below 2^-8; Gemma adds and multiplies in float32 and
-        # casts last. Pinned by tests/test_models.py::test_gemma_norm_keeps_small_weights.
+        # casts last. Pinned by tests/full/test_models.py::test_gemma_norm_keeps_small_weights.
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = self.offset + self.weight.to(wide)
         return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(self.weight.dtype)
@@ -140,7 +140,8 @@ class Transformer(models.Transformer):
         if not self.config.scale_embedding:
             return x_BSM
         # NUMERICS: the checkpoint was trained with sqrt(M) rounded to the weight's dtype: in bf16
-        # sqrt(3072) is 55.5. Pinned by tests/test_models.py::test_gemma_scales_by_a_rounded_root.
+        # sqrt(3072) is 55.5. Pinned by
+        # tests/full/test_models.py::test_gemma_scales_by_a_rounded_root.
         return x_BSM * torch.tensor(self.embed_scale, dtype=x_BSM.dtype).item()
 
     def lm_head_shard(self):

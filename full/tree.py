@@ -122,7 +122,7 @@ def groups_of_tokens(stretch, window, dtype):
 def grouped_attention(q_1HnD, k_1GmD, v_1GmD, stretch, scale, window):
     """Compute attention of a `Stretch` with short paths: all groups in one call of torch's."""
     # NUMERICS: scores, softmax and sums are in float32 or better, as in boxes. Pinned by
-    # tests/test_tree.py::test_tree_attention_in_low_precision_is_as_good_as_plain_torch.
+    # tests/full/test_tree.py::test_tree_attention_in_low_precision_is_as_good_as_plain_torch.
     wide = torch.promote_types(q_1HnD.dtype, torch.float32)
     if (window, wide) not in stretch.groups:
         stretch.groups[window, wide] = groups_of_tokens(stretch, window, wide)
@@ -271,7 +271,7 @@ def _packed_scores(model, trie, temperature, masks, group, method, layout):
             # COMM: the sum over ranks of columns that are 0 elsewhere gives all scores to all
             # ranks. Each of them computes the same loss, and has the whole gradient: so only its
             # own column has a graph. A sum of gradients would count them once per rank. Pinned by
-            # tests/test_tree_ranks.py::test_a_tree_on_a_ring_is_one_process.
+            # tests/full/test_tree_ranks.py::test_a_tree_on_a_ring_is_one_process.
             total_N = column_N.detach().clone()
             dist.all_reduce(total_N, group=place.group)
             column_N = column_N + (total_N - column_N.detach())

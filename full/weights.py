@@ -71,7 +71,7 @@ def share_out_rows(mlp, group):
         padded_NM = F.pad(rows_NM, (0, 0, 0, -len(rows_NM) % group.size()))
         out_1nM = run(parallel.own_chunk(padded_NM, group)[None], on_routing=on_routing)
         # COMM: an all-gather over the t ranks, which have the same number of rows. Pinned by
-        # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+        # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
         return parallel.all_gather(out_1nM[0], group)[: len(rows_NM)].view_as(x_BSM)
 
     mlp.forward = forward
@@ -97,7 +97,7 @@ class CallsInStep:
     def ranks_that_call(self, here) -> int:
         # COMM: an all-reduce of one number over the e ranks before each model call, so that a rank
         # which has ended knows whether the others need its experts once more. Pinned by
-        # tests/test_generator_plan.py::test_replicas_that_end_early_serve_their_experts.
+        # tests/full/test_generator_plan.py::test_replicas_that_end_early_serve_their_experts.
         count = torch.tensor(here, device=self.device)
         dist.all_reduce(count, group=self.group)
         return int(count)
@@ -159,7 +159,7 @@ def copy_weights(source, target, optimizer=None) -> None:
     # COMM: an all-gather over the stages says what each of them has. The first stage that has a
     # tensor sends it. The ranks of this group have other layers, and the same entries of
     # what t and e cut. Pinned by
-    # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+    # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
     group = part.grid.group["p"] if part.plan.pp > 1 else None
     table = {name: (places[name].shape, places[name].pattern) for name in tensors}
     tables = [table] if group is None else all_gather_objects(table, group)
@@ -187,7 +187,7 @@ def copy_weights(source, target, optimizer=None) -> None:
             x = places[name].gather(x, len(there.cuts) if is_cut_alike else 0)
         if group is not None:
             # COMM: a broadcast over the stages. All take the names in one order. Pinned by
-            # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+            # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
             shape = q.shape if is_cut_alike else there.shape
             x = q.new_empty(shape) if x is None else x.to(q).contiguous()
             dist.broadcast(x, group=group, group_src=first)

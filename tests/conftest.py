@@ -10,7 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in eve
 ROOT = Path(__file__).resolve().parent.parent
 SORT = f"{ROOT}/tests/example_tasks.py:Sort"  # for --task
 LOOKUP = f"{ROOT}/tests/example_tasks.py:Lookup"
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "bench")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("bench", "full"))]
 
 WORKERS = 4  # at most: each holds torch, transformers and a server of ranks, 1.5 GB
 MARKERS = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 os.environ.pop("PYTHONPATH", None)  # which only let the server find this file
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE / "bench")]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE / "bench"), str(HERE / "full")]
 
 import numpy.ma  # noqa: E402, F401
 import pytest  # noqa: E402
@@ -27,7 +27,7 @@ from full.config import parse_config
 
 # The files whose functions run in ranks. One that cannot be imported is the test process's to
 # report, and a rank's that asks for it.
-for path in sorted(HERE.glob("test_*.py")):
+for path in sorted(HERE.glob("**/test_*.py")):
     if path.stem == "test_ranks" or "from test_r" in path.read_text():
         with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(path.stem)

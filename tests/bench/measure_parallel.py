@@ -393,7 +393,8 @@ class Rank:
     and the generator's cache. All parts are added, though not all peak at once.
 
     Sources: t, activations arXiv:2205.05198 section 4; d arXiv:1910.02054 sections 5, 7; c
-    arXiv:2310.01889; p arXiv:2104.04473 section 2; e arXiv:2006.16668. Pinned by tests/test_plan.py
+    arXiv:2310.01889; p arXiv:2104.04473 section 2; e arXiv:2006.16668. Pinned by
+    tests/full/test_plan.py
     ::test_the_bytes_that_plan_tells_are_what_ranks_hand_over, ::test_activations_are_what_is_kept,
     and ::test_the_memory_that_plan_tells_is_what_a_rank_holds.
     """

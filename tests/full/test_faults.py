@@ -5,8 +5,8 @@ says what happened and what to do; and what was saved stays whole. Faults are pl
 in the ranks' processes, right before a call of a function, and are real: SIGKILL, the kernel's
 /dev/full and RLIMIT_FSIZE, permission bits (root drops its capabilities, so that they hold).
 
-    python -m pytest tests/test_faults.py                  # the short form
-    python -m pytest tests/test_faults.py -m slow          # every fault; each rank killed 20 times
+    python -m pytest tests/full/test_faults.py             # the short form
+    python -m pytest tests/full/test_faults.py -m slow     # every fault; each rank killed 20 times
 """
 
 import ctypes

@@ -1,9 +1,9 @@
 """Random flags: a run finishes, or all ranks refuse it in the same line; nobody hangs.
 
-    python -m pytest tests/test_flags.py                    # 9 combinations
-    python -m pytest tests/test_flags.py -m slow            # 1,000
-    python tests/test_flags.py --seed 7 --count 1000        # others, with a line for each failure
-    python tests/test_flags.py --seed 7 --only 123          # one of them
+    python -m pytest tests/full/test_flags.py                    # 9 combinations
+    python -m pytest tests/full/test_flags.py -m slow            # 1,000
+    python tests/full/test_flags.py --seed 7 --count 1000    # others, a line for each failure
+    python tests/full/test_flags.py --seed 7 --only 123          # one of them
 
 A combination is a function of (seed, number). Runs with a plan, a tree, recomputed activations or
 two ranks, in float64 and with tame numbers, must also have the metrics of one process without them.

@@ -47,7 +47,7 @@ TINY = f"{TASK} --layers 2 --hidden 16 --heads 2 --lr 0.01"
 
 def serve():
     """Start the server, unless it runs. Python 3.11 does not give it this process's sys.path."""
-    with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
+    with mock.patch.dict(os.environ, PYTHONPATH=str(ROOT / "tests")):
         forkserver.ensure_running()
 
 
@@ -105,7 +105,7 @@ def _script(rank, file, argv, cwd, log, environment):
         os.dup2(os.open(f"{log}-{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.environ.update(environment)
     for path in sys.path[:]:
-        if Path(path).resolve() in (ROOT, ROOT / "tests"):
+        if Path(path).resolve() in (ROOT, ROOT / "tests", ROOT / "tests" / "full"):
             sys.path.remove(path)
     for name, module in [*sys.modules.items()]:
         if str(getattr(module, "__file__", None) or "").startswith(f"{ROOT}{os.sep}"):

@@ -21,7 +21,7 @@ from full.objectives import OBJECTIVES, SampledTokens, grpo_loss, sampler_weight
 from full.rollouts import Trajectory
 
 pytestmark = pytest.mark.quick
-GOLDEN = json.loads((Path(__file__).parent / "golden_objectives.json").read_text())
+GOLDEN = json.loads((ROOT / "tests" / "golden_objectives.json").read_text())
 INPUT = {name: torch.tensor(x, dtype=torch.float64) for name, x in GOLDEN["input"].items()}
 MASK = INPUT["mask"].bool()
 

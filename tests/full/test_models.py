@@ -1,4 +1,4 @@
-"""models.py against its definition and against plain torch. Families: tests/test_families.py."""
+"""Models against their definition and against plain torch. Families: test_families.py."""
 
 import numpy as np
 import pytest

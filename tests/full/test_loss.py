@@ -31,7 +31,7 @@ from full.trainer import Trainer
 from full.trie import TokenTrie
 
 pytestmark = pytest.mark.quick
-GOLDEN = json.loads((Path(__file__).parent / "trl_loss_golden.json").read_text())
+GOLDEN = json.loads((ROOT / "tests" / "trl_loss_golden.json").read_text())
 CHOICES = {f.name: choices_of(f) for f in fields(Config)}
 COVERED = [case for case in GOLDEN["cases"] if case["ours"]]  # there is no KL times the ratio
 TREES = [{}, dict(tree="sparse"), dict(tree="dta", chunk_tokens=5)]

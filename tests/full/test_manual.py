@@ -88,7 +88,7 @@ TABLE = {
     "python tests/conformance.py tests/adapters.py:ours objective=gspo aggregation=sequence_mean":
         "conformance::the_command_prints_a_row_for_each_property",
     "python tests/example_action_expert.py check": "action::the_check_passes_and_fails",
-    "python tests/test_flags.py --seed 0 --count 1000":
+    "python tests/full/test_flags.py --seed 0 --count 1000":
         "flags::random_flags_finish_or_are_refused_by_all_ranks_alike",
     **dict.fromkeys(("python tests/mutate.py", "python tests/mutate.py models.py --seed 1"),
                     "mutate::a_slip_is_caught_or_listed"),

@@ -117,7 +117,7 @@ def same_row(true, found):
 
 
 @pytest.mark.parametrize("world, plan, families", EVERY)
-def test_every_generator_plan_samples_the_tokens_of_one_process(
+def test_every_generator_plan_samples_as_one_process(
     truth, tmp_path, world, plan, families
 ):
     parts = ranks(tmp_path, world, _sampled, f"{plan}|d{world}", families)
