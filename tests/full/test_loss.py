@@ -8,13 +8,12 @@ import inspect
 import json
 import math
 from dataclasses import fields, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import LOOKUP, batch_of
+from conftest import ROOT, LOOKUP, batch_of
 
 from full.advantages import choices_of, gae
 from full.batches import SampledBatch, collect

@@ -7,12 +7,12 @@ test_loss.py.
 
 import functools
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 
 import measure_objectives
 from full.advantages import ADVANTAGES, advantages, overlong_penalty
