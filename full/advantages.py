@@ -19,16 +19,15 @@ you know GRPO's advantage, read the tables and skip the rest.
 Letters:  P groups of G rollouts each   T positions of a padded trajectory   N sampled tokens
 """
 
-import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 import train_grpo
-from full.objectives import AGGREGATIONS, OBJECTIVES, divergence, entry_of
+from full.objectives import divergence, entry_of
 from full.ranks import current_device, summed
 
 # DEVIATES: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); a truncated
@@ -90,7 +89,8 @@ class Advantage(NamedTuple):
     compares: str = "group"  # rewards of a group | of the whole step | nothing
 
 
-# To add an advantage, write its function and its name here, or below if it is a token's own.
+# To add an advantage, write its function and its name here, or in
+# TOKEN_ADVANTAGES if tokens of a rollout have different ones.
 ADVANTAGES = {
     "group_mean": Advantage(group_mean), "group_std": Advantage(group_std),
     "batch_std": Advantage(batch_std), "leave_one_out": Advantage(leave_one_out),
@@ -301,16 +301,3 @@ TOKEN_ADVANTAGES = {
 def compared_by(kind) -> str:
     """Return among which rewards an advantage looks for differences: group, step or nothing."""
     return (ADVANTAGES | TOKEN_ADVANTAGES)[kind].compares
-
-
-# The flags whose values are the names of a table.
-TABLES = {
-    "objective": (OBJECTIVES,), "aggregation": (AGGREGATIONS,),
-    "advantage": (ADVANTAGES, TOKEN_ADVANTAGES),
-}  # fmt: skip
-
-
-def choices_of(f) -> tuple:
-    """Return the values that a field of Config may have, or () if any will do."""
-    tables = TABLES.get(f.name)
-    return tuple(itertools.chain(*tables)) if tables else get_args(f.type)

@@ -1,6 +1,6 @@
 """Attention on one device: adds masks, dtypes and fused kernels to `ring_attention.py`.
 
-What it must equal, in addition to (1) to (4):
+What it must equal, in addition to (1) to (3) of ring_attention.py and (4) of masks.py:
 
     (5)  a query that sees nothing: out 0, lse -inf, gradient 0 whatever arrives from upstream
     (6)  with a softcap c the scores are c tanh(s_ij / c); a gradient of lse enters (3) as

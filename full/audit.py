@@ -2,7 +2,10 @@
 
     python -m full audit runs/guess-0 [--step 20] [--all] [--html page.html]
 
-byhand.py has the arithmetic. This file trusts the task, and the ordinary code up to a checkpoint.
+byhand.py has the arithmetic, expected.py the metrics and the bounds, report.py text and page. This
+file trusts the task, and the ordinary code up to a checkpoint.
+
+Equation numbers are those of byhand.py.
 """
 
 import argparse

@@ -3,8 +3,11 @@
 What a step samples and trains on: the queue of batches, and how a batch becomes micro-batches of
 rows, of one tree, or of chunks of a tree.
 
+Equations (7) and (8) are in objectives.py, (11) is in experts.py.
+
 Letters:  B trajectories   T positions of their padded log-prob vectors   P groups of G rollouts
-each N sampled tokens   S packed tokens   M the model's width. Small letters are one rank's share.
+each   N sampled tokens   S packed tokens   J pairs of a sequence and a token   L layers with E
+experts   Small letters are one rank's share.
 """
 
 import bisect
@@ -360,7 +363,7 @@ class ExpertLoads:
         return {"experts/load_max": load_L.max().item()} | balance
 
     def update_bias(self, model):
-        """Move the routers' biases by (11) of models.py, after an optimizer step."""
+        """Move the routers' biases by (11) of experts.py, after an optimizer step."""
         if not self.rate:
             return
         has = [module.layer for module in model.modules() if hasattr(module, "votes")]
@@ -368,10 +371,8 @@ class ExpertLoads:
         update_router_bias(model, counts)
 
 
-# Trees: forked rollouts, and prefixes that are run once -----------------------------------------
-# Two uses of one shape: rollouts that fork at turn boundaries (--forks), and training on shared
-# prefixes at the cost of their distinct tokens (--tree). Skip it without those flags, but for
-# `RowBatches`, which trains without a tree.
+# Micro-batches: rows, packed trees, chunks ------------------------------------------------------
+# Each class runs a batch in one way of --tree. Without --tree read `RowBatches` alone.
 
 
 class RowBatches(PackedBatches):

@@ -15,6 +15,8 @@ value, g the return that it should have predicted. c holds the run's settings.
     (5)  l <- l + kl_coef k(lp - ref) - entropy_coef H
     (6)  l <- l + value_coef max((v - g)^2, (clip(v, v_old +- 0.2) - g)^2) / 2
     (7)  loss = sum over all sampled tokens of w l / Z
+    (8)  loss <- loss + balance_coef mean_i b_i     b_i: (10) of experts.py with coef 1
+   (11)  b_e  = rate * votes_e                      a router's bias: see experts.py
 """
 
 import math
@@ -518,7 +520,7 @@ def rate_by_hand(c, step) -> float:
 
 
 def step_by_hand(c, groups, state, lr) -> list:
-    """Do a whole step by (1) to (11), in place. Return a dict for each optimizer step.
+    """Do a whole step by (1) to (8) and (11), in place. Return a dict for each optimizer step.
 
     groups: lists of Recorded rollouts, the groups that the step trains on, in order.
     state: the State before the step, in the precision to compute in. lr: the learning rate.

@@ -166,7 +166,7 @@ def rows_of_rank(tokens, device):
             row = {way.__name__[:6]: max(compare(*given, attention=way)) for way in minimal}
             rows.append((f"float64, ring_attention.py, world {world}", "causal", 1e-12, row))
 
-    # Lower dtypes are compared with torch's own attention, which is in the folder of tests.
+    # Lower dtypes are compared with torch's own attention, by tests/bench/measure_ring.py.
     try:
         rows += measuring_file("measure_ring").check_rows(groups[total], device)
     except ImportError as missing:
@@ -446,7 +446,7 @@ def check_models(cases=None, transformers=True) -> bool:
         for path, error in path_errors(tiny_model(model_type, **changes))
     ]
 
-    # The rows that need other files. With this one alone it says what is not shown.
+    # More rows, by tests/bench/measure_models.py. Without it a line says what is not checked.
     try:
         rows += measuring_file("measure_models").rows(cases, transformers)
     except ImportError as missing:
@@ -571,11 +571,11 @@ def check_parallel() -> bool:
     plans = {world: [f"{plan} {mode}" for plan in dict.fromkeys(x.split()[0] for x in PLANS[world])
                      for mode in MODES] for world in PLANS}  # fmt: skip
     minimal = parallel.check_plans(plans, FullTraining, model)
-    errors |= {f"toy, {name}": x for name, x in minimal.items()}
+    errors |= {f"folder, {name}": x for name, x in minimal.items()}
     try:
         errors |= measuring_file("measure_parallel").matrix()
     except ImportError as missing:
-        print(f"every plan with models.py: SKIP ({missing}); it would compare them too")
+        print(f"every plan with a model of the folder: SKIP ({missing}); it would compare them too")
     for name, error in errors.items():
         print(f"{name:36} {error:.1e}  {'ok' if error <= 1e-10 else 'FAILED'}")
     ok = all(error <= 1e-10 for error in errors.values())

@@ -21,6 +21,8 @@ ordinary: loss 0. Not here: dropout; mixers other than causal softmax attention;
 forest is one tree); chunks across the ranks of one sequence (the whole tree at once:
 `tree_scores(group=)`).
 
+Equations (1) to (5) are in tree_attention.py, (6) is in tree.py.
+
 Letters:  N tokens of the tree   n tokens of a chunk   p tokens on the path above, m = p + n keys of
 both   R sequences, of L_i tokens   T = L - 1 of the longest   e edges scored in a chunk, from its
 tokens to their children   C = 2 or 3 scores of an edge   E experts   K targets that point to edges
@@ -122,7 +124,8 @@ def _chunks_of(tokens, starts):
 
 # Depth first over the chunks --------------------------------------------------------------------
 # For: --tree dta. In three parts: the losses of sequences, the scores of a chunk, and the walk,
-# which says what runs next and what waits. It is `tree_backward` for chunks.
+# which says what runs next and what waits. It does for chunks what
+# `tree_attention.tree_backward` does for segments.
 
 
 class _ChunkForward(NamedTuple):
@@ -681,6 +684,10 @@ def _stand_in(model, device):
     tokens_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
     hidden_11M = model.hidden(tokens_11, positions=tokens_11, attention=attention)
     return _ChunkForward(tokens_11[0, :0], (), {}, {}, hidden_11M)
+
+
+# Which rank trains on which sequences -----------------------------------------------------------
+# For: data-parallel ranks whose sequences share prefixes.
 
 
 class Cost(NamedTuple):

@@ -9,18 +9,19 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 import train_grpo
-from full.advantages import choices_of, compared_by
+from full.advantages import ADVANTAGES, TOKEN_ADVANTAGES, compared_by
 from full.metrics import glossary
 from full.model_config import read_json
-from full.objectives import OBJECTIVES
+from full.objectives import AGGREGATIONS, OBJECTIVES
 from full.plans import Plan, letters_table, plans_on_same_ranks
 from full.weights import require_generator_plan
 
@@ -124,21 +125,21 @@ class Config(train_grpo.Config):
     overlong: Literal["keep", "filter"] = "keep"  # truncated trajectories; filter: not in the loss
     overlong_buffer: int = 0  # last tokens of max_new_tokens, over which the reward falls by 1
     # the loss
-    advantage: str = None  # (1) of the equations; gae is PPO's, with a critic
+    advantage: str = None  # (1) of full/advantages.py; gae is PPO's, with a critic
     teacher: str = ""  # checkpoint directory: each token's advantage is its log-prob's gain there
-    aggregation: str = "token_mean"  # w and Z of (7)
-    objective: str = "clip"  # (3) of the equations
+    aggregation: str = "token_mean"  # w and Z of (7) of full/objectives.py
+    objective: str = "clip"  # (3) of full/objectives.py
     dual_clip: float = 0.0  # clip, gspo: bound of the ratio where A is negative; 0: none
     cispo_bound: float = 5.0  # cispo: the largest weight
-    kl: Literal["k1", "k3"] = "k3"  # estimator of the KL, (5) of the equations
+    kl: Literal["k1", "k3"] = "k3"  # estimator of the KL, (5) of full/objectives.py
     kl_coef: float = 0.0  # weight of the KL to the frozen reference; 0: no reference is kept
     kl_in: Literal["loss", "reward"] = "loss"  # where the KL enters
     entropy_coef: float = None  # weight of the entropy bonus
     proximal: bool = False  # old log-probs from a trainer pass; otherwise the sampler's
-    importance: Literal["truncate", "mask"] = "truncate"  # (4): of weights out of bounds
+    importance: Literal["truncate", "mask"] = "truncate"  # (4) of full/objectives.py
     importance_of: Literal["token", "sequence", "geometric"] = "token"  # whose p_old / p_sampler
     importance_low: float = 0.0  # lower bound of p_old / p_sampler
-    importance_cap: float = 0.0  # upper bound of p_old / p_sampler; 0: no (4)
+    importance_cap: float = 0.0  # upper bound of p_old / p_sampler; 0: no weights
     gae_lambda: float = 0.95  # gae: 0: one step and the critic; 1: rewards to the end
     value_coef: float = 0.5  # gae: weight of the critic's loss
     balance_coef: float = 0.0  # experts: weight of the loss that balances them; not with --tree
@@ -401,6 +402,19 @@ LOSS_SETTINGS = (
 
 # The flags that only `Jsonl` reads.
 TEXT_FLAGS = "data", "template", "instruction", "system", "reward"
+
+
+# The flags whose values are the names of a table.
+TABLES = {
+    "objective": (OBJECTIVES,), "aggregation": (AGGREGATIONS,),
+    "advantage": (ADVANTAGES, TOKEN_ADVANTAGES),
+}  # fmt: skip
+
+
+def choices_of(f) -> tuple:
+    """Return the values that a field of Config may have, or () if any will do."""
+    tables = TABLES.get(f.name)
+    return tuple(itertools.chain(*tables)) if tables else get_args(f.type)
 
 
 def flags_of(objective) -> set:

@@ -3,6 +3,8 @@
 The metrics of a step by hand, each of whose definitions is here a second time, and how far a
 recorded number may be from the one by hand. If you trust the column `allowed`, skip the second
 half.
+
+Equation numbers are those of byhand.py.
 """
 
 import math
@@ -231,8 +233,6 @@ def expert_metrics(c, updates) -> dict:
 
 
 # What rounding explains -------------------------------------------------------------------------
-# How far a recorded number may be from the one by hand. If you trust the column `allowed`, skip it.
-
 # Everything is done twice: in float64, to be compared with what the run recorded, and in the run's
 # precision, to know how much of a difference rounding can explain. A recorded number and the one by
 # hand may differ by TIMES the distance of these two and a unit in the last place. After n steps

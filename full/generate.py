@@ -275,9 +275,9 @@ def forward_with_cache(model, cache, tokens_BS, /, counts=None):
     return models.forward_with_cache(model, cache, tokens_BS, counts)
 
 
-# Generation -------------------------------------------------------------------------------------
-# Adds to `models.generate`: a limited number of slots that waiting rows take over, forks of rows,
-# prompts that are computed once, draws from a seed.
+# Rows that come and go --------------------------------------------------------------------------
+# Limited slots that waiting rows take over, forks of rows, prompts that are computed once, draws
+# from a seed.
 
 
 @torch.no_grad()

@@ -3,7 +3,9 @@
 They go whole or into a model that is split over ranks. `full_definition` computes a model from its
 weights, token by token, for checks and audits.
 
-Letters:  S tokens   V words   X any dimension
+Equation (5) is in models.py, (7') in logprobs.py.
+
+Letters:  S tokens   V words   E experts
 """
 
 import dataclasses
@@ -26,9 +28,6 @@ from full.transformer import Transformer, local_part, whole_shapes
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-
-# Checkpoints ------------------------------------------------------------------------------------
-# Weights in Hugging Face's directories, both ways, whole or into a model that is split over ranks.
 
 INDEX = "model.safetensors.index.json"
 
@@ -367,6 +366,9 @@ def copy_text_files(source, target) -> list[str]:
         partial.write_bytes((source / name).read_bytes())
         os.replace(partial, target / name)
     return present
+
+
+# The definition of a model ----------------------------------------------------------------------
 
 
 def full_definition(model, tokens, /, frequencies=None):

@@ -4,6 +4,8 @@
 
 Sums are in float32 or better, and the backward does less work for small vocabularies.
 
+Equations (8) and (9) are in models.py.
+
 Letters:  N tokens   M width   V words, v on this rank
 """
 

@@ -1,6 +1,6 @@
 """Logs: adds rollouts, checkpoints, warnings and curves to `train_grpo.Log`.
 
-Each class writes one thing. What a step must do besides is in run.py.
+Each class does one thing after a step. `run.run` puts them in order.
 """
 
 import argparse

@@ -428,8 +428,7 @@ def preorder_depth(end_S):
 
 
 # Boxes ------------------------------------------------------------------------------------------
-# For: speed. What is visible becomes a few rectangles, most of which need no mask inside.
-# Skip it if you accept that the boxes are disjoint and hold every visible pair: test_mask.py.
+# For: speed. Skip it if you accept that the boxes are disjoint and hold every visible pair.
 
 PARTIAL, FULL, CAUSAL = range(3)  # what of a box is visible: some pairs, all, the causal triangle
 

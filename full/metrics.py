@@ -1,8 +1,10 @@
 """Metrics: what each number in a line of metrics.jsonl is, and how it is reduced.
 
-Adds a table to the few that `train_grpo.Log` writes. It is the one list. The glossary of --help,
+This table is the one list of all metrics; `train_grpo.Log` writes a few. The glossary of --help,
 the log, the merge over updates and the order of an audit's rows come from it. Causes stand before
 their effects.
+
+Equation numbers are those of objectives.py.
 """
 
 import contextlib

@@ -4,6 +4,8 @@ Between the backward and the optimizer's step: sum, look for what is not finite,
 the plain tensors of this rank, ZeRO-1 (arXiv:1910.02054), master weights; what a checkpoint stores;
 the comparison of replicas. PyTorch's DDP and FSDP2 average gradients over ranks, this sums. DDP and
 Megatron overlap the sum with the backward, this does not.
+
+Equations (1) to (7) are in parallel.py.
 """
 
 import hashlib

@@ -13,6 +13,11 @@ micro-batches at once and the loss on one stage. With `PackedBatches` it reads a
 With ddp and zero1 micro-batches cost no message, so ranks may run different numbers of them, or
 none: that suits trees, whose sizes differ. Under fsdp, t, c, e and p every forward is collective:
 all ranks of a group must make the same calls. `PackedBatches` takes care of that.
+
+Equations (1) to (7) are in parallel.py.
+
+Letters:  B sequences   S tokens of one, s of this rank   T targets   N scored tokens   J pairs of a
+sequence and a token   M width
 """
 
 import zlib
@@ -105,9 +110,9 @@ class PackedBatches:
     attention: attention(document_1S, group) makes the callable of the layers for a `PackedRow`:
         tokens see earlier tokens of their own document. group: None, or the ranks of c.
     indices: indices(length, rank, world), ascending: the tokens of a row that a rank of c has, as
-        this attention wants them: `ring_attention.indices`. For c > 1 only.
+        this attention wants them: `ring.indices`. For c > 1 only.
     balance: balance(sequence_j, token_j, num_sequences=, groups=) makes the callback by which
-        sparse layers attach their loss in training, such as a `models.Balance`. Default: no loss.
+        sparse layers attach their loss in training, such as an `experts.Balance`. Default: no loss.
     micro_tokens: int. Most tokens of a micro-batch. A longer sequence is alone in one.
     temperature: float. Of the log-probs.
 

@@ -1,6 +1,8 @@
-"""An audit as text and as a page: adds every token's part of the loss to `train_grpo.Log`.
+"""An audit as text and as a page: the rows of audit.py, and every token's part of the loss.
 
 What is outside, or the whole table, and the tokens of one group with their parts of the loss.
+
+Equation numbers are those of byhand.py.
 """
 
 import html

@@ -320,7 +320,8 @@ def trade_heads(x_BhsD, schedule, to_tokens):
     to_tokens: True for the way to all tokens, in ascending order; False for the way back.
     """
     # Forth, each member gets its share of the heads of our tokens. Back, it gets its tokens, so the
-    # block is first put in the order shard by shard. The picture is at ulysses_attention.
+    # block is first put in the order shard by shard. `ring_attention.ulysses_attention` has the
+    # picture.
     trade = schedule.trade
     B, h, _, D = x_BhsD.shape
     sizes = [len(tokens) for tokens in schedule.shards]

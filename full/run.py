@@ -2,7 +2,10 @@
 
 What a run is made of: the shapes and models that its settings ask for, and what is refused before a
 directory is touched. Then what surrounds `train_grpo.train` so that it can be killed, resumed,
-watched and trusted. If you only want the algorithm, skip this file; `run` says what a run writes.
+watched and trusted. If you only want the algorithm, skip this file; `run` here and `Log` in logs.py
+say what a run writes.
+
+Equation numbers are those of objectives.py.
 """
 
 import contextlib
@@ -185,9 +188,7 @@ def require_room(config, task, positions):
             )
 
 
-# The run: resume, save, log ---------------------------------------------------------------------
-# What surrounds the loop so that it can be killed, resumed, watched and trusted. If you only
-# want the algorithm, skip it; `run` and `Log` say what a run writes.
+# The run: resume, export, and reading it again --------------------------------------------------
 
 
 def run(config, task, trainer, out, progress) -> int:

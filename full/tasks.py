@@ -70,7 +70,7 @@ def naming_the_task(file):
 
     Left alone, a RuntimeError about a task's own connection would read as a lost rank, and
     sys.exit(0) would end the run with 0. A ValueError keeps its message, for it is meant for the
-    reader; of anything else `main` prints the traceback too.
+    reader; of anything else `run.report` prints the traceback too.
     """
     try:
         yield

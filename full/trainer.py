@@ -1,7 +1,11 @@
 """The trainer: adds plans, precisions, trees, a critic, a generator to `train_grpo.Trainer`.
 
-What a step computes, in the order in which `train_grpo.train` calls it. Before it stands what a
-trainer is made of: which plan and which precision a model has, its first weights, its optimizer.
+The methods that `train_grpo.train` calls, and what they need. Before them stands what a trainer is
+made of: which plan and which precision a model has, its first weights, its optimizer.
+
+Equation (1) is in advantages.py, (2) to (8) are in objectives.py.
+
+Letters:  B trajectories   T positions   L layers with experts   E experts
 """
 
 import copy
@@ -86,8 +90,8 @@ def build_optimizer(config, model):
 class Trainer(train_grpo.Trainer):
     """`train_grpo.Trainer` for every plan, tree, precision, objective and sampler.
 
-    Each method does what the core's method of this name does, and calls none of them: these run a
-    whole model on padded rows, and shards, pipelines and packed rows need another order of work.
+    Each method does what `train_grpo.Trainer`'s of this name does, and calls none of them: those
+    run a whole model on padded rows. Shards, pipelines and packed rows need another order of work.
 
     `forward_backward` may be called any number of times before `optim_step`: gradients add up over
     calls and ranks, without an average, as every loss is divided by Z, which the caller has found.

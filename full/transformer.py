@@ -4,6 +4,8 @@ Cost per token: 2 flops forward and 4 backward for each parameter outside the em
 token meets (K of the E experts), and 4 S H D forward per layer in attention, of which a causal mask
 hides half. Not here: dropout (no released model has any), quantized weights, vision towers.
 
+Equations (1) to (9) are in models.py, (7') is in logprobs.py.
+
 Letters:  B rows   S tokens of a row   C tokens that they may see   M width   V words   H query
 heads G key heads   D width of a head
 

@@ -1,5 +1,7 @@
 """The packed tree in one call: adds masks, critics and a ring to `tree_attention.py`'s.
 
+In addition to (1) to (5) of tree_attention.py:
+
     (6)  log softmax(W h / temperature) in (2), entropies of the same distribution, and the values
          of a critic; f_i may depend on all of them
 
@@ -7,9 +9,9 @@
 chunk of chunks.py is here too. Attention has sum_t (depth_t + 1) pairs, where the flat batch has
 sum_i L_i (L_i + 1) / 2.
 
-Letters:  N tokens of the tree   n tokens of one call   m of it and the path above, p on the path H
-query heads   G key heads   D head size   C = 2 or 3 scores of an edge: log-prob, entropy and, for a
-critic, value   U groups of W tokens, each with Y keys, A of them above
+Letters:  N tokens of the tree   n tokens of one call   p tokens on the path above   m = p + n keys
+H query heads   G key heads   D head size   C = 2 or 3 scores of an edge: log-prob, entropy and, for
+a critic, value   U groups of W tokens, each with Y keys, A of them above
 
 References: Tree Training arXiv:2511.00413; Prefix Grouper arXiv:2506.05433, which shares one
 prefix; FlashMask arXiv:2410.01359.
@@ -34,7 +36,7 @@ def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, b
     q: (1, H, N, D). k, v: (1, G, N, D). In the order of trie.tokens.
     trie: the `TokenTrie`.
     window: how many tokens, itself and the nearest ancestors, a token sees. Default: all.
-    scale, softcap, backend: as in `ring_attention.attend`, with its dtypes and errors.
+    scale, softcap, backend: as in `attend.attend`, with its dtypes and errors.
 
     Returns (1, H, N, D) in the dtype of q.
     """
@@ -149,7 +151,8 @@ def grouped_attention(q_1HnD, k_1GmD, v_1GmD, stretch, scale, window):
 
 
 # The whole tree in one graph, on one rank or on several -----------------------------------------
-# For: --tree sparse. It is `tree_logprobs` with masks, padding, critics, and a ring.
+# For: --tree sparse, and `chunks.tree_scores`. It is `tree_attention.tree_logprobs` with masks,
+# padding, critics, and a ring.
 
 
 def packed_tree(trie, length=None):

@@ -2,6 +2,8 @@
 
 `TokenTrie` is `radix_tree` and `pack` in one. `Stretch` is what a run of its tokens sees.
 
+Equations (1) to (5) are in tree_attention.py.
+
 Letters:  N tokens of the tree   R sequences, of L_i tokens   T = L - 1 of the longest   K targets
 that point to edges; an edge has its child's index
 """
@@ -102,7 +104,7 @@ class TokenTrie:
         return self.paths[self.begins[i] :][: self.lengths[i]]
 
     def mask(self, window=None):
-        """Return (1) as a `ring_attention.Mask`; a window counts in depth, not in indices."""
+        """Return (1) as a `masks.Mask`; a window counts in depth, not in indices."""
         return self.stretch.mask(window)
 
     @functools.cached_property

@@ -32,10 +32,10 @@ def split_for_decoding(model, plan, *, device_mesh):
     """Turn a whole model into this rank's part of a generator's plan, and return it.
 
     model, plan, device_mesh: as in `parallelize`. The result only samples: rows of experts are
-    sent without gradients. The t ranks of a replica share the decoding: all of
-    them get the same tokens, and compute the same logits of the whole vocabulary. `gather_replica`
-    makes the same batch of their lists. Ranks that exchange rows of experts with other replicas
-    need the same number of model calls: `end_together`.
+    sent without gradients. The t ranks of a replica share the decoding: all of them get the same
+    tokens, and compute the same logits of the whole vocabulary. `gather_replica` makes the same
+    batch of their lists. Ranks that exchange rows of experts with other replicas need the same
+    number of model calls: `end_together`.
     """
     require_generator_plan(plan)
     plan.require_fits(world=dist.get_world_size(), config=model.config)
@@ -157,8 +157,8 @@ def copy_weights(source, target, optimizer=None) -> None:
     places = {name: whole_place(x) for name, x in tensors.items()} | places
 
     # COMM: an all-gather over the stages says what each of them has. The first stage that has a
-    # tensor sends it. The ranks of this group have other layers, and the same entries of
-    # what t and e cut. Pinned by
+    # tensor sends it. The ranks of this group have other layers, and the same entries of what t and
+    # e cut. Pinned by
     # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
     group = part.grid.group["p"] if part.plan.pp > 1 else None
     table = {name: (places[name].shape, places[name].pattern) for name in tensors}

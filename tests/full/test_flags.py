@@ -26,9 +26,9 @@ import numpy as np
 import pytest
 from conftest import LOOKUP, SORT, shortened
 
-from full.advantages import choices_of, compared_by
+from full.advantages import compared_by
 from full.check import tiny
-from full.config import Config
+from full.config import Config, choices_of
 from full.hf import save_hf
 from full.transformer import Transformer
 from models import FULL, SLIDING

@@ -15,11 +15,11 @@ import pytest
 import torch
 from conftest import ROOT, LOOKUP, batch_of
 
-from full.advantages import choices_of, gae
+from full.advantages import gae
 from full.batches import SampledBatch, collect
 from full.byhand import Recorded, loss_definition, rate_by_hand, score_alone
 from full.check import TINY, tiny_model
-from full.config import LOSS_SETTINGS, Config
+from full.config import LOSS_SETTINGS, Config, choices_of
 from full.metrics import METRICS, Metric
 from full.objectives import grpo_loss, loss_denominator
 from full.packing import pack

@@ -79,7 +79,7 @@ TABLE = {
         "objectives::the_curves_are_drawn_of_runs_that_are_there",
 
     # Checks.
-    **dict.fromkeys(("grep NUMERICS full/*.py", "grep COMM full/*.py"),
+    **dict.fromkeys(("grep NUMERICS *.py full/*.py", "grep COMM *.py full/*.py"),
                     "house::every_tag_ends_in_a_test_that_exists"),
     **dict.fromkeys((f"{RUN} check", *(f"{RUN} check {subject}" for subject in SUBJECTS)),
                     "manual::a_check_finds_the_error_of_the_results"),

@@ -29,9 +29,8 @@ from conftest import LOOKUP, ROOT, SORT, shortened, slow
 import train_grpo
 from full import __main__
 from full import run as run_py
-from full.advantages import choices_of
 from full.checkpoint import checkpoints, sealed
-from full.config import Config, parse_config
+from full.config import Config, choices_of, parse_config
 from full.metrics import METRICS
 from test_ranks import join, read_metrics, start
 
