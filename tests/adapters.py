@@ -2,7 +2,7 @@
 
     python tests/conformance.py tests/adapters.py:ours objective=gspo aggregation=sequence_mean
     python tests/conformance.py tests/adapters.py:verl objective=gmpo   # needs verl
-    python tests/adapters.py table          # the rows of tests/RESULTS.md
+    python tests/adapters.py table          # the rows of full/RESULTS.md
 
 Each adapter calls the package's own function with what the package's trainer gives it.
 """
@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 
 import conformance
 import torch
+from full.objectives import OBJECTIVES, grpo_loss
 
 CLIP = dict(clip_low=0.2, clip_high=0.28)
 DROPPED = dict(clip_low=0.15, clip_high=0.15)  # DPPO's bounds
@@ -25,8 +26,6 @@ DROPPED = dict(clip_low=0.15, clip_high=0.15)  # DPPO's bounds
 def ours(batch):
     """train_grpo.grpo_loss: the caller divides by Z of the whole step, and adds everything up."""
     sys.path.append(str(Path(__file__).resolve().parent.parent))
-    import train_grpo
-
     # The constants of an objective are defaults at its function.
     c = batch.settings
     if c["divergence"] == "kl":
@@ -35,9 +34,9 @@ def ours(batch):
         cispo=dict(low=1 - c["clip_low"]), sapo=dict(up=c["tau_pos"], down=c["tau_neg"]),
         dppo=dict(cap=c["ratio_cap"]),
     ).get(c["objective"], {})  # fmt: skip
-    function = train_grpo.OBJECTIVES[c["objective"]]
-    train_grpo.OBJECTIVES["as claimed"] = functools.partial(function, **constants)
-    return train_grpo.grpo_loss(
+    function = OBJECTIVES[c["objective"]]
+    OBJECTIVES["as claimed"] = functools.partial(function, **constants)
+    return grpo_loss(
         batch.lp, batch.old, batch.advantage, batch.mask, Z=batch.Z, aggregation=c["aggregation"],
         objective="as claimed", clip_low=c["clip_low"], clip_high=c["clip_high"],
         dual_clip=c["dual_clip"], cispo_bound=1 + c["clip_high"],
@@ -181,7 +180,7 @@ def openrlhf(batch):
 openrlhf.SETTINGS = dict(objective="clip", **CLIP, micro_batches="mean", ranks="mean")
 
 
-# The table of tests/RESULTS.md -----------------------------------------------------------------
+# The table of full/RESULTS.md -----------------------------------------------------------------
 
 SEQUENCES, CONSTANT = dict(aggregation="sequence_mean"), dict(aggregation="constant")
 CASES = {

@@ -120,6 +120,11 @@ def copied(root, folder):
     return Path(shutil.copytree(root, folder, ignore=left_out, dirs_exist_ok=True))
 
 
+def modules_of(root):
+    """Return the files that slips are planted in: the five, and the folder's."""
+    return sorted(root.glob("*.py")) + sorted(root.glob("full/*.py"))
+
+
 def record(root, folder, jobs, slow=False, anew=False):
     """Return {test: (seconds, places)} of all tests that pass.
 
@@ -127,15 +132,17 @@ def record(root, folder, jobs, slow=False, anew=False):
     """
     store = folder / ("slow.json" if slow else "default.json")
     known = json.loads(store.read_text()) if store.exists() and not anew else {}
-    now = {f"tests/{path.name}": path.read_bytes() for path in root.glob("tests/test_*.py")}
+    paths = root.glob("tests/**/test_*.py")
+    now = {f"{path.relative_to(root)}": path.read_bytes() for path in paths}
     now = {file: hashlib.sha256(text).hexdigest() for file, text in sorted(now.items())}
     known = {file: entry for file, entry in known.items() if entry["hash"] == now.get(file)}
     missing = [file for file in now if file not in known]
     if missing:
         print(f"recording the tests of {len(missing)} files", flush=True)
         project = copied(root, folder / "recorded")
-        for path in project.glob("*.py"):
-            path.write_text(instrumented(path.read_text(), path.name, folder))
+        for path in modules_of(project):
+            name = f"{path.relative_to(project)}"
+            path.write_text(instrumented(path.read_text(), name, folder))
         shutil.copy(__file__, folder)
         (folder / "lines").write_text("")
         shared = len(missing) > 1 and importlib.util.find_spec("xdist")

@@ -10,7 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in eve
 ROOT = Path(__file__).resolve().parent.parent
 SORT = f"{ROOT}/tests/example_tasks.py:Sort"  # for --task
 LOOKUP = f"{ROOT}/tests/example_tasks.py:Lookup"
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "bench")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("bench", "full"))]
 
 WORKERS = 4  # at most: each holds torch, transformers and a server of ranks, 1.5 GB
 MARKERS = {
@@ -69,9 +69,9 @@ def pytest_collection_modifyitems(config, items):
 
 def batch_of(groups):
     """Groups of trajectories as a batch of one minibatch, which policy version 0 has sampled."""
-    import train_grpo
+    from full.batches import SampledBatch
 
-    return train_grpo.SampledBatch(dict(enumerate(groups)), range(len(groups)), 1, sampled_by=0)
+    return SampledBatch(dict(enumerate(groups)), range(len(groups)), 1, sampled_by=0)
 
 
 def complaint_of(function, *args, error=ValueError, **options):

@@ -35,15 +35,15 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models import (  # noqa: E402
-    SLIDING, Layer, RMSNorm, Rope, Transformer, apply_rope, draw_weights, tiny,
-)  # fmt: skip
-
+from full.check import tiny
+from full.model_config import Rope
+from full.transformer import Layer, RMSNorm, Transformer, draw_weights
+from models import SLIDING, apply_rope
 
 def masked_attention(q_BHTD, k_BGSD, v_BGSD, seen_BTS, /, *, scale):
     """Attend to the keys that a (B, T, S) mask selects. A query that sees nothing gets 0."""
     # NUMERICS: for such a query some kernels give 0 and others NaN. It sees all keys here and is
-    # zeroed afterwards. Pinned by tests/test_action.py::test_padding_gives_zero_not_nan.
+    # zeroed afterwards. Pinned by tests/full/test_action.py::test_padding_gives_zero_not_nan.
     alive_BT1 = seen_BTS.any(-1, keepdim=True)
     options = dict(attn_mask=(seen_BTS | ~alive_BT1)[:, None], scale=scale, enable_gqa=True)
     out_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, **options)

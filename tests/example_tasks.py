@@ -1,10 +1,10 @@
 r"""Four tasks to read, to run, and to begin a task of your own from: in one turn, and with a tool.
 
-    python train_grpo.py --task tests/example_tasks.py:Sort --steps 250
-    python train_grpo.py --task tests/example_tasks.py:Lookup --size 5 --demos 20 \
+    python -m full --task tests/example_tasks.py:Sort --steps 250
+    python -m full --task tests/example_tasks.py:Lookup --size 5 --demos 20 \
         --advantage group_std --lr 3e-4 --entropy-coef 0.03
-    python train_grpo.py --task tests/example_tasks.py:Calculator --demos 80 --steps 60
-    python train_grpo.py --task tests/example_tasks.py:Addition --demos 80 --steps 60 \
+    python -m full --task tests/example_tasks.py:Calculator --demos 80 --steps 60
+    python -m full --task tests/example_tasks.py:Addition --demos 80 --steps 60 \
         --temperature 0.6
 
 `Sort` needs nothing but its reward. In the other three a policy with random weights never sees a
@@ -20,7 +20,8 @@ are.
 
 import numpy as np
 
-from train_grpo import Task, deal, is_held_out
+from full.tasks import Task, is_held_out
+from train_grpo import deal
 
 
 def spell(number, count):

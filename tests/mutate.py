@@ -33,7 +33,7 @@ from pathlib import Path
 
 import pytest
 
-from blocks import QUIET, SAID, called, copied, record, walk
+from blocks import QUIET, SAID, called, copied, modules_of, record, walk
 
 # Slips -------------------------------------------------------------------------------------------
 
@@ -281,8 +281,8 @@ def main(argv, root=Path(__file__).resolve().parent.parent):
     parser.add_argument("--record", action="store_true", help="record all tests again")
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
-    texts = {path.name: path.read_text() for path in sorted(root.glob("*.py"))}
-    files = [Path(file).name for file in args.files] or [*texts]
+    texts = {f"{path.relative_to(root)}": path.read_text() for path in modules_of(root)}
+    files = [f"{Path(file)}" for file in args.files] or [*texts]
     if {*files} - {*texts}:
         parser.error(f"expected some of {' '.join(texts)}, got {' '.join(files)}")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 os.environ.pop("PYTHONPATH", None)  # which only let the server find this file
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE / "bench")]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE / "bench"), str(HERE / "full")]
 
 import numpy.ma  # noqa: E402, F401
 import pytest  # noqa: E402
@@ -23,14 +23,14 @@ import torch.distributed.fsdp  # noqa: E402
 import torch.distributed.pipelining  # noqa: E402, F401
 import tqdm  # noqa: E402, F401
 
-import train_grpo  # noqa: E402
+from full.config import parse_config
 
 # The files whose functions run in ranks. One that cannot be imported is the test process's to
 # report, and a rank's that asks for it.
-for path in sorted(HERE.glob("test_*.py")):
+for path in sorted(HERE.glob("**/test_*.py")):
     if path.stem == "test_ranks" or "from test_r" in path.read_text():
         with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(path.stem)
-train_grpo.parse_config([])  # fills the cache of regular expressions
+parse_config([])  # fills the cache of regular expressions
 gc.collect()
 gc.freeze()  # a collection in a rank does not write to, and so copy, the memory that they share

@@ -19,7 +19,9 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, 
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from models import ModelConfig, Transformer, save_hf
+from full.hf import save_hf
+from full.model_config import ModelConfig
+from full.transformer import Transformer
 
 FAMILIES = {  # the published model, and trl's name of its chat template
     "llama": ("Llama-3.2-1B", "llama3"), "qwen2": ("Qwen2.5-0.5B", "qwen2_5"),

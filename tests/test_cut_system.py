@@ -1,69 +1,65 @@
-"""The five cores alone, cut out into an empty folder, are a system that learns."""
+"""The five files alone, in an empty folder, are a system that learns."""
 
 import functools
+import io
+import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, slow
-from test_cores import cut_into
-from test_house import CORES
-from test_run import json_lines
+from conftest import slow
+from test_cores import copy_the_five
+from test_run import FROM_ROOT, json_lines
+
+import train_grpo
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cut")
-    cut_into(folder)
+    folder = tmp_path_factory.mktemp("five")
+    copy_the_five(folder)
     return folder
 
 
 def run(folder, ranks, *words, **environment):
-    """Run the cut train_grpo.py. ranks: of torchrun; 0: as a plain process."""
+    """Run its train_grpo.py. ranks: of torchrun; 0: as a plain process."""
     left_out = ("RANK", "WORLD_SIZE", "PYTHONPATH")
     environment = {key: x for key, x in os.environ.items() if key not in left_out} | environment
-    # Without `--`, the argparse of Python 3.11 takes --log for one of torchrun's own flags.
-    start = (*TORCHRUN, str(ranks), "--") if ranks else ()
+    start = (*TORCHRUN, str(ranks)) if ranks else ()
     command = [sys.executable, *start, "train_grpo.py", *words]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
 
 
+# In a pipe there is no bar: the check, an evaluation, a game, what is solved.
+PRINTED = r"two runs .*: largest error \S+e-\d\d\n"
+PRINTED += r"after +5 steps: reward 0\.\d{3}, solved ([01]\.\d\d)\nsample: \? .*\nsolved \1\n"
+
+
 @functools.cache
 def logged(folder, ranks, words):
-    """The losses and norms of five steps in float64, as the --log of a run says."""
+    """The losses and norms of five steps in float64, as the --metrics of a run say."""
     # The file exists already: a run writes it anew.
-    file = folder / "log.jsonl"
+    file = folder / "metrics.jsonl"
     file.write_text("of an older run\n")
-    done = run(folder, ranks, *words, "--steps", "5", "--dtype", "float64", "--log", file.name)
+    done = run(folder, ranks, *words, "--steps", "5", "--dtype", "float64", "--metrics", file.name)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"(^|\n)solved [01]\.\d\d\n$", done.stdout), done.stdout
+    assert re.fullmatch(PRINTED, done.stdout), done.stdout
+    assert ranks or not done.stderr  # torchrun may have something to say
     assert [line["step"] for line in json_lines(file)] == list(range(5))
     return [line[name] for line in json_lines(file) for name in ("loss", "grad_norm")]
-
-
-def test_two_lines_of_the_readme_cut_the_files_out_and_run_them(tmp_path):
-    lines = re.search(r"^```\n(for f in .*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)[1]
-    for path in CORES:
-        shutil.copy(path, tmp_path)
-    lines = lines.replace("torchrun", f"{sys.executable} -m torch.distributed.run --standalone")
-    lines = lines.replace("train_grpo.py)", "train_grpo.py --steps 1)")
-    done = subprocess.run(["sh", "-c", lines], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and re.search(r"\nsolved [01]\.\d\d\n$", done.stdout), done.stderr
-    assert {path.name for path in (tmp_path / "core").glob("*.py")} == {x.name for x in CORES}
 
 
 CASES = [(1, ()), (2, ()), (1, ("--tree",)), (2, ("--tree",)), (3, ()), (4, ("--plan", "c4"))]
 CASES += [(2, ("--plan", plan)) for plan in ("t2", "c2")]
 
 
-# By default the test above has d2, and the core's own check the tree.
+# The README's test has d2, and the file's own check the tree.
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, words", CASES)
 def test_a_plan_and_a_tree_log_the_losses_and_norms_of_one_process(folder, ranks, words):
@@ -72,25 +68,94 @@ def test_a_plan_and_a_tree_log_the_losses_and_norms_of_one_process(folder, ranks
     assert all(norm > 0 for norm in expected[1::2])
 
 
-REFUSED = [(2, "--tree --plan c2"), (1, "--plan p1")]
-REFUSED += slow(
-    (1, "--tree --plan t2"), (2, "--tree --plan t2"), (1, "--plan d2"), (3, "--plan d2"),
-    (4, "--plan t4"), (15, ""), (1, "--dtype float16"), (1, "--steps 0"), (1, "--unknown"),
-)  # fmt: skip
+STEPS = "got --stpes; did you mean --steps?"
+REFUSED = [  # ranks, a command line, and the end of the line that refuses it
+    (2, "--tree --plan c2", "expected --plan d2, got 'c2' on 2 ranks"),
+    (1, "--plan p1", "expected --plan d1 or c1 or t1, got 'p1' on 1 ranks"),
+    (1, "--stpes 9", STEPS), (1, "--stpes=9", STEPS.replace("stpes", "stpes=9")),
+    (1, "--step 9", "got --step; did you mean --steps?"), (1, "steps", "did you mean --steps?"),
+    (1, "--log run.jsonl", "got --log"), (1, "--steps", "--steps: expected one argument"),
+    (1, "--metrics gone/run.jsonl", "got --metrics gone/run.jsonl: No such file or directory"),
+    (1, "--tree --plan t2", "got 't2' on 1 ranks"), (2, "--tree --plan t2", "on 2 ranks"),
+    (1, "--plan d2", "on 1 ranks"), (3, "--plan d2", "on 3 ranks"), (4, "--plan t4", "on 4 ranks"),
+    (15, "--tree", "of fewer ranks, because no plan fits, got 'd15' on 15 ranks"),
+    (1, "--steps x", "value: 'x'"),
+    (1, "--dtype float16", "(choose from 'float32', 'float64')"), (1, "--steps 0", "got 0 and 0"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("world, words", REFUSED)
-def test_what_cannot_run_is_refused_in_one_line_before_ranks_meet(folder, world, words):
+@pytest.mark.quick
+@pytest.mark.parametrize("world, words, text", REFUSED)
+def test_what_cannot_run_is_refused_in_one_line(monkeypatch, tmp_path, world, words, text):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(SystemExit) as refused:
+        train_grpo.main(words.split())
+    assert re.fullmatch(f"train_grpo.py: error: .*{re.escape(text)}", refused.value.code)
+
+
+def test_a_refusal_does_not_wait_for_the_other_ranks(folder):
     """Only rank 0 is there, and it ends all the same."""
-    done = run(folder, 0, *words.split(), WORLD_SIZE=str(world), RANK="0")
+    done = run(folder, 0, "--plan", "d3", WORLD_SIZE="2", RANK="0")
     assert done.returncode == 1 and not done.stdout
     assert done.stderr.startswith("train_grpo.py: error: ") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_torchrun_ends_with_the_line_of_rank_0(folder):
-    done = run(folder, 2, "--plan", "t3")
-    assert done.returncode != 0 and done.stderr.count("train_grpo.py: error: expected") == 1
+@pytest.mark.parametrize("words", ["--plan t3", "--stpes 9", "--metrics gone/run.jsonl"])
+def test_torchrun_ends_with_the_line_of_rank_0(folder, words):
+    """Its own report follows, and the other rank says nothing."""
+    done = run(folder, 2, *words.split())
+    assert done.returncode == 1 and not done.stdout
+    said, report = re.split(r"(?m)^[WE]\d{4} ", done.stderr, maxsplit=1)
+    assert re.fullmatch("train_grpo.py: error: expected .*\n", said) and "error: " not in report
+
+
+@pytest.mark.quick
+def test_help_has_one_line_a_flag_with_its_default(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        train_grpo.main(["--help"])
+    _, options = capsys.readouterr().out.split("options:\n")
+    flags = re.findall(r"  --(\w+) .* \(default: (\S+)\)\n", options)
+    assert options.count("\n") == 1 + len(flags)  # -h, --help
+    expected = {"seed": "0", "steps": "150", "dtype": "float32", "plan": "d1", "tree": "False"}
+    assert dict(flags) == expected | {"metrics": os.devnull}
+
+
+class Stream(io.StringIO):
+    """A terminal, or a pipe."""
+
+    def __init__(self, is_terminal):
+        super().__init__()
+        self.isatty = lambda: is_terminal
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_bar_is_below_the_evaluations_on_a_terminal(monkeypatch, is_terminal):
+    monkeypatch.setattr(sys, "stdout", Stream(is_terminal))
+    file = io.StringIO()
+    log = train_grpo.Log(train_grpo.Config(steps=2), file)
+    updates = [{"loss": 0.5, "grad_norm": 3.0}, {"loss": 0.25, "grad_norm": 2.0}]
+    for step, solved in ((0, None), (1, 0.5)):
+        log.step(step, None, {"reward/mean": 0.125}, updates, solved)
+    log.bar.close()
+    lines = [json.loads(line) for line in file.getvalue().splitlines()]
+    assert lines[1] == {
+        "step": 1, "loss": 0.75, "grad_norm": 2.0, "reward/mean": 0.125, "solved": 0.5,
+    }  # fmt: skip
+
+    # The bar is drawn again after the line, each time over itself.
+    row = "after   2 steps: reward 0.125, solved 0.50\n"
+    shown = sys.stdout.getvalue()
+    if not is_terminal:
+        assert shown == row
+        return
+    before, after = shown.split(row)
+    assert "0/2 [" in before and before.endswith(" \r")  # blanks
+    last = after.split("\r")[-1]
+    assert re.fullmatch(r"solved 0.50: 100%.* 2/2 \[.*, reward=0.125\]\n", last)
 
 
 @pytest.mark.slow
@@ -102,11 +167,11 @@ def test_guess_is_learned(folder, ranks, seed):
 
 
 @pytest.mark.slow
-def test_the_full_version_makes_the_run_of_its_core(folder, tmp_path):
+def test_the_folder_makes_the_run_of_the_five(folder, tmp_path):
     """The same weights, tokens and updates, to the last digits of float64."""
     words = "--dtype float64 --steps 5 --out run".split()
-    command = [sys.executable, str(ROOT / "train_grpo.py"), *words]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    command = [sys.executable, "-m", "full", *words]
+    subprocess.run(command, cwd=tmp_path, env=FROM_ROOT, check=True, capture_output=True)
     lines = json_lines(tmp_path / "run" / "metrics.jsonl")
     losses = [2 * line["loss/token_mean"] for line in lines]  # the mean of two minibatches
     assert logged(folder, 0, ())[::2] == pytest.approx(losses, rel=0, abs=1e-12)

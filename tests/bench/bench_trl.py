@@ -44,14 +44,20 @@ from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
-import models  # noqa: E402
-import train_grpo  # noqa: E402
+from full.batches import SampledBatch, collect
+from full.config import Config
+from full.hf import load_hf, save_hf
+from full.logs import do_step
+from full.model_config import ModelConfig
+from full.ranks import connect
+from full.rollouts import Trajectory
+from full.text import Text
+from full.trainer import Trainer
+from full.transformer import Transformer
+from full.trie import TokenTrie
 import smollm_tasks  # noqa: E402
 from measure_grpo import Work, flops  # noqa: E402
 from oracles import LiveBytes, bytes_of  # noqa: E402
-from parallel import connect  # noqa: E402
-from text import Text  # noqa: E402
-from tree_attention import TokenTrie  # noqa: E402
 
 VOCAB = 256
 PHASES = "generation", "training", "tree"
@@ -66,7 +72,7 @@ def build(options, folder):
     """Our model, TRL's with the same weights, its tokenizer, the prompts' tokens."""
     if options.model:
         directory = options.model
-        ours = models.load_hf(directory, dtype=torch.float32)
+        ours = load_hf(directory, dtype=torch.float32)
         text = Text(directory)
         asked = [[{"role": "user", "content": line["question"]}] for line in smollm_tasks.sums()]
         prompts = [text.prompt(messages) for messages in asked]
@@ -75,11 +81,11 @@ def build(options, folder):
         prompts = [prompt for prompt in prompts if len(prompt) == length][: options.prompts]
     else:
         directory = folder
-        ours = models.Transformer(models.ModelConfig(
+        ours = Transformer(ModelConfig(
             vocab_size=VOCAB, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
             head_dim=32, num_attention_heads=4, num_key_value_heads=2,
         )).init_weights(0)  # fmt: skip
-        models.save_hf(ours, directory)
+        save_hf(ours, directory)
         size = options.prompts, options.prompt
         prompts = np.random.default_rng(0).integers(VOCAB, size=size).tolist()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -143,12 +149,12 @@ def bytes_held(held) -> int:
 
 class Ours:
     def __init__(self, options, model, prompts):
-        self.config = train_grpo.Config(
+        self.config = Config(
             prompts=len(prompts), group=options.group, max_new_tokens=options.completion,
             minibatches=1, lr=1e-6, entropy_coef=0.0,
         ).check()  # fmt: skip
-        generator = models.Transformer(model.config).requires_grad_(False)
-        self.trainer = train_grpo.Trainer(self.config, model, generator=generator)
+        generator = Transformer(model.config).requires_grad_(False)
+        self.trainer = Trainer(self.config, model, generator=generator)
         self.trainer.push_weights()
         self.task, self.steps = Given(self.config, model.config.vocab_size, prompts), 0
 
@@ -157,7 +163,7 @@ class Ours:
         config, trainer = self.config, self.trainer
         held = trainer.model, trainer.sampler.model, trainer.optimizer
         phase = Phase(counts_memory, *held)
-        mine, kept, _ = train_grpo.collect(config, self.task, trainer.sampler, self.steps)
+        mine, kept, _ = collect(config, self.task, trainer.sampler, self.steps)
         taken = [phase.stop()]
         rollouts = [t for group in kept for t in mine[group]]
         assert len(rollouts) == config.prompts * config.group
@@ -169,9 +175,10 @@ class Ours:
             self.trainer.config = replace(config, tree=tree)
             phase = Phase(counts_memory, *held)
             version = self.trainer.policy_version
-            batch = train_grpo.SampledBatch(mine, kept, config.minibatches, version)
+            batch = SampledBatch(mine, kept, config.minibatches, version)
             source = SimpleNamespace(get=lambda step, batch=batch: batch)
-            train_grpo.do_step(config, source, self.trainer, 0)
+            do_step(config, source, self.trainer, 0)
+            self.trainer.push_weights()
             taken.append(phase.stop())
         self.trainer.config = config
         trie = TokenTrie([t.tokens for t in rollouts])
@@ -184,7 +191,7 @@ class Ours:
         tokens_BL = torch.cat([prepared["prompt_ids"], prepared["completion_ids"]], 1)
         mask = np.arange(1, tokens_BL.shape[1]) >= len(self.task.prompts[0])
         batch = [
-            train_grpo.Trajectory(0, row, mask, 0.0 * mask, advantages=np.full(len(mask), a))
+            Trajectory(0, row, mask, 0.0 * mask, advantages=np.full(len(mask), a))
             for row, a in zip(tokens_BL.tolist(), prepared["advantages"].tolist())
         ]
         Z, worst = self.trainer.loss_denominator(batch), [0.0, 0.0]

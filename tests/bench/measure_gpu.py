@@ -1,9 +1,9 @@
 """What tests/gpu.sh asks of a GPU: runs its commands, keeps what they print, writes the page.
 
     python tests/bench/measure_gpu.py record NAME -- COMMAND ..  runs a command and keeps its rows
-    python tests/bench/measure_gpu.py results NAME ..            the GPU section of tests/RESULTS.md
+    python tests/bench/measure_gpu.py results NAME ..            the GPU section of full/RESULTS.md
     python tests/bench/measure_gpu.py memory 0.6b | 8b           peaks of steps beside the plan's
-    python FILE check --device cuda [--few]          each of the five files, on one device
+    python -m full check SUBJECT --device cuda [--few]    each subject, on one device
 
 A record is a line of OUT/NAME.jsonl: the command, the device, the versions, the seconds, the exit
 code, all that was printed, and as `result` its last line, which every measurement prints as JSON.
@@ -25,6 +25,20 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from full import check as check_py  # noqa: E402
+from full import run as run_py  # noqa: E402
+from full.check import CASES, TinyModel, _tree_rows, path_errors  # noqa: E402
+from full.check import rows_of_rank, tiny_model  # noqa: E402
+from full.config import Config  # noqa: E402
+from full.generate import generate  # noqa: E402
+from full.model_config import ModelConfig  # noqa: E402
+from full.plans import Plan  # noqa: E402
+from full.ranks import connect  # noqa: E402
+from full.run import build  # noqa: E402
+from full.trainer import Trainer  # noqa: E402
+
 BEGIN, END = "<!-- gpu.sh: begin -->", "<!-- gpu.sh: end -->"
 DEVICES = "cuda", "cpu"
 SIZES = "full", "toy"
@@ -53,7 +67,7 @@ def record(name, command, out, device, size, limit=LIMIT) -> int:
 
     # `timeout` ends what the command has started (torchrun's ranks) with it, also at a Ctrl-C.
     watched = ["timeout", "--kill-after", "10", f"{limit:g}", *command]
-    with subprocess.Popen(watched, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(watched, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             for line in process.stdout:
                 print(line, end="", flush=True)
@@ -161,14 +175,12 @@ def model_rows(device, few):
     """(row, error, bound) of models.py: every path of every family, and what is sampled."""
     import measure_models
 
-    import models
-
     torch.manual_seed(0)
-    cases = {name: models.CASES[name] for name in (("qwen3",) if few else models.CASES)}
+    cases = {name: CASES[name] for name in (("qwen3",) if few else CASES)}
     for name, (model_type, changes) in cases.items():
-        model = models.tiny_model(model_type, **changes)
-        there = models.tiny_model(model_type, **changes).to(device)
-        for path, error in models.path_errors(model, mine=there):
+        model = tiny_model(model_type, **changes)
+        there = tiny_model(model_type, **changes).to(device)
+        for path, error in path_errors(model, mine=there):
             yield f"{name}: {path}", error, 1e-12
     for name in () if few else measure_models.CASES:
         for path, error in measure_models.rope_errors(name, device):
@@ -178,11 +190,11 @@ def model_rows(device, few):
 
     # The draws are arguments, so a device samples the tokens that the CPU samples.
     for temperature in (0.0, 1.0):
-        model = models.tiny_model("qwen3", max_position_embeddings=64)
+        model = tiny_model("qwen3", max_position_embeddings=64)
         prompts = [[1, 2, 3], [4, 5], [1, 2, 3], [6]]
         options = dict(max_new_tokens=20, temperature=temperature, seed=3)
-        want = models.generate(model, prompts, **options)
-        got = models.generate(model.to(device), prompts, **options)
+        want = generate(model, prompts, **options)
+        got = generate(model.to(device), prompts, **options)
         wrong = sum(a.tokens != b.tokens for a, b in zip(got, want, strict=True))
         yield f"sampled at temperature {temperature:g}: other rows than the CPU's", wrong, 0
         errors = [abs(a - b) for x, y in zip(got, want, strict=True)
@@ -192,9 +204,7 @@ def model_rows(device, few):
 
 def ring_rows_of_check(device, few):
     """(row, error, bound) of ring_attention.py on one rank: every mask, way and dtype."""
-    import ring_attention as ring
-
-    for name, row, bound, columns in ring.rows_of_rank(8 if few else 23, device):
+    for name, row, bound, columns in rows_of_rank(8 if few else 23, device):
         for column, error in columns.items():
             yield f"{name}: {row}, {column}", error, bound
 
@@ -202,13 +212,11 @@ def ring_rows_of_check(device, few):
 def tree_rows_of_check(device, few):
     """(row, error, bound) of tree_attention.py: every shape of tree, every size of chunk."""
     import measure_tree
-    import tree_attention as tree
-
-    forests = tree.forests()
+    forests = check_py.forests()
     if few:
         forests = {name: forests[name] for name in ("prefixes", "star")}
-    there = tree.TinyModel().to(device)
-    tables = {"by max_tokens": dict(tree._tree_rows(tree.TinyModel(), forests, there))}
+    there = TinyModel().to(device)
+    tables = {"by max_tokens": dict(_tree_rows(TinyModel(), forests, there))}
     if not few:
         tables["families"] = measure_tree.family_rows(device)
     for rows in tables.values():
@@ -285,8 +293,8 @@ UNEQUAL = "seconds/", "memory/", "tree/", "tokens/trained", "logprob_gap/identic
 def metrics_of_run(flags) -> list:
     """The lines of metrics.jsonl of a run in a process of its own."""
     words = flags.split()
-    command = [sys.executable, str(ROOT / "train_grpo.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "full", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"the run {flags} failed: {done.stderr[-2000:]}")
     lines = (Path(words[-1]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -295,41 +303,40 @@ def metrics_of_run(flags) -> list:
 
 OTHER = "other"  # the device of tests/other_device.py: no FSDP, and no checkpointing by torch
 CHECKS = {
-    "models": (model_rows,), "ring_attention": (ring_rows_of_check,), "parallel": (parallel_rows,),
-    "tree_attention": (tree_rows_of_check,), "train_grpo": (grpo_rows, run_rows),
+    "models": (model_rows,), "ring": (ring_rows_of_check,), "parallel": (parallel_rows,),
+    "tree": (tree_rows_of_check,), "grpo": (grpo_rows, run_rows),
 }  # fmt: skip
 
 
-def check(file, argv) -> int:
-    """`python FILE check --device D`: 1 if an error is over its bound, 2 if D is not there."""
-    parser = argparse.ArgumentParser(f"{file}.py check")
+def check(subject, argv) -> int:
+    """`check SUBJECT --device D`: 1 if an error is over its bound, 2 if D is not there."""
+    parser = argparse.ArgumentParser(f"python -m full check {subject}")
     parser.add_argument("--device", choices=DEVICES, required=True)
     parser.add_argument("--few", action="store_true", help="some of the rows")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("error: --device cuda: torch sees no CUDA device here", file=sys.stderr)
         return 2
-    import parallel
 
     # One rank, with the backend that the device has among several.
-    where = parallel.connect(options.device, timeout=600)
-    rows = rows_of_check(file, where, options.few)
+    where = connect(options.device, timeout=600)
+    rows = rows_of_check(subject, where, options.few)
     dist.destroy_process_group()
-    return 0 if show_rows(file, options.device, rows) else 1
+    return 0 if show_rows(subject, options.device, rows) else 1
 
 
-def rows_of_check(file, device, few) -> list:
-    return [row for part in CHECKS[file] for row in part(device, few)]
+def rows_of_check(subject, device, few) -> list:
+    return [row for part in CHECKS[subject] for row in part(device, few)]
 
 
-def show_rows(file, device, rows) -> bool:
+def show_rows(subject, device, rows) -> bool:
     """Print the table and, for a program, its last line; whether every row is in its bound."""
-    print(f"{file}.py on {device} against the CPU, float64 where no other dtype is said")
+    print(f"{subject} on {device} against the CPU, float64 where no other dtype is said")
     good = [error <= bound for _, error, bound in rows]  # a NaN is in no bound
     for (name, error, bound), ok in zip(rows, good, strict=True):
         print(f"{name:64} {error:8.1e}  {'ok' if ok else f'FAILED, above {bound:.3g}'}")
     exact = [error for _, error, bound in rows if bound <= 1e-10]
-    told = dict(check=file, device=device, ok=all(good), rows=len(rows), max_error=max(exact))
+    told = dict(check=subject, device=device, ok=all(good), rows=len(rows), max_error=max(exact))
     print(json.dumps(told))
     return all(good)
 
@@ -347,8 +354,6 @@ def memory_case(name, size):
     from measure_models import QWEN3_06B
     from measure_parallel import PUBLISHED
 
-    import models
-
     settings = dict(
         dtype="float32", compute_dtype="bfloat16", generator_dtype="bfloat16", ac="full",
         prompts=1, group=8, minibatches=1, entropy_coef=0.0, lr=1e-6, threads=os.cpu_count(),
@@ -365,17 +370,15 @@ def memory_case(name, size):
             num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         )  # fmt: skip
     # The one is a configuration's fields, the other has Hugging Face's names.
-    config = models.ModelConfig(**shape) if name == "0.6b" else models.ModelConfig.from_hf(shape)
+    config = ModelConfig(**shape) if name == "0.6b" else ModelConfig.from_hf(shape)
     return config, settings
 
 
 def planned(shape, settings) -> dict:
-    """Bytes by what they are for, as `python parallel.py plan d1` has them."""
+    """Bytes by what they are for, as `python -m full plan d1` has them."""
     import measure_parallel
 
-    import parallel
-
-    plan = parallel.Plan.parse("d1")
+    plan = Plan.parse("d1")
     tokens = settings["group"] * (settings["size"] + settings["max_new_tokens"])
     step = measure_parallel.Step(
         mode=settings.get("data_parallel", "ddp"), tokens=tokens,
@@ -396,9 +399,6 @@ def memory(name, device, size, steps=3) -> int:
     import measure_grpo
     from oracles import LiveBytes
 
-    import parallel
-    import train_grpo
-
     shape, settings = memory_case(name, size)
     parts = planned(shape, settings)
     host = sum(parts[part] for part in ON_THE_HOST)
@@ -410,13 +410,13 @@ def memory(name, device, size, steps=3) -> int:
         parts = planned(shape, settings)
     if settings.get("offload") and device == "cuda":
         parts = {part: count for part, count in parts.items() if part not in ON_THE_HOST}
-    config = train_grpo.Config(**settings, device=device).check()
+    config = Config(**settings, device=device).check()
     print(f"{name}, GiB as planned: " + ", ".join(f"{k} {v / 2**30:.3g}" for k, v in parts.items()))
 
     # A task of fixed lengths, and a random model of the shape: the rest is as in a run.
-    parallel.connect(device, threads=config.threads)
+    connect(device, threads=config.threads)
     task = measure_grpo.Work(config, shape.vocab_size)
-    train_grpo.own_shape = lambda config, task: shape
+    run_py.own_shape = lambda config, task: shape
     peaks = dict(rollout=0, train=0)
     cuda, live = device == "cuda", LiveBytes()
 
@@ -436,8 +436,8 @@ def memory(name, device, size, steps=3) -> int:
         return loss["loss/token_mean"]
 
     with contextlib.nullcontext() if cuda else live:
-        model, generator, _ = train_grpo.build(config, task)
-        trainer = train_grpo.Trainer(config, model, generator=generator)
+        model, generator, _ = build(config, task)
+        trainer = Trainer(config, model, generator=generator)
         del model, generator
         for step in range(steps):
             clock = measure_grpo.Clock(device)
@@ -489,7 +489,7 @@ def main(argv) -> int:
             return memory(options.names[0], device, size)
 
         # Only whole figures of a GPU go into the repository's page; others into a copy of it.
-        page = ROOT / "tests" / "RESULTS.md"
+        page = ROOT / "full" / "RESULTS.md"
         target = page if (device, size) == ("cuda", "full") else out / "RESULTS.md"
         write_results(page, target, newest(out, device, size), options.names)
         print(f"written: {target}")
@@ -500,5 +500,4 @@ def main(argv) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     sys.exit(main(sys.argv[1:]))

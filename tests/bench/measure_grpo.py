@@ -1,4 +1,4 @@
-"""What `python train_grpo.py check | bench` run.
+"""What `python -m full check grpo | bench` run.
 
 check: whole steps against audit.py, the gradient's invariances, and the matrix: every plan, tree
 mode and family of models against one process that trains without trees, in float64. Cells that say
@@ -25,20 +25,26 @@ import torch.distributed as dist
 from oracles import LiveBytes
 from measure_models import QWEN3_06B
 
-import models
 import ring_attention as ring
-import train_grpo
-from audit import Case, Exact, groups_again, metrics_by_hand
-from parallel import (
-    clip_grad_norm, connect, copy_weights, full, persistent_buffers, tensors_of, weights_to_store,
-    write_checkpoint,
-)  # fmt: skip
-from train_grpo import (
-    ONE_PROCESS, Config, RolloutQueue, SampledBatch, Task, Trainer, build, build_teacher, collect,
-    do_step, first_weights, make_task, own_shape, rollout_line,
-)  # fmt: skip
-from tree_attention import TokenTrie
-
+from full.audit import Case, groups_again
+from full.batches import RolloutQueue, SampledBatch, collect
+from full.check import tiny_model
+from full.checkpoint import write_checkpoint
+from full.config import Config
+from full.expected import Exact, metrics_by_hand
+from full.hf import save_hf
+from full.logs import do_step, rollout_line
+from full.model_config import ModelConfig
+from full.optimizer import clip_grad_norm, persistent_buffers, tensors_of, weights_to_store
+from full.places import full
+from full.ranks import connect
+from full.run import ONE_PROCESS, build, build_teacher, own_shape
+from full.tasks import Task
+from full.text import make_task
+from full.trainer import Trainer, first_weights
+from full.transformer import Transformer, draw_weights
+from full.trie import TokenTrie
+from full.weights import copy_weights
 # check ------------------------------------------------------------------------------------------
 
 SMALL = dict(dtype="float64", prompts=4, group=4, hidden=32, minibatches=1, forks=2, fork_turns=1)
@@ -129,13 +135,13 @@ def step_error(device="cpu", **changes) -> float:
         folder = Path(folder)
         if config.balance_coef:  # experts are those of a checkpoint, with the task's vocabulary
             shape = FAMILIES["balanced moe"] | dict(vocab_size=task.vocab_size, router_bias_rate=0)
-            experts = models.tiny_model(eos_token_id=tuple(task.end), **shape)
-            models.save_hf(experts, folder / "hf")
+            experts = tiny_model(eos_token_id=tuple(task.end), **shape)
+            save_hf(experts, folder / "hf")
             config = dataclasses.replace(config, model=f"{folder}/hf")
         if config.teacher:
-            teacher = models.Transformer(own_shape(dataclasses.replace(config, hidden=16), task))
-            models.draw_weights(teacher.double(), 5, teacher)
-            models.save_hf(teacher, folder / "hf")
+            teacher = Transformer(own_shape(dataclasses.replace(config, hidden=16), task))
+            draw_weights(teacher.double(), 5, teacher)
+            save_hf(teacher, folder / "hf")
             config = dataclasses.replace(config, teacher=f"{folder}/hf")
         model, generator, reference = built(config, task, device)
         trainer = Trainer(config, model, generator=generator, reference=reference,
@@ -250,7 +256,7 @@ TREES = {
 def model_of(family):
     """The same random critic on every rank."""
     shape = dict(model_type=family) | FAMILIES[family]
-    model = models.tiny_model(seed=2, **shape).add_value_head()
+    model = tiny_model(seed=2, **shape).add_value_head()
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
     return model
 
@@ -266,7 +272,7 @@ def three_steps(config, family, batch, device="cpu"):
                          for name, p in model.named_parameters()}  # fmt: skip
         return clip_grad_norm(model, most)
 
-    with mock.patch.object(train_grpo, "clip_grad_norm", watched):
+    with mock.patch("full.trainer.clip_grad_norm", watched):
         for _ in range(3):
             metrics = trainer.forward_backward(mine, trainer.loss_denominator(batch))
             names = "loss/token_mean", "balance/loss", "experts/load_max"
@@ -425,7 +431,7 @@ def check(every=False) -> bool:
     ok = ok and all(x <= 1e-12 for x in rows.values())
     print(f"{len(exact)} cells, worst {max(exact):.1e}; mixed {len(lower)}, worst "
           f"{max(lower):.1e}; refused: {len(found) - len(numbers)}")  # fmt: skip
-    line = {"check": "train_grpo", "ok": ok, "cells": len(numbers), "mixed_error": max(lower)}
+    line = {"check": "grpo", "ok": ok, "cells": len(numbers), "mixed_error": max(lower)}
     print(json.dumps(line | {"max_error": max(*rows.values(), *exact)}))
     return ok
 
@@ -468,8 +474,8 @@ def made(name, device):
     model, generator, _ = built(config, task, device)
     if "0.6B" in name:
         task = Work(config, QWEN3_06B["vocab_size"])
-        shape = models.ModelConfig(**QWEN3_06B)
-        both = (models.Transformer(shape).to(device, torch.bfloat16) for _ in range(2))
+        shape = ModelConfig(**QWEN3_06B)
+        both = (Transformer(shape).to(device, torch.bfloat16) for _ in range(2))
         model, generator = both
         model.init_weights(0)
         generator.requires_grad_(False)
@@ -580,7 +586,7 @@ TREE = {"flat": "disabled", "tree": "sparse"}
 
 def bench(argv):
     """A table, and a JSON line, of SHAPES: one process, one thread, or one GPU."""
-    parser = argparse.ArgumentParser("train_grpo.py bench")
+    parser = argparse.ArgumentParser("python -m full bench")
     names = f"of {', '.join(SHAPES)}; default: all but {', '.join(SLOW)}"
     parser.add_argument("--shape", nargs="+", choices=SHAPES, metavar="NAME", help=names)
     parser.add_argument("--steps", type=int, default=5)
@@ -596,7 +602,7 @@ def bench(argv):
           f"peak MB, flat  tree")  # fmt: skip
     for name in options.shape or [name for name in SHAPES if name not in SLOW]:
         rows.append(measure(name, options.device, options.steps, options.peak_tflops))
-    print(json.dumps({"bench": "train_grpo", "device": options.device, "rows": rows}))
+    print(json.dumps({"bench": "grpo", "device": options.device, "rows": rows}))
     if not has_group:
         dist.destroy_process_group()
     return 0

@@ -1,4 +1,4 @@
-"""What `python models.py inspect | bench` run, and the longer half of its `check`.
+"""What `python -m full inspect | bench` run, and the longer half of its `check`.
 
 inspect: what a checkpoint holds and what of it would be loaded.
 bench: tokens a second of generation and of training, against transformers if it is installed, and
@@ -19,11 +19,14 @@ from pathlib import Path
 
 import torch
 
-import models
-from models import (
-    Balance, ModelConfig, Transformer, generate, grouped_linear, load_hf, save_hf, tiny_model,
-)  # fmt: skip
-from models import relative_error as relative
+from full import check
+from full.check import path_errors, relative_error as relative, tiny_model
+from full.experts import Balance, grouped_linear
+from full.generate import generate
+from full.hf import DTYPES, load_hf, open_checkpoint, places_of, save_hf
+from full.model_config import ModelConfig
+from full.transformer import Transformer
+from models import FULL
 
 ROPES = {  # one of each type that mixes, short enough that a few tokens tell them apart
     "qwen3": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
@@ -32,7 +35,7 @@ ROPES = {  # one of each type that mixes, short enough that a few tokens tell th
               "original_max_position_embeddings": 64},
 }  # fmt: skip
 CASES = {
-    f"{family} {rope['rope_type']}": (family, dict(rope_parameters={models.FULL: rope}))
+    f"{family} {rope['rope_type']}": (family, dict(rope_parameters={FULL: rope}))
     for family, rope in ROPES.items()
 }
 
@@ -42,14 +45,14 @@ def rows(cases, transformers):
     mine = {} if cases else CASES
     found = [(f"{name}: {path}", e, 1e-12) for name in mine for path, e in rope_errors(name)]
     found += [(f"experts: {path}", error, bound) for path, error, bound in expert_errors()]
-    return found + [*transformers_errors((cases or models.CASES) | mine if transformers else {})]
+    return found + [*transformers_errors((cases or check.CASES) | mine if transformers else {})]
 
 
 def rope_errors(name, device="cpu"):
     """(path, error) of one of CASES. Its frequencies are compared by `transformers_errors`."""
     model_type, changes = CASES[name]
     model, there = (tiny_model(model_type, **changes) for _ in range(2))
-    return [*models.path_errors(model, mine=there.to(device))]
+    return [*path_errors(model, mine=there.to(device))]
 
 
 def expert_errors(device="cpu"):
@@ -129,7 +132,7 @@ def inspect(directory):
     """
     config = ModelConfig.from_hf(directory)
     weights = [name for name in WEIGHTS if (Path(directory) / name).exists()]
-    tensors, others = models.open_checkpoint(directory) if weights else ({}, 0)
+    tensors, others = open_checkpoint(directory) if weights else ({}, 0)
     print(json.dumps(dataclasses.asdict(config), indent=2))
 
     # The number in front is exact: who reads it with a program need not round.
@@ -147,7 +150,7 @@ def inspect(directory):
     wanted = {
         place.name: name
         for name, p in model.named_parameters()
-        for place in models.places_of(name, p.shape, tensors)
+        for place in places_of(name, p.shape, tensors)
     }
     for name, stored in sorted(tensors.items()):
         part, into = stored.part, wanted.get(name, "not loaded")
@@ -155,7 +158,7 @@ def inspect(directory):
               + ("" if into == name else f"  -> {into}"))  # fmt: skip
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     dtypes = {x.part.get_dtype() for name, x in tensors.items() if name in wanted}
-    for dtype in sorted(dtypes - models.DTYPES.keys()):
+    for dtype in sorted(dtypes - DTYPES.keys()):
         print(f"refused: tensors of dtype {dtype}")
     print(f"{size}; missing {sorted(wanted.keys() - tensors.keys())}, "
           f"refused {sorted(tensors.keys() - wanted.keys() - tied)}, "

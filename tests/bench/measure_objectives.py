@@ -17,7 +17,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from train_grpo import OBJECTIVES  # noqa: E402
+from full.objectives import OBJECTIVES
 
 TARGET = 0.95
 
@@ -27,8 +27,9 @@ def evaluations_of(folder, objective, seed) -> list:
     out = Path(folder) / f"{objective}-{seed}"
     if not (out / "hf").exists():
         flags = f"--objective {objective} --seed {seed} --out {out} --resume"
-        command = [sys.executable, ROOT / "train_grpo.py", *flags.split()]
-        subprocess.run([*command, "--log-rollouts", "none", "--save-every", "0"], check=True)
+        command = [sys.executable, "-m", "full", *flags.split()]
+        command += ["--log-rollouts", "none", "--save-every", "0"]
+        subprocess.run(command, cwd=ROOT, check=True)
     lines = map(json.loads, (out / "metrics.jsonl").open())
     return [line for line in lines if "eval/solved" in line]
 

@@ -1,4 +1,4 @@
-"""What `python parallel.py check | plan | bench` run besides parallel.py's own rows.
+"""What `python -m full check parallel | plan | bench` run besides parallel.py's own rows.
 
 check: every plan of CASES against one process: loss, every gradient, clip norm, three AdamW steps.
 plan: a plan's grid, groups, and a model (`Rank`) of what a rank holds and sends in a step.
@@ -23,14 +23,22 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import models
-import ring_attention as ring
-from parallel import (
-    MODES, TIED, Grid, LocalOptimizer, Micro, Plan, clip_grad_norm, full, inner_width,
-    keep_stage_and_ends, layout, messages_of, parallelize, part_of, plans_on_same_ranks,
-    ranks_along, reduce_gradients, require_generator_plan, run_micro_batches,
-)  # fmt: skip
-
+from full import ring
+from full.attend import attend
+from full.check import tiny_model
+from full.masks import Mask
+from full.model_config import ModelConfig
+from full.optimizer import LocalOptimizer, clip_grad_norm, messages_of, reduce_gradients
+from full.packing import Micro
+from full.parallelize import MODES, parallelize
+from full.pipeline import keep_stage_and_ends, run_micro_batches
+from full.places import TIED, full, inner_width, part_of
+from full.plans import Grid, Plan, plans_on_same_ranks
+from full.ring import indices
+from full.transformer import Transformer
+from full.weights import require_generator_plan
+from parallel import layout, ranks_along
+from ring_attention import launch
 # check ------------------------------------------------------------------------------------------
 
 KINDS = {
@@ -90,7 +98,7 @@ def batch(is_packed=True, without=0) -> Batch:
 
 def build(kind, dtype, **changes):
     sizes = dict(KINDS[kind]) | changes
-    model = models.tiny_model(sizes.pop("model_type"), seed=2, dtype=dtype, **sizes)
+    model = tiny_model(sizes.pop("model_type"), seed=2, dtype=dtype, **sizes)
     for name, votes in model.named_buffers():
         assert name.endswith("votes") and kind == "starved"
         votes.copy_(torch.tensor([9, 9, 0, 0]))  # all go to the first two
@@ -132,8 +140,8 @@ def one_process(kind, dtype, whole, steps):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-        mask = ring.Mask.documents(doc_ids=whole.documents_BS, window=window)
-        return ring.attend(q, k, v, mask, scale=scale, softcap=softcap)[0]
+        mask = Mask.documents(doc_ids=whole.documents_BS, window=window)
+        return attend(q, k, v, mask, scale=scale, softcap=softcap)[0]
 
     for _ in range(steps):
         loss = backward(model, [whole], [attention], ROWS * LENGTH)
@@ -170,9 +178,9 @@ class Training:
         is_packed = bool(whole.documents_BS.any())
 
         def attention(q, k, v, /, *, layer, scale, window=None, softcap=None, of=rows):
-            mask = ring.Mask.causal(length, window=window)
+            mask = Mask.causal(length, window=window)
             if is_packed:
-                mask = ring.Mask.documents(doc_ids=whole.documents_BS[of], window=window)
+                mask = Mask.documents(doc_ids=whole.documents_BS[of], window=window)
             given = dict(mask=mask, method=method, scale=scale, softcap=softcap)
             return ring.ring_attention(q, k, v, group=grid.group["c"], **given)
 
@@ -183,7 +191,7 @@ class Training:
 
         # The model's own attention is that of all rows.
         of_micros = rows.chunk(micros or (len(rows) if plan.pp > 1 else 1))
-        take = ring.indices(length, grid.group["c"].rank(), plan.cp, "zigzag")
+        take = indices(length, grid.group["c"].rank(), plan.cp, "zigzag")
         self.parts = [whole.part(some, take, device) for some in of_micros]
         self.attentions = [None] * len(of_micros)
         if is_packed and len(of_micros) > 1:
@@ -300,7 +308,7 @@ def matrix():
     found = {}
     for name, (text, _, _) in CASES.items():
         if "compile" not in name:
-            parts = ring.launch(Plan.parse(text).world, _case, name)
+            parts = launch(Plan.parse(text).world, _case, name)
             found[name if text in name else f"{name} ({text})"] = max(map(max, parts))
     return found
 
@@ -369,7 +377,7 @@ class Message(NamedTuple):
 def without_memory(pickled):
     """A model on the meta device, of a pickled config; made once for the many ranks of a table."""
     with torch.device("meta"):
-        return models.Transformer(pickle.loads(pickled))
+        return Transformer(pickle.loads(pickled))
 
 
 def layout_of(name):
@@ -385,7 +393,8 @@ class Rank:
     and the generator's cache. All parts are added, though not all peak at once.
 
     Sources: t, activations arXiv:2205.05198 section 4; d arXiv:1910.02054 sections 5, 7; c
-    arXiv:2310.01889; p arXiv:2104.04473 section 2; e arXiv:2006.16668. Pinned by tests/test_plan.py
+    arXiv:2310.01889; p arXiv:2104.04473 section 2; e arXiv:2006.16668. Pinned by
+    tests/full/test_plan.py
     ::test_the_bytes_that_plan_tells_are_what_ranks_hand_over, ::test_activations_are_what_is_kept,
     and ::test_the_memory_that_plan_tells_is_what_a_rank_holds.
     """
@@ -636,7 +645,7 @@ def wire(plan, config, step) -> list:
 
 def plan_command(argv):
     """A plan's degrees, grid, groups, and a model of what a rank holds and sends in a step."""
-    parser = argparse.ArgumentParser("parallel.py plan")
+    parser = argparse.ArgumentParser("python -m full plan")
     add = parser.add_argument
     add("plan", nargs="+", help="such as d2t2, or t4|d2t2, generator|trainer; several: a row each")
     add("--world", type=int, help="refuse the plan unless it has so many ranks")
@@ -653,7 +662,7 @@ def plan_command(argv):
     try:
         config = None
         if options.model:
-            config = models.ModelConfig.from_hf(PUBLISHED.get(options.model, options.model))
+            config = ModelConfig.from_hf(PUBLISHED.get(options.model, options.model))
         for plans, generator, trainer in plans_in(options.plan):
             for plan in (trainer, generator):
                 plan.require_fits(world=options.world, config=config)
@@ -767,7 +776,7 @@ def _timed(plan_text, rows, length, steps):
     """Median seconds of a step of this rank, and the bytes it sent by collective."""
     plan = Plan.parse(plan_text)
     torch.set_num_threads(max(1, 2 // plan.world))
-    model = models.tiny_model("qwen3", dtype=torch.float32, **BENCH)
+    model = tiny_model("qwen3", dtype=torch.float32, **BENCH)
     training = training_of(plan, model, {}, rows, length, 0)
     seconds = []
     for _ in range(steps + 1):
@@ -784,7 +793,7 @@ def _timed(plan_text, rows, length, steps):
 
 def bench(argv):
     """Tokens a second by plan, against one process with as many threads; bytes sent a step."""
-    parser = argparse.ArgumentParser("parallel.py bench")
+    parser = argparse.ArgumentParser("python -m full bench parallel")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
@@ -794,7 +803,7 @@ def bench(argv):
     print(f"{'plan':>8} {'tokens/s':>9} {'of one process':>15}  kB a rank sends a step")
     for text in options.plans:
         world = Plan.parse(text).world
-        found = ring.launch(world, _timed, text, options.rows, options.length, options.steps)
+        found = launch(world, _timed, text, options.rows, options.length, options.steps)
         rate = options.rows * options.length / max(seconds for seconds, _ in found)
         whole = whole or rate
         rows.append(dict(plan=text, tokens_per_s=rate, of_one=rate / whole, bytes=found[0][1]))

@@ -1,4 +1,4 @@
-"""What `python ring_attention.py bench | memory | longest | stress` run, and half of check.
+"""What `python -m full bench ring | memory | longest | stress` run, and half of check.
 
 bench: CPU seconds against SDPA. memory: peak by sequence length. longest: the longest sequence that
 fits. stress: values at the limits; stress --model: training, see measure_vla.py.
@@ -18,9 +18,11 @@ from oracles import plain_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ring_attention import CAUSAL, DTYPES, METHODS, NEVER, Mask, Sizes, attend, boxes, by_way
-from ring_attention import compare, indices, launch, ring_attention, ring_of, shard, unshard
-
+from full.attend import DTYPES, attend
+from full.check import by_way, compare
+from full.masks import CAUSAL, NEVER, Mask, Sizes, boxes
+from full.ring import METHODS, indices, ring_attention, ring_of, shard, unshard
+from ring_attention import launch
 
 def random_inputs(tokens, dtype=torch.float32, batch=1, heads=8, keys=2, width=64):
     """q, k, v that want gradients, and an upstream gradient."""
@@ -135,7 +137,7 @@ def _peak_rank(way, tokens, layer):
 
 def memory(argv):
     """Peak MB above the inputs by sequence length: attention alone, one layer, and the masks."""
-    parser = argparse.ArgumentParser("ring_attention.py memory")
+    parser = argparse.ArgumentParser("python -m full bench ring memory")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     tokens, rows = parser.parse_args(argv).tokens, {}
     print("MB above the inputs, float32, 8 heads, 2 key heads, D 64, causal, forward and backward")
@@ -177,7 +179,7 @@ def longest(argv):
 
     A rank that runs out of memory fails alone; the parent kills the others, so none hangs.
     """
-    parser = argparse.ArgumentParser("ring_attention.py longest")
+    parser = argparse.ArgumentParser("python -m full bench ring longest")
     parser.add_argument("--budget-mb", type=int, default=300, help="a rank's, inputs included")
     parser.add_argument("--world", type=int, nargs="+", default=[1, 2, 4])
     args, found = parser.parse_args(argv), {}
@@ -260,7 +262,7 @@ def _over_ranks(q, k, v, mask):
 
 def stress(argv):
     """Values at the limits, and the training of a VLA model; --model: the training alone."""
-    parser = argparse.ArgumentParser("ring_attention.py stress")
+    parser = argparse.ArgumentParser("python -m full bench ring stress")
     parser.add_argument("--model", action="store_true", help="only train: see measure_vla.py")
     if not parser.parse_args(argv).model and _failures_of_values():
         return 1
@@ -343,7 +345,7 @@ def bench_kernel(device, tokens, repeats, dtype=torch.bfloat16):
 
 def bench(argv):
     """CPU seconds of 2 ranks, one thread each, against one process that does the same by SDPA."""
-    parser = argparse.ArgumentParser("ring_attention.py bench")
+    parser = argparse.ArgumentParser("python -m full bench ring")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--repeats", type=int, default=3, help="the median of so many, alternating")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="one device's kernel alone")

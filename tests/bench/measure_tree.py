@@ -1,4 +1,4 @@
-"""What `python tree_attention.py bench | plan` run, and rows of its `check`.
+"""What `python -m full bench tree | plan` run, and rows of its `check`.
 
 plan: the tree of a list of token lists, its chunks, its partition. bench: training on trees against
 the flat batch. One thread, CPU seconds, alternating; a model of models.py from random weights.
@@ -17,17 +17,18 @@ import torch
 from measure_grpo import costs, peak
 from measure_models import QWEN3_06B, seconds_of
 
-import models
-from tree_attention import Cost, TokenTrie, _tree_rows, definition, forests, partition
-from tree_attention import partition_tree, tree_backward
-
+from full.check import TINY, _tree_rows, forests, tiny, tiny_model
+from full.chunks import Cost, partition, partition_tree, tree_backward
+from full.transformer import Transformer
+from full.trie import TokenTrie
+from tree_attention import definition
 
 def family_rows(device="cpu"):
     """{family of models.py: the worst of each column of check} over a few trees."""
     few, found = {name: forests()[name] for name in ("prefixes", "binary", "forest")}, {}
-    for kind in models.TINY:
-        there = models.tiny_model(kind).to(device)
-        lines = [line for _, line in _tree_rows(models.tiny_model(kind), few, there)]
+    for kind in TINY:
+        there = tiny_model(kind).to(device)
+        lines = [line for _, line in _tree_rows(tiny_model(kind), few, there)]
         found[kind] = {column: max(line[column] for line in lines) for column in lines[0]}
     return found
 
@@ -86,7 +87,7 @@ def compare(model, sequences, repeats, budgets=(4, 8)):
 
 def bench(argv):
     """The rows of RESULTS.md."""
-    parser = argparse.ArgumentParser("tree_attention.py bench")
+    parser = argparse.ArgumentParser("python -m full bench tree")
     parser.add_argument("--data", help="a JSON file, a list of lists of token lists: groups")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
@@ -110,7 +111,7 @@ def bench(argv):
         cases = shapes(scale=options.scale)
     config |= (QWEN3_06B | dict(max_position_embeddings=1 << 20)) if options.large else {}
     dtype = torch.bfloat16 if options.large else torch.float32
-    model = models.Transformer(models.tiny("qwen3", **config)).to(options.device, dtype)
+    model = Transformer(tiny("qwen3", **config)).to(options.device, dtype)
     model.init_weights(0)
     print(f"{'':>36} {'way':>8} {'seconds':>8} {'MB':>7} {'speed-up':>9} {'bound':>6} {'of it':>6}")
     rows = []
@@ -129,7 +130,7 @@ def bench(argv):
             rows.append(row | bounds)
             shares = f"{stats.flop_bound:6.2f} {speedup / stats.flop_bound:6.0%}"
             print(f"{name:>36} {way:>8} {cpu:8.3f} {peaks[way]:7.1f} {speedup:9.2f} {shares}")
-    print(json.dumps({"bench": "tree_attention", "torch": torch.__version__, "rows": rows}))
+    print(json.dumps({"bench": "tree", "torch": torch.__version__, "rows": rows}))
     return 0
 
 
@@ -179,7 +180,7 @@ def draw(trie, most=40) -> str:
 
 def describe(argv) -> int:
     """plan FILE.json: the tree of a list of token lists, its chunks, and its partition."""
-    parser = argparse.ArgumentParser("tree_attention.py plan")
+    parser = argparse.ArgumentParser("python -m full bench tree")
     parser.add_argument("file")
     parser.add_argument("--chunk-tokens", type=int)
     parser.add_argument("--world", type=int, default=2)

@@ -1,4 +1,4 @@
-"""What `python ring_attention.py stress --model` runs: pi0.7's training in small, rings x data.
+"""What `python -m full bench ring stress --model` runs: pi0.7's training in small, rings x data.
 
 A tiny Gemma 3 reads a prefix (two cameras, an instruction, an answer that it also learns to say);
 an action expert reads its keys and values and learns the actions. Four ranks are two rings of 2: a
@@ -32,8 +32,12 @@ import torch
 import torch.distributed as dist
 from example_action_expert import Prefix, control_batch, control_case, flow_matching_loss
 
-import ring_attention as ra
-from ring_attention import Mask, digest, indices, launch, relative
+from full import ring as ring_py
+from full.attend import attend
+from full.check import relative
+from full.masks import Mask, digest
+from full.ring import indices, unshard
+from ring_attention import launch
 
 WORLD, RING = 4, 2
 ROWS = 5  # of the first ring; the second has one less
@@ -61,9 +65,9 @@ def prefix_attention(q, k, v, /, *, length, group=None, layout="zigzag", **optio
     Returns out (B, H, s, D) of this rank, and k, v (B, G, P, D) whole on each, differentiable.
     options: those of `ring_attention`. The suffix route of pi0.7, with `suffix_attention`.
     """
-    out = ra.ring_attention(q, k, v, group=group, layout=layout, **options)
+    out = ring_py.ring_attention(q, k, v, group=group, layout=layout, **options)
     whole = dict(dim=2, group=group, layout=layout, length=length)
-    return out, ra.unshard(k, **whole), ra.unshard(v, **whole)
+    return out, unshard(k, **whole), unshard(v, **whole)
 
 
 def suffix_attention(q_BHTD, k_BGTD, v_BGTD, k_BGPD, v_BGPD, /, mask, **options):
@@ -78,7 +82,7 @@ def suffix_attention(q_BHTD, k_BGTD, v_BGTD, k_BGPD, v_BGPD, /, mask, **options)
     mask = mask.slice(slice(k_BGPD.shape[2], None), slice(None))
     k_BGkD = torch.cat((k_BGPD, k_BGTD), 2)
     v_BGkD = torch.cat((v_BGPD, v_BGTD), 2)
-    return ra.attend(q_BHTD, k_BGkD, v_BGkD, mask, **options)[0]
+    return attend(q_BHTD, k_BGkD, v_BGkD, mask, **options)[0]
 
 
 def draw(step, rank, dtype):

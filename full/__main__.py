@@ -1,0 +1,72 @@
+"""The commands of the full edition, from the repository's root.
+
+    torchrun --nproc-per-node 2 -m full --plan t2             # train; --help has every flag
+    python -m full plot runs/guess-0 [runs/guess-1 ..]        # reward curves, PNG
+    python -m full audit runs/guess-0 [--step N]              # a step again, by hand
+    python -m full eval | chat | export runs/guess-0 ..       # pass@k; talk; Hugging Face
+    python -m full inspect DIR                                # what of a checkpoint is loaded
+    python -m full plan d2t2 ..                               # what each rank holds and sends
+    python -m full check [ring | tree | models | parallel | grpo]    # against definitions, float64
+    python -m full bench [ring | tree | models | parallel | grpo]    # seconds
+"""
+
+import signal
+import sys
+
+import torch.distributed as dist
+
+from full import audit, check, talk
+from full.config import parse_config
+from full.logs import plot
+from full.ranks import Progress, connect, naming_lost_ranks, quietly
+from full.run import ERRORS, leave, report, start_run
+from full.text import require_task
+
+
+def main(argv) -> int:
+    """Run what the command line says and return the exit code.
+
+    0: done. 1: an audit disagrees with the run, or a check with its definition. 2: an error, named
+    on stderr. 130, 143: the run was saved after Ctrl-C or SIGTERM.
+    """
+    alike = True  # before ranks meet, all of them have the same error
+    try:
+        # Commands read a run, or measure. They are one process, and none of them trains.
+        command, rest = argv[:1], argv[1:]
+        if command == ["plot"]:
+            return quietly(plot, rest)
+        if command == ["audit"]:
+            return audit.main(rest)
+        if argv and argv[0] in ("eval", "chat", "export"):
+            return talk.main(argv)
+        if command == ["check"]:
+            return quietly(check.main, rest)
+        if command == ["bench"]:
+            return quietly(check.bench, rest)
+        if command == ["inspect"]:
+            return quietly(check.measuring_file("measure_models").main, argv)
+        if command == ["plan"]:
+            return quietly(check.measuring_file("measure_parallel").main, argv)
+
+        # A run. The settings are checked before a rank waits for another.
+        config = parse_config(argv).check()
+        require_task(config)
+        alike = False
+        progress = Progress()
+        with naming_lost_ranks(progress):
+            connect(config.device, timeout=config.timeout, threads=config.threads)
+            code = start_run(config, progress)
+    except ERRORS as error:
+        return report(error, alike)
+    except KeyboardInterrupt:  # a Ctrl-C before the first step; from there on Stop has it
+        print("interrupted, with nothing to save", file=sys.stderr, flush=True)
+        return leave(128 + signal.SIGINT)
+    # Rank 0 of several ranks may write for long. The others leave their group as it is, because to
+    # destroy it might wait for rank 0.
+    if dist.get_world_size() == 1:
+        dist.destroy_process_group()
+    return leave(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

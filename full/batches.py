@@ -1,0 +1,509 @@
+"""Batches: adds dynamic sampling, staleness, trees, demonstrations to `train_grpo.Source`.
+
+What a step samples and trains on: the queue of batches, and how a batch becomes micro-batches of
+rows, of one tree, or of chunks of a tree.
+
+Equations (7) and (8) are in objectives.py, (11) is in experts.py.
+
+Letters:  B trajectories   T positions of their padded log-prob vectors   P groups of G rollouts
+each   N sampled tokens   S packed tokens   J pairs of a sequence and a token   L layers with E
+experts   Small letters are one rank's share.
+"""
+
+import bisect
+import functools
+import itertools
+import math
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import train_grpo
+from full.advantages import compared_by, table_of_groups
+from full.attend import attend
+from full.chunks import Cost, redistribute, tree_backward
+from full.experts import Balance, update_router_bias
+from full.masks import Mask
+from full.metrics import StepClock, timed
+from full.packing import (
+    PackedBatches, PackedRow, PaddedTokens, agreed_micro_batches, pack, require_batch,
+    row_lengths, speaks_for_replica,
+)  # fmt: skip
+from full.ranks import summed
+from full.ring import indices, ring_attention
+from full.rollouts import (
+    DEMO_PLAY, DEMO_PROMPT, Trajectory, demonstrations, draw_prompts, evaluate, play,
+)  # fmt: skip
+from full.tree import packed_tree, packed_tree_attention, wanted_edges
+from full.trie import TokenTrie
+from train_grpo import ROLLOUT
+
+# Under --staleness K, batch b is sampled with the weights that max(0, b - K) steps have made, and
+# trained in step b. So a step begins by sampling the batch that is trained K steps later:
+#
+#     K = 2      step 0           step 1       step 2       step 3
+#     samples    batches 0 1 2    batch 3      batch 4      batch 5
+#     trains     batch 0          batch 1      batch 2      batch 3
+#
+# This says which numbers come out, and not who computes when: the run is a function of its seed.
+# An evaluation in line s is of the weights after step s, whatever K is. A run ends with K batches
+# that are sampled and not trained, because a resume with more --steps trains them.
+
+
+@dataclass
+class SampledBatch(train_grpo.Batch):
+    """A `Batch` of trajectories that knows which weights sampled it, with its metrics."""
+
+    sampled_by: int | None = None  # policy version of the sampler; None: demonstrations
+    metrics: dict = field(default_factory=dict)
+
+    def trained(self) -> list:
+        """Return the trajectories of this rank that are trained on."""
+        groups = [self.groups[number] for number in self.kept if number in self.groups]
+        return list(itertools.chain(*groups))
+
+    def to_json(self) -> dict:
+        """Return the batch of all ranks as JSON values, on rank 0. Collective."""
+        # COMM: how many batches wait is a function of the step, so every rank comes to each gather.
+        # Pinned by
+        # tests/full/test_staleness.py::test_ranks_and_a_resume_make_the_run_of_one_process.
+        groups = [(n, [t.to_json() for t in group]) for n, group in gather_groups(self.groups)]
+        return {"kept": self.kept, "sampled_by": self.sampled_by, "metrics": self.metrics,
+                "groups": groups}  # fmt: skip
+
+    @classmethod
+    def from_json(cls, stored, config, vocab_size):
+        """Return what `to_json` wrote, on any number of ranks; ValueError if it is not whole."""
+        # Each rank looks at all of it, so that all refuse it together, and keeps the groups that it
+        # would have sampled.
+        groups = {}
+        for number, rows in stored["groups"]:
+            if len(rows) != config.group:
+                raise ValueError(f"group {number} has {len(rows)} rollouts")
+            groups[number] = [Trajectory.from_json(number, row, vocab_size) for row in rows]
+        kept = stored["kept"]
+        if not groups.keys() >= set(kept):
+            raise ValueError("groups are missing")
+        rank, world = dist.get_rank(), dist.get_world_size()
+        own = {number: group for number, group in groups.items() if number % world == rank}
+        return cls(own, kept, config.minibatches, stored["sampled_by"], stored["metrics"])
+
+
+def gather_groups(groups) -> list:
+    """Return all ranks' [(number, group)] in order on rank 0, and [] elsewhere. Collective."""
+    parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(groups, parts)
+    return sorted(itertools.chain.from_iterable(part.items() for part in parts or []))
+
+
+def collect(config, task, sampler, step):
+    """Sample the rollouts of a step. Collective.
+
+    Returns this rank's {group: trajectories}; the groups of all ranks that are trained on, in
+    order; and metrics.
+    """
+    rollouts = {}
+    kept = []
+    # Rewards, sampled tokens and truncation of all ranks, a row for each group played so far.
+    table_3PG = np.zeros((3, 0, config.group))
+    first_prompt = step * config.prompts * config.max_rounds
+    for _ in range(config.max_rounds):
+        # As many new groups as are missing, from the part of the data that is this step's alone:
+        # max_rounds times as many prompts as it wants. With dynamic sampling, of 4 groups wanted:
+        #
+        #     round 1   groups 0 1 2 3   kept 0 2        (1 and 3 had equal rewards)
+        #     round 2   groups 4 5       kept 0 2 4 5
+        missing = config.prompts - len(kept)
+        groups = range(table_3PG.shape[1], table_3PG.shape[1] + missing)
+        starts = draw_prompts(config, task, ROLLOUT, step, groups, first=first_prompt)
+        played = play(config, task, sampler, starts, key=(config.seed, step))
+
+        # Every rank has the whole table, so all ranks drop the same groups.
+        rollouts |= {group: trajectories for (group, _, _), trajectories in zip(starts, played)}
+        round_3PG = table_of_groups(
+            groups, rollouts, config.group, 3, lambda t: (t.reward, t.mask.sum(), t.truncated)
+        )
+        table_3PG = np.concatenate([table_3PG, round_3PG], axis=1)
+
+        # DAPO's dynamic sampling: rewards that are all equal have advantage 0, hence no gradient.
+        for group, rewards_G in zip(groups, round_3PG[0]):
+            if not (config.dynamic_sampling and np.ptp(rewards_G) == 0):
+                kept.append(group)
+        if len(kept) == config.prompts:
+            break
+
+    # Every rollout samples a token, and a token counts if its log-prob is finite.
+    rewards_PG, lengths_PG, truncated_PG = table_3PG
+    if lengths_PG.sum() == 0:
+        raise FloatingPointError(
+            f"step {step}: no finite token: every sampled token's log-prob is NaN or infinite, so "
+            f"nothing can be trained; the weights are not finite or too large, or --temperature "
+            f"{config.temperature} is too small"
+        )
+
+    # Metrics include dropped groups, so that they measure the policy and not the filter. A critic
+    # learns from any difference within the step, also between two groups.
+    solved_PG = rewards_PG >= 1
+    compares_step = compared_by(config.advantage) == "step"
+    compared = rewards_PG.reshape(1, -1) if compares_step else rewards_PG
+    return rollouts, kept, {
+        "reward/mean": rewards_PG.mean(), "reward/solved": solved_PG.mean(),
+        "reward/groups_none": (~solved_PG).all(1).mean(),
+        "reward/groups_all": solved_PG.all(1).mean(),
+        "reward/groups_equal": (np.ptp(compared, axis=1) == 0).mean(),
+        "length/rollout_mean": lengths_PG.mean(), "length/max": int(lengths_PG.max()),
+        "tokens/generated": int(lengths_PG.sum()),
+        "tokens/truncated_fraction": truncated_PG.mean(),
+    }  # fmt: skip
+
+
+class RolloutQueue:
+    """Sample the batches of a run, each with the weights that the schedule says.
+
+    first_step: the first step that will be trained.
+    pending: {number: SampledBatch} of the batches from first_step on that a checkpoint held.
+    last: the last batch that will be asked for. Default: the run has no end.
+    """
+
+    def __init__(self, config, task, trainer, first_step=0, pending=None, last=math.inf):
+        self.config = config
+        self.task = task
+        self.trainer = trainer
+        self.first_step = first_step
+        self.pending = dict(pending or {})
+        self.next = first_step + len(self.pending)
+        self.last = last
+        self.clock = StepClock(trainer.device)
+        self.idle_since = time.perf_counter()
+        self.pushed = None  # version of the weights that the sampler has got
+        self.shown = None  # a trajectory of the latest evaluation
+
+    def get(self, step) -> SampledBatch:
+        """Return the batch of a step, which begins now. Collective."""
+        # First all batches are sampled that these weights sample.
+        self.clock.start()
+        self.trainer.where = f"step {step}"
+        self.push()
+        with timed(self.clock.seconds, "wait_rollout"):
+            while self.next <= min(step + self.config.staleness, self.last):
+                self.pending[self.next] = self.sample(self.next)
+                self.next += 1
+        return self.pending.pop(step)
+
+    def push(self):
+        """Give the sampler the weights of now, unless it has them. Collective."""
+        if self.pushed != self.trainer.policy_version:
+            self.pushed = self.trainer.push_weights()
+
+    def sample(self, number) -> SampledBatch:
+        """Sample a batch by the weights that the generator has now. Collective."""
+        # Sampling has stood still since it or an evaluation last ended.
+        seconds = {"seconds/wait_train": time.perf_counter() - self.idle_since}
+        with timed(seconds, "rollout"):
+            sampler = self.trainer.sampler
+            rollouts, kept, metrics = collect(self.config, self.task, sampler, number)
+        self.idle_since = time.perf_counter()
+
+        # All rollouts of a batch are by the same weights, so the mean age is the largest one.
+        age = min(number, self.config.staleness)
+        metrics |= {"policy/age_mean": float(age), "policy/age_max": age} | seconds
+        version = self.trainer.policy_version
+        return SampledBatch(rollouts, kept, self.config.minibatches, version, metrics)
+
+    def evaluate(self):
+        """Return what the weights of now solve. Collective."""
+        self.push()
+        with timed(self.clock.seconds, "eval"):
+            solved, self.shown = evaluate(self.config, self.task, self.trainer.sampler)
+        self.idle_since = time.perf_counter()
+        return solved
+
+    def stored(self) -> list:
+        """Return the pending batches as JSON values for a checkpoint, on rank 0. Collective."""
+        return [{"batch": n} | self.pending[n].to_json() for n in sorted(self.pending)]
+
+
+class Demonstrations:
+    """Make the batches of the supervised steps: the steps -K .. -1 of a run with --demos K.
+
+    first_step: the first of them that is to do.
+    """
+
+    def __init__(self, config, task, trainer, first_step):
+        self.config = config
+        self.task = task
+        self.trainer = trainer
+        self.first_step = first_step
+        self.clock = StepClock(trainer.device)
+
+    def get(self, step) -> SampledBatch:
+        """Return demonstrations, one minibatch of as many as a step has rollouts. Collective."""
+        # What they are depends on (seed, step, number) alone, like everything that is drawn.
+        c = self.config
+        number = c.demos + step
+        self.clock.start()
+        self.trainer.where = f"supervised step {number}"
+        groups = list(range(c.prompts * c.group))
+        first = number * len(groups)
+        starts = draw_prompts(c, self.task, DEMO_PROMPT, number, groups, first)
+        played = demonstrations(self.task, starts, (c.seed, DEMO_PLAY, number), c.max_new_tokens)
+        return SampledBatch({t.group: [t] for t in played}, groups, 1)
+
+    def evaluate(self):
+        """Return None: the weights with which the loop begins are the first to be evaluated."""
+
+    def stored(self) -> list:
+        return []
+
+
+def pending_batches(config, trainer, path, state) -> dict:
+    """Return {number: SampledBatch} of a checkpoint's pending batches. state: its JSON values."""
+    # After step s > 0 the batches s .. s + K - 1 are pending, whatever --steps was.
+    step = state["step"]
+    expected = list(range(step, step + config.staleness)) if step else []
+    vocab_size = trainer.shape.vocab_size
+    try:
+        # A checkpoint of another staleness, or one that somebody has edited, is named as such.
+        stored = state.get("pending", [])
+        if [entry["batch"] for entry in stored] != expected:
+            raise ValueError(f"expected batches {expected}")
+        made = [SampledBatch.from_json(entry, config, vocab_size) for entry in stored]
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        reason = f"{type(error).__name__} {error}"
+        raise ValueError(f"checkpoint {path}: its pending batches are damaged: {reason}") from error
+    return dict(zip(expected, made))
+
+
+def padded(vectors, like):
+    """Return ragged numpy vectors as one (B, T) tensor like `like`, each followed by zeros."""
+    # numpy: a tensor for each of thousands of short vectors would cost more than the copy.
+    lengths_B = np.array([len(vector) for vector in vectors])
+    out_BT = np.zeros((len(vectors), lengths_B.max()))
+    out_BT[np.arange(out_BT.shape[1]) < lengths_B[:, None]] = np.concatenate(vectors)
+    return torch.from_numpy(out_BT).to(like)
+
+
+def masked_attention(mask, group, method, debug=False):
+    """Return what a layer calls: attention under a mask of the whole row, or on a group's ring.
+
+    method, debug: of `ring_attention`.
+    """
+
+    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+        # A layer with a window narrows the mask further.
+        options = dict(mask=mask.with_window(window), scale=scale, softcap=softcap)
+        if group is None:
+            return attend(q, k, v, **options)[0]
+        options |= dict(group=group, method=method, debug=debug and f"layer {layer}")
+        return ring_attention(q, k, v, **options)
+
+    return attention
+
+
+class ExpertLoads:
+    """Count which experts the tokens of a step go to: (8), the loads, the routers' bias.
+
+    `begin` and `end` enclose one forward_backward. A token that several trajectories share in a
+    tree counts once for each of them. For a model without experts all of it does nothing.
+
+    counts_LE: tokens of each expert in an optimizer step, for L layers with E experts each.
+    parts: for each micro-batch {layer: loss} and {layer: tokens of each expert}, on this rank.
+    """
+
+    def __init__(self, config, model, device):
+        self.device = device
+        self.coef = config.balance_coef
+        self.rate = config.router_bias_rate
+        self.layers = list(model.config.sparse_layers)
+        self.counts_LE = torch.zeros(len(self.layers), model.config.num_experts).double()
+        self.coef_of_one = 0.0
+        self.parts = []
+
+    def begin(self, batch, num_sequences=None):
+        """Begin a forward_backward of this rank's batch. num_sequences: of the step, all ranks."""
+        # The mean of (8) is over the whole step, as Z of (7) is: so nothing depends on the cut.
+        self.parts = []
+        if self.coef and self.layers:
+            if num_sequences is None:
+                (num_sequences,) = summed([len(batch)], self.device)
+            self.coef_of_one = self.coef / max(1, num_sequences)  # (8)
+
+    def balance_of_row(self, sequence_j, token_j, *, num_sequences, groups):
+        """Return the callback of the sparse layers of one micro-batch; see `balance_of_rank`."""
+        how = dict(coef=self.coef_of_one, num_sequences=num_sequences, groups=groups)
+        balance = Balance(sequence_j, token_j, **how)
+        # The layers fill both in as they run. A layer that runs again fills in the same.
+        self.parts.append((balance.losses, balance.counts))
+        return balance
+
+    def end(self) -> dict:
+        """Return the metrics of a forward_backward. Collective."""
+        if not self.layers:
+            return {}
+
+        # A rank has counted its own tokens in its own layers, so the sum over all ranks is the
+        # whole. A number of tokens is exact in float64, so all ranks move the biases identically.
+        sums = torch.zeros(1 + self.counts_LE.numel(), dtype=torch.float64, device=self.device)
+        counts_LE = sums[1:].view_as(self.counts_LE)
+        for losses, counts in self.parts:
+            for loss_of_layer in losses.values():
+                sums[0] += loss_of_layer
+            for layer, counts_E in counts.items():
+                counts_LE[self.layers.index(layer)] += counts_E
+        dist.all_reduce(sums)
+        counts_LE = counts_LE.cpu()
+        self.counts_LE += counts_LE
+
+        # 1: all experts of a layer got as much; E / K: every token chose the same experts.
+        load_L = counts_LE.amax(1) / counts_LE.mean(1).clamp(min=1 / counts_LE.shape[1])
+        balance = {"balance/loss": sums[0].item()} if self.coef else {}
+        return {"experts/load_max": load_L.max().item()} | balance
+
+    def update_bias(self, model):
+        """Move the routers' biases by (11) of experts.py, after an optimizer step."""
+        if not self.rate:
+            return
+        has = [module.layer for module in model.modules() if hasattr(module, "votes")]
+        counts = {layer: self.counts_LE[self.layers.index(layer)] for layer in has}
+        update_router_bias(model, counts)
+
+
+# Micro-batches: rows, packed trees, chunks ------------------------------------------------------
+# Each class runs a batch in one way of --tree. Without --tree read `RowBatches` alone.
+
+
+class RowBatches(PackedBatches):
+    """Run micro-batches that are rows of sequences end to end: `--tree disabled`.
+
+    tokens_run is the number of tokens of the latest batch that the model has run on.
+    """
+
+    def __init__(self, model, config, experts):
+        super().__init__(
+            model, attention=self.attention_of_row, indices=indices,
+            balance=experts.balance_of_row if experts.layers else None,
+            micro_tokens=config.micro_tokens, temperature=config.temperature,
+        )  # fmt: skip
+        self.config = config
+        self.experts = experts
+        self.tokens_run = 0
+
+    def share_out(self, batch):
+        """Return the trajectories that this rank trains on, given its own of the batch."""
+        return batch
+
+    def attention_of_row(self, document_1S, group):
+        """Return the attention of a row, in which tokens see earlier ones of their own sequence."""
+        # The block-diagonal mask of the whole row. Tiles between documents cost nothing, and a ring
+        # cuts the mask to what each pair of ranks needs.
+        mask = Mask.documents(doc_ids=document_1S)
+        return masked_attention(mask, group, self.config.cp_method, self.config.debug)
+
+    def pack_micro_batches(self, sequences, masks):
+        self.tokens_run = sum(map(len, sequences))
+        return super().pack_micro_batches(sequences, masks)
+
+
+class TreeBatches(RowBatches):
+    """Run micro-batches that are packed trees of the sequences' prefixes: `--tree sparse`."""
+
+    def share_out(self, batch):
+        """Distribute the data-parallel ranks' trajectories: prefixes together, equal times."""
+        # Context ranks share one tree's tokens.
+        if self.plan.cp > 1 or self.plan.dp == 1:
+            return batch
+        cost = Cost(recomputed=1 / 3 if self.config.recompute else 0.0)
+        sequences = [t.tokens for t in batch]
+        _, share = redistribute(sequences, batch, group=self.part.grid.group["dc"], cost=cost)
+        return share
+
+    def attention_of_row(self, tree, group):
+        """Return the attention to a token's path. tree: (TokenTrie, length of the padded row)."""
+        how = dict(method=self.config.cp_method, debug=self.config.debug)
+        return packed_tree_attention(*tree, group=group, **how)
+
+    def pack_micro_batches(self, sequences, masks):
+        """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""
+        require_batch(self.model, sequences, masks)
+        # Sorted sequences share their beginnings with the sequence before them.
+        trie = TokenTrie(sequences)
+        lengths = trie.lengths[trie.order].tolist()
+        cut = functools.partial(pack, lengths, shared=trie.shared.tolist())
+
+        # Other ranks may need more trees than this one, and a pipeline pads all trees to the
+        # longest. So trees are cut as small as their number allows, which makes them about equal.
+        count = agreed_micro_batches(self.model, len(cut(self.micro_tokens)))
+        most = bisect.bisect_left(
+            range(self.micro_tokens), True, key=lambda tokens: len(cut(tokens)) <= count,
+            lo=min(self.micro_tokens, len(trie) // max(1, count)),
+            hi=min(self.micro_tokens, len(trie)),
+        )  # fmt: skip
+        micros = [sorted(trie.order[k] for k in run) for run in cut(most)]
+        micros += [[]] * (count - len(micros))
+
+        # A tree without a sequence is one token, of which no sequence holds a target.
+        tries = [
+            trie if len(indices) == len(sequences) > 0
+            else TokenTrie([sequences[i] for i in indices] or [[0]]) for indices in micros
+        ]  # fmt: skip
+        self.tokens_run = sum(len(trie) for indices, trie in zip(micros, tries) if indices)
+        lengths = row_lengths(self.plan, list(map(len, tries)))
+        rows = [
+            tree_row(trie, [masks[i] for i in indices] or [[]], length)
+            for indices, trie, length in zip(micros, tries, lengths, strict=True)
+        ]
+        return micros, [row if held else row.without_sequences() for held, row in zip(micros, rows)]
+
+
+def tree_row(trie, masks, length) -> PackedRow:
+    """Return a tree as a row of `length` places. masks: which of a sequence's tokens[1:] count."""
+    # Targets of different sequences may be one token of the tree: it is scored once, at the token
+    # before it, and `entries` tells each target which of the scored tokens it is.
+    edges_N, entries_K = map(torch.from_numpy, wanted_edges(trie, masks))
+    mask_BT = padded(masks, torch.zeros(0, dtype=torch.bool))
+
+    # A sequence holds the tokens of its path: a pair (sequence, token) for each of them.
+    sequence_J = torch.arange(len(masks)).repeat_interleave(trie.lengths)
+    return PackedRow(
+        *packed_tree(trie, length), (trie, length), mask_BT,
+        trie.parent[edges_N], trie.tokens[edges_N], entries_K, sequence_J, trie.paths,
+    )  # fmt: skip
+
+
+class ChunkBatches(TreeBatches):
+    """Train on one tree chunk by chunk, in memory for a path: `--tree dta`."""
+
+    def forward_backward(self, sequences, masks, loss_fn):
+        """Add the loss's gradient to .grad. loss_fn gets sequences that end in a chunk."""
+        require_batch(self.model, sequences, masks)
+        trie = TokenTrie(sequences)
+        self.tokens_run = len(trie)
+
+        def loss_of_chunk(ended, *scores):
+            mask_BT = padded([masks[i] for i in ended], scores[0]).bool()
+            return loss_fn(ended, mask_BT, *scores)
+
+        # COMM: experts are on other ranks, which have other trees: all make the same number of
+        # calls. Pinned by
+        # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+        sync_group = dist.group.WORLD if self.plan.ep > 1 else None
+        model = self.model
+        if self.plan.tp > 1:
+            model = PaddedTokens(model)
+        # check_finite=False: a NaN is optim_step's to find, on all ranks at once.
+        config = self.config
+        result = tree_backward(
+            model, trie, loss_of_chunk, max_tokens=config.chunk_tokens, recompute=config.recompute,
+            temperature=config.temperature, masks=masks, lockstep=sync_group, batched=True,
+            check_finite=False,
+        )  # fmt: skip
+
+        # Tensor ranks have walked the same tree and found the same numbers: one of them counts.
+        if speaks_for_replica(self.model):
+            self.experts.parts.append(({}, result.router_counts))
+
+
+BATCHES = {"disabled": RowBatches, "sparse": TreeBatches, "dta": ChunkBatches}

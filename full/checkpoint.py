@@ -1,0 +1,275 @@
+"""Checkpoints: adds to `parallel.py` a state that any plan writes and any other plan reads.
+
+Write the state of a run so that it can go on under any plan, and read it back verified. DCP
+(torch.distributed.checkpoint) writes safetensors files of each rank, which say where in each tensor
+its parts lie. Reading runs no code: there is no pickle. state.json is written last. It has the
+run's own state, size and checksum of each other file, and its own checksum, the seal.
+"""
+
+import itertools
+import json
+import os
+import shutil
+import sys
+import warnings
+import zlib
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from full.optimizer import training_tensors
+from full.places import local
+from full.ranks import agree, all_gather_objects
+
+
+def read_training(path, model, optimizer, *, counts=()) -> dict:
+    """Read a checkpoint of `training_tensors` into a model and its optimizer. Collective.
+
+    Returns its JSON values. counts: as in `read_checkpoint`.
+    """
+    state = read_checkpoint(path, training_tensors(model, optimizer), counts=counts)
+    if getattr(optimizer, "has_masters", False):
+        optimizer.copy_to_model()
+    return state
+
+
+class Damaged(ValueError):
+    """Files of a checkpoint are not as they were written. An older checkpoint may be whole."""
+
+
+FILE = 64 << 20  # bytes
+
+
+def write_checkpoint(path, tensors, state) -> None:
+    """Collective. Write `tensors` by DCP and `state` as JSON into the directory `path`.
+
+    tensors: {name: tensor}, DTensors where they are sharded. All or nothing: a temporary directory
+    is renamed once every byte and its checksum are on disk. Raises on every rank: ValueError for a
+    state that is not finite JSON, before anything is touched, and OSError if writing fails.
+    """
+    path = Path(path)
+    partial = path.with_name(path.name + ".tmp")
+
+    try:
+        sealed(state)
+    except (TypeError, ValueError) as error:  # before anything is written, on every rank
+        raise ValueError(f"checkpoint {path}: its state is not finite JSON: {error}") from error
+
+    def start():
+        shutil.rmtree(partial, ignore_errors=True)  # a run that was cut short may have left it
+        partial.mkdir(parents=True)
+
+    def finish():
+        with (partial / "state.json").open("w") as file:
+            json.dump(sealed(state | {"files": sums}), file)
+            file.flush()
+            os.fsync(file.fileno())
+        # An older checkpoint of this name goes only now that the new one is whole.
+        shutil.rmtree(path, ignore_errors=True)
+        partial.rename(path)
+
+    try:
+        agree(start)
+        # DCP puts a file together in memory. So the tensors of a rank go into files of about FILE
+        # bytes. All ranks follow the table of rank 0, which needs the names of all.
+        sizes = on_all_ranks(lambda: {name: local(x).nbytes for name, x in tensors.items()})
+        ends = itertools.accumulate(sizes.values())
+        file_of = {name: 1 + end // FILE for name, end in zip(sizes, ends)}
+        writer = dcp.HuggingFaceStorageWriter(str(partial), file_of, save_distributed=True)
+        dcp.save(tensors, storage_writer=writer)
+        # By rank 0's list: the directories of a network's disk may differ for a moment.
+        names = agree(lambda: sorted(file.name for file in partial.glob("*.safetensors")))
+        sums = on_all_ranks(lambda: sums_of_share(partial, names))
+        agree(finish)
+    except (dcp.CheckpointException, ValueError, OSError) as error:  # raised on every rank
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # unfinished files take room
+        out = path.parent
+        saved = checkpoints(out) or checkpoints(out, "demos")
+        kept, advice = "older ones are whole", "go on"
+        if not saved:
+            kept, advice = "nothing was saved yet", "begin again"
+        raise OSError(
+            f"checkpoint {path} not written ({reason_of(error)}); {kept}: make room or mend the "
+            f"directory, then {advice} with --resume --out {out}") from error
+
+
+def reason_of(error) -> str:
+    """Say which rank failed at what, if DCP says it."""
+    failures = getattr(error, "failures", {})
+    return "; ".join(f"rank {rank}: {e[0]}" for rank, e in failures.items()) or str(error)
+
+
+def sums_of_share(path, names, alone=False) -> dict:
+    """Return {name: [size, checksum]} of this rank's share of a checkpoint's files."""
+    # File n is read by rank n mod world, so that each is read once. alone: this rank reads all.
+    share = names if alone else names[dist.get_rank() :: dist.get_world_size()]
+    sums = {}
+    for name in share:
+        size = total = 0
+        with (Path(path) / name).open("rb") as file:
+            while block := file.read(16 << 20):
+                size += len(block)
+                total = zlib.crc32(block, total)
+        sums[name] = [size, total]
+    return sums
+
+
+def on_all_ranks(function) -> dict:
+    """Merge the dicts that function() returns on all ranks; or raise the first error on every rank.
+
+    What one rank refuses, all refuse, so that none waits for a rank that has left. Collective.
+    """
+    found = None
+    try:
+        found = function()
+    except (ValueError, OSError) as error:
+        found = error
+    # COMM: an all-gather over all ranks, of results or errors. Pinned by
+    # tests/full/test_parallel_faults.py::test_what_one_rank_cannot_read_is_refused_by_all.
+    results = all_gather_objects(found)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return {name: value for result in results for name, value in result.items()}
+
+
+def sealed(state) -> dict:
+    """Return a checkpoint's JSON state, checksums of its files included, with its own checksum.
+
+    ValueError for a number that is not finite: Python would write and read it, but it is not JSON.
+    """
+    unsealed = {key: value for key, value in state.items() if key != "seal"}
+    return unsealed | {"seal": zlib.crc32(json.dumps(unsealed, allow_nan=False).encode())}
+
+
+def sealed_state(path) -> dict:
+    """Return a checkpoint's JSON state. `Damaged` unless all files are there, by their sizes."""
+    path = Path(path)
+    try:
+        state = json.loads((path / "state.json").read_text())
+        if state != sealed(state):
+            raise ValueError("its checksum differs")
+        sizes = {name: size for name, (size, _) in state["files"].items()}
+    # Only a file that is not there is damage. Another OSError may pass, so it is raised: a run that
+    # went on from an older checkpoint would delete this one.
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, AttributeError, KeyError,
+            RecursionError) as error:  # fmt: skip
+        raise Damaged(f"checkpoint {path}: state.json is missing or damaged: {error}") from error
+    # DCP reads whatever tensor files are in the directory, also files of another program.
+    found = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
+    for name in sorted(found.keys() | sizes.keys()):
+        if found.get(name) != sizes.get(name):
+            raise Damaged(f"checkpoint {path}: {name} is damaged: it has {found.get(name)} bytes, "
+                          f"and state.json says {sizes.get(name)}")  # fmt: skip
+    return state
+
+
+def read_checkpoint(path, tensors, *, counts=(), only="", alone=False) -> dict:
+    """Collective. Fill `tensors` in place from a checkpoint, and return its verified JSON state.
+
+    The checkpoint has the same tensors by name and shape, in any sharding, or it is refused.
+    counts: names in the state that must be integers of 0 or more. only: a prefix of names, or a
+    tuple of prefixes; other stored tensors are ignored. "model." leaves out AdamW's state.
+    alone: this rank reads by itself, into whole tensors.
+    An error on any rank is raised on every rank: a ValueError, `Damaged` if bytes are not as they
+    were written, or an OSError. It leaves `tensors` half filled.
+    """
+    together = (lambda function: function()) if alone else on_all_ranks
+
+    def inspect():
+        state = sealed_state(path)
+        found = sums_of_share(path, sorted(state["files"]), alone)
+        for name, sums in found.items():
+            if sums != state["files"][name]:
+                raise Damaged(f"checkpoint {path}: {name} is damaged (its checksum differs)")
+        for name in counts:
+            value = state.get(name)
+            if type(value) is not int or value < 0:  # True is an int, and not a count
+                raise ValueError(f"checkpoint {path}: expected {name} in state.json to be an "
+                                 f"integer of 0 or more, got {value!r:.80}")  # fmt: skip
+        return state
+
+    # Files are verified before any of them is loaded. Slow files do not end a run: each rank reads
+    # its share at the same time as the others do.
+    state = together(inspect)
+    wanted = together(lambda: {name: tuple(x.shape) for name, x in tensors.items()})
+    reader = dcp.HuggingFaceStorageReader(str(path))
+
+    def stored_shapes():
+        try:
+            stored = reader.read_metadata().state_dict_metadata
+        except Exception as error:  # the checksums are right, and the files are of another program
+            raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+        return {name: tuple(x.size) for name, x in stored.items() if name.startswith(only)}
+
+    # Strict both ways, so that no tensor keeps its first values, and no stored one is lost.
+    saved = together(stored_shapes)
+    for name in sorted(saved.keys() | wanted.keys()):
+        if saved.get(name) != wanted.get(name):
+            raise ValueError(
+                f"checkpoint {path} is of another model: {name} is {saved.get(name, 'absent')} "
+                f"there and {wanted.get(name, 'absent')} here")  # fmt: skip
+    try:
+        with warnings.catch_warnings():  # about `alone`
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(tensors, storage_reader=reader, no_dist=alone)
+    except (dcp.CheckpointException, OSError) as error:  # raised on every rank, whichever failed
+        raise ValueError(f"checkpoint {path} cannot be read: {reason_of(error)}") from error
+    return state
+
+
+def checkpoints(directory, kind="step"):
+    """Return the step-NNNNNNNN directories, oldest first. kind: how else their names begin."""
+    return sorted(Path(directory).glob(f"{kind}-" + "[0-9]" * 8))
+
+
+def superseded(directory, step, keep, kind="step"):
+    """Return the checkpoints to delete once `step` is saved, in the order of their steps.
+
+    These are all but the newest `keep` up to `step`, and all later ones, which the resume has
+    found damaged. kind: as in `checkpoints`.
+    """
+    # Of steps 2, 4, 6 and 8, with 6 just saved and keep 2, they are 2 and 8.
+    found = checkpoints(directory, kind)
+    saved = Path(directory) / f"{kind}-{step:08d}"
+    up_to_it = [path for path in found if path <= saved]
+    return up_to_it[:-keep] + found[len(up_to_it) :]
+
+
+def newest_checkpoint(directory, kind="step"):
+    """Return the newest checkpoint whose files are there and have their size, see `read_newest`.
+
+    Only `read_newest` finds out whether the bytes of the tensors are as they were written.
+    """
+    return _newest(checkpoints(directory, kind), sealed_state)[0]
+
+
+def read_newest(directory, read, kind="step"):
+    """Collective. Return (path, read(path)) for the newest undamaged checkpoint.
+
+    read: collective, it calls `read_checkpoint`. Where that finds damage, the checkpoint is named
+    in a warning, and the next older one is read. Any other error of `read` is raised: a crash or a
+    disk does not leave a right checksum on wrong contents. (None, None) if there is no checkpoint;
+    if none is undamaged, ValueError, so that a run is not begun again by mistake.
+    kind: as in `checkpoints`.
+    """
+    return _newest(agree(lambda: checkpoints(directory, kind)), read)
+
+
+def _newest(found, read):
+    """Implement `read_newest` for the paths of checkpoints, oldest first."""
+    # The newest first. Only damage leads to an older one.
+    for path in reversed(found):
+        try:
+            return str(path), read(path)
+        except Damaged as error:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                print(f"warning: {error}; trying an older one", file=sys.stderr)
+    if found:
+        raise ValueError(
+            f"no checkpoint in {found[0].parent} is whole "
+            f"({', '.join(path.name for path in found)}): "
+            f"put a copy of one back, or begin again with another --out")  # fmt: skip
+    return None, None

@@ -1,0 +1,578 @@
+"""Settings: adds every flag, its help and what cannot be combined to `train_grpo.Config`.
+
+Read it to look up a flag or to add one. If you know what a setting means, skip all of it but the
+fields of Config and the table of papers.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import inspect
+import itertools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+import train_grpo
+from full.advantages import ADVANTAGES, TOKEN_ADVANTAGES, compared_by
+from full.metrics import glossary
+from full.model_config import read_json
+from full.objectives import AGGREGATIONS, OBJECTIVES
+from full.plans import Plan, letters_table, plans_on_same_ranks
+from full.weights import require_generator_plan
+
+# What --help ends with. full/RECIPES.md has the settings of other code bases that mean the same.
+PAPERS = """\
+Papers and their settings. The rest stays at its default, and each paper has its own learning rates.
+
+  GRPO         2402.03300  --advantage group_std --aggregation sequence_mean --clip-high 0.2
+                           --kl-coef 0.04 --entropy-coef 0
+  Dr.GRPO      2503.20783  --aggregation constant --clip-high 0.2 --entropy-coef 0
+  RLOO         2402.14740  --advantage leave_one_out --kl-coef 0.05 --kl k1 --kl-in reward
+                           --minibatches 1 --entropy-coef 0
+  REINFORCE++  2501.03262  --advantage none_batch --kl-coef 0.01 --kl k1 --kl-in reward
+                           --clip-high 0.2 --entropy-coef 0
+  LitePPO      2508.08221  --advantage batch_std --clip-high 0.2 --entropy-coef 0
+  PPO          1707.06347  --advantage gae --clip-high 0.2 --entropy-coef 0
+  dual clip    1912.09729  --dual-clip 3
+  DAPO         2503.14476  --advantage group_std --dynamic-sampling --max-rounds 3
+                           --overlong filter --overlong-buffer 4 --entropy-coef 0
+  CISPO        2506.13585  --objective cispo --advantage group_std --entropy-coef 0
+  GSPO         2507.18071  --objective gspo --advantage group_std --aggregation sequence_mean
+                           --clip-low 3e-4 --clip-high 4e-4 --entropy-coef 0
+  GMPO         2507.20673  --objective gmpo --advantage group_std --aggregation sequence_mean
+                           --clip-low 0.4 --clip-high 0.4 --entropy-coef 0
+  SAPO         2511.20347  --objective sapo --advantage group_std --aggregation sequence_mean
+                           --entropy-coef 0
+  DPPO         2602.04879  --objective dppo --clip-low 0.15 --clip-high 0.15
+                           --advantage group_std --entropy-coef 0
+  decoupled PPO  2110.00641  --proximal --importance-cap 2: truncated importance sampling
+  IcePop         2510.18855  --proximal --importance mask --importance-low 0.5 --importance-cap 5
+  sequence mask  TRL         --proximal --importance mask --importance-of sequence
+                             --importance-cap 3
+  tree rollouts  2506.11902  --forks 2 --fork-turns 2 --advantage per_branch
+  distillation, on-policy    --teacher DIR --objective reinforce --minibatches 1
+"""
+
+TASKS = "guess", "jsonl"  # values of --task that name no file: `make_task` of text.py
+MAX_STALENESS = 64  # steps, far more than learning bears
+
+# Choices that several fields share, or that are too long for the line of a field.
+Dtype = Literal["float32", "float64", "bfloat16"]
+
+Schedule = Literal["1f1b", "interleaved1f1b", "zbv"]
+
+
+class Plans(NamedTuple):
+    """The plans of --plan: A|B, two plans of the same ranks, or B alone."""
+
+    generator: Plan | None  # A; None: the generator takes t and e of the trainer's plan
+    trainer: Plan | None  # B; None without --plan: all ranks are data parallel
+
+
+@functools.cache
+def parse_plans(text) -> Plans:
+    """Return the plans of --plan, or raise ValueError."""
+    # One plan is the trainer's. Of two, A|B, the first is the generator's.
+    if not text:
+        return Plans(None, None)
+    plans = plans_on_same_ranks(text)
+    if len(plans) > 2:
+        raise ValueError(f"--plan {text}: A|B has two plans, the generator's and the trainer's, "
+                         f"got {len(plans)}")  # fmt: skip
+    if len(plans) == 1:
+        return Plans(None, plans[0])
+    require_generator_plan(plans[0])
+    return Plans(*plans)
+
+
+@dataclass
+class Config(train_grpo.Config):
+    """The command line: a field is a flag, and the comment after it is the flag's help.
+
+    The comment above a group of fields is the group's title in --help. A Literal lists the values
+    that a flag may have. "" is the default that the help explains as "empty".
+    """
+
+    # the run
+    task: str = "guess"  # guess | jsonl | FILE.py:Class
+    out: str = ""  # directory of the run; empty: the first free runs/TASK-N
+    resume: bool = False  # go on from the newest checkpoint in --out; begin a run if there is none
+    # the task
+    data: str = ""  # jsonl: file of lines, {"question", "answer"} or {"messages", "answer"}
+    template: str = ""  # jsonl: chat (its own) | raw | text with {question}; empty: chat, else raw
+    instruction: str = "End with '#### ' and the answer."  # jsonl: a line after each question
+    system: str = ""  # jsonl: the system's message, in a chat template
+    reward: str = ""  # jsonl: FILE.py:function of (text, row); empty: what follows ####
+    demos: int = 0  # supervised steps on the task's demonstrations before the loop (demos.jsonl)
+    # the model
+    model: str = ""  # Hugging Face checkpoint directory; empty: random weights of the shape below
+    dtype: Dtype = "float32"  # of the trainer's weights
+    compute_dtype: Literal["", Dtype] = ""  # of matrix products, coarser than --dtype; empty: same
+    generator_dtype: Literal["", Dtype] = ""  # of the generator's weights; empty: --compute-dtype
+    device: Literal["", "cpu", "cuda"] = ""  # empty: cuda where there is one
+    # rollouts
+    staleness: int = 0  # K: batch b is sampled with the weights of step b - K; 0: on-policy
+    batch_rows: int = 1024  # rollouts that a rank decodes at a time; a new one enters as one ends
+    forks: int = 1  # children of a trajectory at a turn boundary (tree rollouts)
+    fork_turns: int = 0  # turn boundaries that fork; group must divide by forks ** fork_turns
+    dynamic_sampling: bool = False  # drop groups whose rewards are all equal (DAPO)
+    max_rounds: int = 1  # rounds of rollouts to replace dropped groups; 1: only drop
+    overlong: Literal["keep", "filter"] = "keep"  # truncated trajectories; filter: not in the loss
+    overlong_buffer: int = 0  # last tokens of max_new_tokens, over which the reward falls by 1
+    # the loss
+    advantage: str = None  # (1) of full/advantages.py; gae is PPO's, with a critic
+    teacher: str = ""  # checkpoint directory: each token's advantage is its log-prob's gain there
+    aggregation: str = "token_mean"  # w and Z of (7) of full/objectives.py
+    objective: str = "clip"  # (3) of full/objectives.py
+    dual_clip: float = 0.0  # clip, gspo: bound of the ratio where A is negative; 0: none
+    cispo_bound: float = 5.0  # cispo: the largest weight
+    kl: Literal["k1", "k3"] = "k3"  # estimator of the KL, (5) of full/objectives.py
+    kl_coef: float = 0.0  # weight of the KL to the frozen reference; 0: no reference is kept
+    kl_in: Literal["loss", "reward"] = "loss"  # where the KL enters
+    entropy_coef: float = None  # weight of the entropy bonus
+    proximal: bool = False  # old log-probs from a trainer pass; otherwise the sampler's
+    importance: Literal["truncate", "mask"] = "truncate"  # (4) of full/objectives.py
+    importance_of: Literal["token", "sequence", "geometric"] = "token"  # whose p_old / p_sampler
+    importance_low: float = 0.0  # lower bound of p_old / p_sampler
+    importance_cap: float = 0.0  # upper bound of p_old / p_sampler; 0: no weights
+    gae_lambda: float = 0.95  # gae: 0: one step and the critic; 1: rewards to the end
+    value_coef: float = 0.5  # gae: weight of the critic's loss
+    balance_coef: float = 0.0  # experts: weight of the loss that balances them; not with --tree
+    router_bias_rate: float = 0.0  # experts: step of the routers' bias after an update; 0: no bias
+    # the optimizer
+    lr: float = None  # AdamW
+    lr_first_step: Literal["nonzero", "zero"] = "nonzero"  # a warm-up of 5 begins with 1/5, or 0
+    lr_decay: Literal["constant", "linear", "cosine"] = "linear"  # from there to the last step
+    weight_decay: float = 0.0  # AdamW, decoupled
+    micro_tokens: int = 16384  # tokens of a micro-batch, or of its tree; a longer one runs alone
+    data_parallel: Literal["ddp", "fsdp", "zero1"] = "ddp"  # zero1: ddp with its moments sharded
+    shard_ranks: int = 0  # fsdp: how many ranks share one copy of the weights (HSDP); 0: all of d
+    offload: bool = False  # fsdp: shards, gradients and optimizer stay on the CPU
+    compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
+    ac: Literal["none", "full", "op"] = "none"  # recompute activations; op: not products, messages
+    plan: str = ""  # d2t2, p2c2, archon:d2; A|B: generator A, trainer B
+    cp_method: Literal["ring", "allgather", "ulysses"] = "ring"  # of the c ranks of --plan
+    debug: bool = False  # the plan's c: raise on all ranks where attention is not finite; slow
+    pp_schedule: Schedule = "1f1b"  # of the p ranks of --plan
+    tree: Literal["disabled", "sparse", "dta"] = "disabled"  # share prefixes; dta: chunk by chunk
+    chunk_tokens: int = 0  # tokens of a chunk, with --tree dta
+    recompute: bool = False  # with --tree dta: run the chunks of a path again, not keep them
+    # output
+    save_every: int = 50  # steps between checkpoints, and the last; 0: only the last
+    keep: int = 2  # newest checkpoints kept
+    log_rollouts: Literal["all", "some", "none"] = "some"  # to rollouts.jsonl; `audit` needs some
+    tensorboard: bool = False  # also write TensorBoard events (needs tensorboard)
+    timeout: int = 60  # seconds that a rank waits for another before the run ends
+    threads: int = 1  # CPU threads of each rank
+
+    # Defaults that depend on what the loop begins with: random weights, weights that demonstrations
+    # have taught, or a checkpoint's. Random weights need long steps, and a bonus for still trying
+    # everything. The same would undo in a few steps what the other two know (full/RESULTS.md).
+    # A field of this table is None until __post_init__ has looked it up.
+    BY_START = dict(
+        lr=dict(random=1e-3, demos=1e-4, model=1e-6),
+        entropy_coef=dict(random=0.02, demos=0.0, model=0.0),
+    )
+
+    # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
+    FREE = (
+        "out", "resume", "steps", "eval_every", "save_every", "keep", "log_rollouts", "tensorboard",
+        "timeout", "threads", "micro_tokens", "batch_rows", "device", "plan", "data_parallel",
+        "cp_method", "debug", "pp_schedule", "tree", "chunk_tokens", "recompute", "ac",
+        "shard_ranks", "offload", "compile",
+    )  # fmt: skip
+
+    # Numbers meet float32 tensors and int64 tensors, which cannot hold anything larger.
+    LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max / 2}
+    YEAR = 365 * 24 * 3600  # in seconds: --timeout goes to a clock in C++ that overflows later
+    ZERO = "lr_warmup", "gae_lambda", "save_every"  # may be 0
+
+    def __post_init__(self):
+        # A checkpoint that demonstrations have taught more is still a checkpoint. From here on the
+        # fields are numbers, also in config.json: a resumed run has those that it began with.
+        start = "demos" if self.demos else "random"
+        if self.model:
+            start = "model"
+        for name, defaults in self.BY_START.items():
+            if getattr(self, name) is None:
+                setattr(self, name, defaults[start])
+        if self.advantage is None:
+            self.advantage = "teacher" if self.teacher else "group_mean"
+
+    # What several fields decide together, said once. None of these is a flag.
+
+    @property
+    def plans(self) -> Plans:
+        """Return the generator's and the trainer's Plan; ValueError for a --plan that is wrong."""
+        return parse_plans(self.plan)
+
+    @property
+    def reads_text(self) -> bool:
+        """Return whether the task may read TEXT_FLAGS: `jsonl` does, and one from a file may."""
+        return self.task == "jsonl" or self.task not in TASKS
+
+    @property
+    def has_whole_template(self) -> bool:
+        """Return whether --template is the text of a whole prompt."""
+        return self.template not in ("", "chat", "raw")
+
+    @property
+    def compute(self) -> str:
+        """Return the name of the dtype in which the trainer computes."""
+        return self.compute_dtype or self.dtype
+
+    @property
+    def is_mixed(self) -> bool:
+        """Return whether the optimizer updates master weights finer than the model's weights."""
+        return self.compute != self.dtype
+
+    @property
+    def rollout_dtype(self) -> str:
+        """Return the name of the dtype of the generator's weights, to which a push rounds."""
+        return self.generator_dtype or self.compute
+
+    def check(self) -> "Config":
+        """Raise ValueError for settings that cannot run, before anything is built or written."""
+        # Values first: the combinations compute with them.
+        wrong = self._wrong_values()
+        if not wrong:
+            wrong = [*self._ignored_flags(), *self._wrong_plans()]
+            wrong += [text for is_wrong, text in self._wrong_combinations() if is_wrong]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
+    def _defaults(self, name):
+        """Return the defaults of a field: one, or one for each start."""
+        return self.BY_START.get(name, {"always": getattr(Config, name)}).values()
+
+    def _wrong_values(self) -> list[str]:
+        """Return an error for each field whose value is wrong whatever the other fields are."""
+        # One error a field: the type first, since the comparisons need numbers. An int given for a
+        # float is stored as a float.
+        wrong = []
+        at_most = dict(gae_lambda=1, timeout=self.YEAR, staleness=MAX_STALENESS)
+        for f in dataclasses.fields(self):
+            flag = _flag(f.name)
+            value = getattr(self, f.name)
+            choices = choices_of(f)
+            if f.type is float and type(value) is int:
+                setattr(self, f.name, float(value))
+            elif choices and value not in choices:
+                wrong.append(f"{flag} must be one of {_shown(choices)}, got {value!r}")
+            elif not choices and type(value) is not f.type:
+                wrong.append(f"{flag} must be {f.type.__name__}, got {value!r}")
+            elif f.type in (int, float) and not 0 <= value <= self.LARGEST[f.type]:
+                wrong.append(f"{flag} must be finite and at least 0, got {value}")
+            elif value == 0 and all(self._defaults(f.name)) and f.name not in self.ZERO:
+                wrong.append(f"{flag} must be positive, got 0")
+            elif value > at_most.get(f.name, value):
+                wrong.append(f"{flag} must be at most {at_most[f.name]}, got {value}")
+        return wrong
+
+    def _ignored_flags(self) -> list[str]:
+        """Return an error for each flag that was given and that this run would not read."""
+        plan = self.plans.trainer or Plan()
+        dta = self.tree == "dta"
+        fsdp = self.data_parallel == "fsdp"
+        old_is_own = self.proximal or (self.minibatches == 1 and not self.staleness)
+
+        # What is needed -> (is it there?, the flags that would be ignored without it).
+        needs = {
+            "--dynamic-sampling": (self.dynamic_sampling, "max_rounds"),
+            "--fork-turns": (self.fork_turns, "forks"),
+            "--forks 2 or more": (self.forks > 1, "fork_turns"),
+            "--importance-cap":
+                (self.importance_cap, "importance", "importance_of", "importance_low"),
+            "--advantage teacher": (self.advantage == "teacher", "teacher"),
+            "--advantage gae": (self.advantage == "gae", "gae_lambda", "value_coef"),
+            "--kl-coef": (self.kl_coef, "kl", "kl_in"),
+            "an --advantage of rewards": (self.advantage != "teacher", "overlong_buffer"),
+            "--proximal, or --minibatches 1 and no --staleness: else old is the sampler itself":
+                (old_is_own, "importance_cap"),
+            "--lr-warmup and --steps 2 or more":
+                (self.lr_warmup and self.steps > 1, "lr_first_step"),
+            "a --plan with c": (plan.cp > 1, "cp_method", "debug"),
+            "a --plan with p": (plan.pp > 1, "pp_schedule"),
+            "--tree dta": (dta, "chunk_tokens", "recompute"),
+            "--data-parallel fsdp": (fsdp, "shard_ranks", "offload"),
+            "--task jsonl": (self.reads_text, *TEXT_FLAGS),
+            "--template chat": (self.template in ("", "chat"), "system"),
+            "a --template without {question}":
+                (not (self.has_whole_template and self.instruction), "instruction"),
+            "--out DIR": (self.out, "resume"),
+        }  # fmt: skip
+
+        # What an objective reads, its function says.
+        for name in ("clip_low", "clip_high", "dual_clip", "cispo_bound"):
+            if getattr(self, name) != getattr(Config, name):
+                readers = [x for x in OBJECTIVES if name in flags_of(x)]
+                what = f"--objective {' or '.join(readers)}"
+                _, *names = needs.get(what, (None,))
+                needs[what] = self.objective in readers, *names, name
+        return [
+            f"{_flag(name)} needs {what}" for what, (is_there, *names) in needs.items()
+            for name in names
+            if not is_there and getattr(self, name) not in self._defaults(name)
+        ]  # fmt: skip
+
+    def _wrong_plans(self) -> list[str]:
+        """Return an error for each way to share the work that does not go with the others."""
+        # --tree dta runs chunks forward and backward in an order of its own. A pipeline's schedule
+        # has another order, FSDP2 gathers once a step and not once a chunk, a chunk's keys come
+        # from the stack of one rank, --recompute takes the place of --ac, and each chunk would be
+        # compiled for a shape of its own.
+        plan = self.plans.trainer or Plan()
+        unfit = {
+            "p": plan.pp > 1, "c": plan.cp > 1, "fsdp": self.data_parallel == "fsdp",
+            "--ac": self.ac != "none", "--compile": self.compile,
+        }  # fmt: skip
+        wrong = []
+        if self.tree == "dta":
+            wrong += [f"--tree dta has no {x}; use --tree sparse" for x in unfit if unfit[x]]
+            if not self.chunk_tokens:
+                wrong.append("--tree dta needs --chunk-tokens, the size of a chunk")
+
+        # A plan may name an engine. archon is AReaL's engine in plain torch, and it is accepted
+        # because this project is in plain torch too. Other names promise engines that do not run.
+        engines = {one.backend for one in self.plans if one} - {None, "archon"}
+        if engines:
+            wrong.append(
+                f"--plan {self.plan}: only the engine archon runs here, got "
+                f"{', '.join(sorted(engines))}; leave the name out (fsdp is --data-parallel fsdp)"
+            )
+        return wrong
+
+    def _wrong_combinations(self) -> list[tuple]:
+        """Return (is it wrong?, the error) for what would train something else, or fail late."""
+        leaves = self.forks ** min(self.fork_turns, 64)  # beyond any group, and quickly computed
+        compares_group = compared_by(self.advantage) == "group"
+        return [
+            (self.advantage == "teacher" and not self.teacher,
+             "--advantage teacher needs --teacher DIR"),
+            (self.group == 1 and compares_group,
+             "--group 1 has no baseline, so advantages are 0: use 2 or more, or --advantage gae"),
+            (self.dynamic_sampling and not compares_group, "--dynamic-sampling drops groups of "
+             f"equal rewards, from which --advantage {self.advantage} learns"),
+            (self.importance_low > self.importance_cap > 0,
+             f"--importance-low {self.importance_low} is over --importance-cap"),
+            (self.overlong_buffer >= self.max_new_tokens,
+             f"--overlong-buffer {self.overlong_buffer} must be less than --max-new-tokens"),
+            (self.teacher and self.kl_in == "reward", "--teacher has no reward: --kl-in loss"),
+            (self.dynamic_sampling and (self.entropy_coef or self.kl_coef),
+             "--dynamic-sampling drops groups of advantage 0, but they have entropy and KL terms: "
+             "set --entropy-coef 0 and --kl-coef 0"),
+            (self.group % leaves, f"--group {self.group} must divide by forks^fork_turns {leaves}"),
+            (self.clip_low >= 1, f"--clip-low must be less than 1, got {self.clip_low}"),
+            (self.beta2 >= 1, f"--beta2 must be less than 1, got {self.beta2}"),
+            (0 < self.dual_clip <= 1 + self.clip_high,
+             f"--dual-clip must be over 1 + clip_high (papers: 3), got {self.dual_clip}"),
+            (self.minibatches > self.prompts,
+             f"--minibatches {self.minibatches} is over --prompts {self.prompts}; one is empty"),
+            (self.balance_coef and self.tree != "disabled",
+             "--tree has no --balance-coef, a loss of each sequence by itself; use "
+             "--router-bias-rate, or leave --tree out"),
+            (has_smaller_eps(self.compute, self.dtype),
+             f"--compute-dtype {self.compute} is finer than --dtype {self.dtype} of the weights"),
+            (not self.model and self.hidden % (2 * self.heads),
+             f"--hidden {self.hidden} must divide by --heads {self.heads} into an even head_dim"),
+            (not self.model and self.heads % 2 and self.heads > 1,
+             f"--heads must be 1 or even, got {self.heads}"),
+            (self.task == "jsonl" and not (self.data and self.model),
+             "--task jsonl needs --data FILE.jsonl and --model DIR with a tokenizer.json"),
+            (self.has_whole_template and "{question}" not in self.template,
+             f"--template must be chat, raw or a text with {{question}}, got {self.template!r}"),
+        ]  # fmt: skip
+
+
+# The learning rate of supervised steps, which is constant after --lr-warmup.
+DEMO_LR = dict(random=1e-3, model=1e-5)
+
+# The keyword arguments of `grpo_loss` that are flags.
+LOSS_SETTINGS = (
+    "aggregation", "objective", "clip_low", "clip_high", "dual_clip", "cispo_bound", "importance",
+    "importance_of", "importance_low", "importance_cap", "kl", "kl_coef", "kl_in", "entropy_coef",
+    "value_coef",
+)  # fmt: skip
+
+# The flags that only `Jsonl` reads.
+TEXT_FLAGS = "data", "template", "instruction", "system", "reward"
+
+
+# The flags whose values are the names of a table.
+TABLES = {
+    "objective": (OBJECTIVES,), "aggregation": (AGGREGATIONS,),
+    "advantage": (ADVANTAGES, TOKEN_ADVANTAGES),
+}  # fmt: skip
+
+
+def choices_of(f) -> tuple:
+    """Return the values that a field of Config may have, or () if any will do."""
+    tables = TABLES.get(f.name)
+    return tuple(itertools.chain(*tables)) if tables else get_args(f.type)
+
+
+def flags_of(objective) -> set:
+    """Return the settings that an objective reads, found by calling it with one token."""
+    read = set()
+
+    class Watched:
+        def __getattr__(self, name):
+            read.add(name)
+            return getattr(Config, name)
+
+    one_N = torch.ones(1)
+    OBJECTIVES[objective](Watched(), one_N, one_N, one_N, lambda x_N: x_N)
+    return read
+
+
+def has_smaller_eps(a, b) -> bool:
+    """Return whether dtype a, by its name, has a smaller unit in the last place than b."""
+    return torch.finfo(getattr(torch, a)).eps < torch.finfo(getattr(torch, b)).eps
+
+
+def _flag(name):
+    """Return a field's name as it is typed."""
+    return "--" + name.replace("_", "-")
+
+
+def _shown(choices, separator=", "):
+    """Return a field's choices as text, without the empty default."""
+    return separator.join(filter(None, choices))
+
+
+@functools.cache
+def _help_texts():
+    """Return {field: (title of its group, help)}, from the comments of Config and of its bases.
+
+    The result is cached, because inspect parses this whole file to find a class.
+    """
+    # A comment on a line of its own is the title of the fields below it.
+    found = {}
+    for cls in filter(dataclasses.is_dataclass, reversed(Config.__mro__)):
+        title = None
+        for line in inspect.getsource(cls).splitlines():
+            heading = re.fullmatch(r"    # (.*)", line)
+            flag = re.match(r"    (\w+): .*?  # (.*)", line)
+            if heading:
+                title = heading[1]
+            if flag:
+                found[flag[1]] = title, flag[2]
+    return found
+
+
+def add_flags(parser, fields):
+    """Add fields of Config to a parser. A flag that is not typed is absent from the result."""
+    for f in fields:
+        _, text = _help_texts()[f.name]
+        how = dict(type=f.type, metavar=getattr(f.type, "__name__", ""))
+        if choices := choices_of(f):
+            how = dict(choices=choices, metavar=_shown(choices, "|"))
+
+        # What a default depends on is said. A bool is --FLAG or --no-FLAG, and off by default.
+        default = f"{f.default!r}"
+        if f.name in Config.BY_START:
+            default = "{random!r}; with --demos {demos!r}; with --model {model!r}".format(
+                **Config.BY_START[f.name])
+        if f.name == "advantage":
+            default = "'group_mean'; with --teacher 'teacher'"
+        text = text.replace("%", "%%") + f" [{default}]"
+        if f.type is bool:
+            how = dict(action=argparse.BooleanOptionalAction)
+            text = text.removesuffix(" [False]")
+        parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, help=text, **how)
+
+
+COMMANDS = "audit", "bench", "chat", "check", "eval", "export", "inspect", "plan", "plot"
+
+
+def about_unknown(word) -> str:
+    """Return the error about a word that is no flag and no command, with the nearest that is."""
+    flags = [_flag(f.name) for f in dataclasses.fields(Config)]
+    what, names = ("flag", flags) if word.startswith("-") else ("command", COMMANDS)
+
+    # Without the dashes, which all flags share: `--log` is not near `--lr`.
+    bare = {name.strip("-"): name for name in names}
+    near = difflib.get_close_matches(word.strip("-").partition("=")[0], bare, 1)
+    advice = f"; did you mean {bare[near[0]]}?" if near else ""
+    return f"expected a {what} that --help lists, got {word}{advice}"
+
+
+def refuse(reason):
+    """Raise the error of a command line, where argparse would print its usage and exit."""
+    raise ValueError(reason)
+
+
+def parse_config(argv) -> Config:
+    """Return the Config of a command line; with --resume, what the run stored is the default."""
+    parser = argparse.ArgumentParser(
+        prog="python -m full", description="GRPO and its relatives, by any plan.",
+        allow_abbrev=False,
+        epilog=f"{PAPERS}\n{glossary()}\nThe letters of --plan\n\n{letters_table()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [--FLAG VALUE ...] | plot RUN .. | audit RUN | eval RUN_OR_DIR"
+        " | chat RUN_OR_DIR | export RUN DIR | inspect DIR | plan PLAN | check | bench | --help",
+    )  # fmt: skip
+
+    # Fields of one title stand together in --help, also where a base class has some of them.
+    groups = {}
+    for f in dataclasses.fields(Config):
+        title, _ = _help_texts()[f.name]
+        groups.setdefault(title, []).append(f)
+    for title, fields in groups.items():
+        add_flags(parser.add_argument_group(title), fields)
+
+    # Flags that were not typed are absent from `given`: a resumed run has its own values for them.
+    parser.error = refuse
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        refuse(about_unknown(unknown[0]))
+    given = vars(known)
+    path = Path(given.get("out", "")) / "config.json"
+    if not (given.get("resume") and given.get("out") and path.exists()):
+        return Config(**given)
+    return resumed_config(path, given)
+
+
+def resumed_config(path, given) -> Config:
+    """Return a run's stored settings under the flags that were given.
+
+    path: the run's config.json.
+    given: {field: value}. ValueError for a value that would make the run another run.
+    """
+    stored = read_json(path, what="the configuration of a run")
+    if stored.keys() != {f.name for f in dataclasses.fields(Config)}:
+        raise ValueError(f"{path} is not of this version of Config: start a new run")
+
+    # A task's file is code, and so is a reward's. The run's directory may be a stranger's, so a
+    # file that it names is never imported. To go on with the run, name the file again.
+    for name in ("task", "reward"):
+        spec = str(stored[name])
+        called = spec.rpartition(":")[2]
+        is_code = spec != "" and not (name == "task" and spec in TASKS)
+        if is_code and given.get(name, "").rpartition(":")[2] != called:
+            raise ValueError(f"the {name} of this run is a file's; give it again, as --{name} "
+                             f"FILE.py:{called} (the run had {spec!r})")  # fmt: skip
+        if is_code:
+            stored[name] = given[name]
+    if wrong := Config(**stored)._wrong_values():
+        raise ValueError(f"{path}: {'; '.join(wrong)}")
+
+    # The rates depend on the last step if they decay, or if the old or the new number of steps is
+    # shorter than the warm-up, which then ends with the run. `steps` is free only if they do not.
+    free = set(Config.FREE)
+    fewest = min(stored["steps"], given.get("steps", stored["steps"]))
+    if stored["lr_decay"] != "constant" or fewest < stored["lr_warmup"]:
+        free.remove("steps")
+    changed = [name for name in given if name not in free and given[name] != stored[name]]
+    if changed:
+        told = ", ".join(f"{_flag(x)} {given[x]!r} (the run has {stored[x]!r})" for x in changed)
+        if "steps" in changed:
+            told += "; with this --lr-decay and --lr-warmup the rates depend on the last step"
+        raise ValueError(f"--resume cannot change {told}; start a new run instead")
+    return Config(**(stored | given))

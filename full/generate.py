@@ -1,0 +1,469 @@
+"""Generation: adds a cache for rows that come and go, and shared prompts, to `models.generate`.
+
+The cache has memory that grows with need, sliding layers that forget, rows that leave and enter
+without a copy of the others, and prompts whose keys several rows share. It holds 2 G D numbers per
+token and layer, in sliding layers for about one and a half windows at most.
+
+Letters:  B rows   S new tokens of a row   C room of the cache   R prompts, L slots of a prompt   H
+query heads   G key heads   D width of a head   V words   h query heads of a key head times new
+tokens
+"""
+
+import math
+from collections import Counter, deque
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+import models
+from full.transformer import causal_attention
+
+
+class Step(NamedTuple):
+    """What one forward does with the stores of all layers of one window."""
+
+    lengths: list  # the cache's, before this forward
+    kept: list  # (row, first, count): only these of its slots, or prompt, stay: in slots 0..count-1
+    is_prompt: bool  # no row has a token yet
+    low: int = 0  # the new tokens attend to slots low..high-1
+    high: int = 0
+    slot_BS: torch.Tensor | None = None  # where they go. None: slots high-S..high-1 in every row
+    visible_B1SC: torch.Tensor | None = None  # which of the slots they see. None: all
+
+
+class KVCache(models.KVCache):
+    """Keys and values of the tokens so far, for rows of any lengths.
+
+    The slot of a row's token is its position minus `first` of the row, which is 0, but for tokens
+    that no window reaches any more, and for a prompt that is kept in another cache:
+
+        sliding layer, window 3     row 0   k k k k . .      lengths 6 2, first 2 0
+                                    row 1   k k . . . .
+
+    `cache.attention` is the callable for `Transformer.hidden`, and `forward_with_cache` feeds
+    tokens. Lengths are Python's: nothing is read back from the device. Where new tokens go and what
+    they see is decided once a forward, for all layers of one window: `Step`.
+    """
+
+    def __init__(self, rows=0, device=None, capacity=0):
+        super().__init__(rows, slots={})  # window -> C. Layers are (2, rows or more, G, C, D)
+        self.device = device
+        self.capacity = capacity  # rows that stores are made for, if there are not more
+        self.windows = {}  # layer -> its window. None: a full layer
+        self.first = {}  # window -> the position of each row's slot 0
+        self.prompts = None  # the cache that holds the prompts of `begin`
+        self.prompt_of = []  # and each row's row there
+        self.groups = None  # `PromptGroups` of these, made when they are needed
+        self.counts = None  # new tokens of each row that are real. None: all
+        self.steps = {}  # window -> `Step` of this forward
+
+    def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
+        """Write the keys and values of S new tokens a row, and attend to all tokens so far."""
+        B, G, S, D = k_BGSD.shape
+        step = self.steps.get(window)
+        if step is None or step.lengths is not self.lengths:  # a forward ends with a new list
+            step = self.steps[window] = self._plan(S, window)
+        new_2BGSD = torch.stack([k_BGSD, v_BGSD])
+        store = self._store(layer, window, new_2BGSD)
+        if step.is_prompt:
+            # A prompt has nothing older to see. Its right padding needs no mask.
+            if not step.kept:
+                store[:, :B, :, :S] = new_2BGSD
+            for b, first, count in step.kept:
+                store[:, b, :, :count] = new_2BGSD[:, b, :, first : first + count]
+            return causal_attention(q_BHSD, k_BGSD, v_BGSD, layer=layer, scale=scale, window=window)
+
+        for b, first, count in step.kept:
+            store[:, b, :, :count] = store[:, b, :, first : first + count].clone()
+        if step.slot_BS is None:
+            store[:, :B, :, step.high - S : step.high] = new_2BGSD
+        else:
+            # Indexing by tables, as in `models.KVCache`, gives (B, S, 2, G, D).
+            row_B1 = torch.arange(B, device=store.device)[:, None]
+            store[:, row_B1, :, step.slot_BS] = new_2BGSD.permute(1, 3, 0, 2, 4)
+        k_BGCD, v_BGCD = store[:, :B, :, step.low : step.high]
+        if self.prompts is not None and window is None:
+            return self._attend_with_prompts(q_BHSD, k_BGCD, v_BGCD, step, layer, scale)
+
+        # For one token a row, the H / G heads of a key head are queries of one head, so that one
+        # product for each key head serves them all.
+        queries = q_BHSD.reshape(B, G, -1, D) if S == 1 else q_BHSD
+        out = models.masked_attention(queries, k_BGCD, v_BGCD, step.visible_B1SC, scale=scale)
+        return out.reshape(q_BHSD.shape)
+
+    def _plan(self, S, window):
+        """Return the `Step` of S new tokens a row in the layers of one window."""
+        first = self.first.setdefault(window, [0] * len(self.lengths))
+        slots = self.slots.setdefault(window, 0)
+        reach = window or math.inf  # tokens that a query sees, its own included
+        kept = []
+        if not any(self.lengths):
+            # The token after a prompt sees reach - 1 of its tokens. A sliding layer keeps these.
+            if S >= reach:
+                for b, count in enumerate(self.counts or [S] * len(self.lengths)):
+                    first[b] = max(0, count - reach + 1)
+                    kept.append((b, first[b], count - first[b]))
+            self.slots[window] = max(slots, min(S, reach))
+            return Step(self.lengths, kept, True)
+
+        # A sliding layer whose store is full forgets first what no query will see again.
+        # Stores have half as many slots again as they need, so that they seldom grow or forget.
+        stored = [length - start for length, start in zip(self.lengths, first)]
+        if max(stored) + S > slots:
+            for b, count in enumerate(stored):
+                if count >= reach:
+                    first[b] += count - reach + 1
+                    stored[b] = reach - 1
+                    kept.append((b, count - reach + 1, reach - 1))
+            need = max(stored) + S
+            self.slots[window] = max(slots, need + 32, need * 3 // 2)
+
+        # One new token in each of equally long rows sees all of a slice. Otherwise a mask says what
+        # it sees. Slots are positions up to a constant of the row, so it is `models.visible_keys`.
+        low = max(0, min(stored) + 1 - reach)
+        high = max(stored) + S
+        even = min(stored) == max(stored)
+        if even and S == 1:
+            return Step(self.lengths, kept, False, low, high)
+        stored_B1 = torch.tensor(stored, device=self.device)[:, None]
+        slot_BS = stored_B1 + torch.arange(S, device=self.device)
+        slot_1C = torch.arange(low, high, device=self.device)[None]
+        visible = models.visible_keys(slot_BS, slot_1C, window)
+        return Step(self.lengths, kept, False, low, high, None if even else slot_BS, visible)
+
+    def _store(self, layer, window, like):
+        """Return the layer's store, made or grown to hold all rows and `slots[window]` slots.
+
+        like: keys and values (2, .., G, .., D) of its shape and dtype.
+        """
+        # A store that is too small is copied into a larger one, and then dropped: at no time are
+        # there two stores of more than one layer. The first store of a layer grows from nothing.
+        old = self.layers.get(layer, like[:, :0, :, :0])
+        _, B, G, C, D = old.shape
+        rows = max(B, len(self.lengths), self.capacity)
+        slots = self.slots[window]
+        if B < rows or C < slots:
+            store = like.new_zeros(2, rows, G, slots, D)
+            store[:, :B, :, :C] = old
+            self.layers[layer] = store
+            self.windows[layer] = window
+        return self.layers[layer]
+
+    def select(self, rows, /):
+        """Keep these rows, a list of indices, in this order. A repeated row is a fork.
+
+        Only rows that change places are copied, and one layer after the other. To give up rows 1
+        and 4 of 6, copy row 5 alone, by select([0, 5, 2, 3]).
+        """
+        self.lengths = [self.lengths[b] for b in rows]
+        # The right-hand side is read before anything is written, so that rows can trade places.
+        to = [b for b, source in enumerate(rows) if b != source]
+        source = [rows[b] for b in to]
+        for layer, store in self.layers.items():
+            store = self._store(layer, self.windows[layer], store)
+            if to:
+                store[:, to] = store[:, source]
+        self.first = {window: [first[b] for b in rows] for window, first in self.first.items()}
+        if self.prompts is not None:
+            self.prompt_of = [self.prompt_of[b] for b in rows]
+
+    def begin(self, other, rows, /, *, share=False):
+        """Append rows that begin with the tokens that rows of another cache hold.
+
+        other: a cache of the same layers. rows: list of indices, repeats allowed.
+        share: keep reading the keys of full layers there, where all rows of one prompt read them at
+            once. Sliding layers are copied: they hold a window only. Default: all layers are
+            copied, one after the other, and `other` is used up.
+        """
+        # Shared layers store nothing of the new rows yet: their slot 0 is for the token after the
+        # prompt.
+        old = len(self.lengths)
+        copied = [window for window in other.first if not share or window is not None]
+        self.lengths = self.lengths + [other.lengths[r] for r in rows]
+        for window, first in other.first.items():
+            starts = first if window in copied else other.lengths
+            self.first[window] = self.first.get(window, []) + [starts[r] for r in rows]
+        for window in copied:
+            self.slots[window] = max(self.slots.get(window, 0), other.slots[window])
+        for layer, window in other.windows.items():
+            if window in copied:
+                theirs = other.layers[layer] if share else other.layers.pop(layer)
+                store = self._store(layer, window, theirs)
+                store[:, old : len(self.lengths), :, : theirs.shape[3]] = theirs[:, rows]
+        if share:
+            self.prompts = other
+            self.prompt_of = self.prompt_of + list(rows)
+
+    def _attend_with_prompts(self, q_BHSD, k_BGCD, v_BGCD, step, layer, scale):
+        """Attend by one softmax over a prompt's keys, read once for all its rows, and own keys."""
+        lengths = self.prompts.lengths
+        if self.groups is None or self.groups.prompt_of is not self.prompt_of:
+            self.groups = PromptGroups(self.prompt_of, lengths, self.device)
+        L = max(lengths)
+        k_RGLD, v_RGLD = self.prompts.layers[layer][:, : len(lengths), :, :L]
+        B, G, C, _ = k_BGCD.shape
+        S = q_BHSD.shape[2]
+        # NUMERICS: scores and sums in float32 or better, keys and values cast up for it. Pinned by
+        # tests/full/test_models.py::test_bfloat16_shared_prompts_are_as_exact_as_copies.
+        wide = torch.promote_types(q_BHSD.dtype, torch.float32)
+        q_BGhD = q_BHSD.reshape(B, G, -1, q_BHSD.shape[3]).to(wide)
+
+        # Scores of the row's own keys, masked as ever, and of the prompt's keys: shorter prompts
+        # have padding to hide.
+        own_BGhC = q_BGhD @ k_BGCD.to(wide).mT
+        if step.visible_B1SC is not None:
+            hidden_B11SC = ~step.visible_B1SC[:, :, None]
+            own_BGhSC = own_BGhC.unflatten(2, (-1, S)).masked_fill(hidden_B11SC, -math.inf)
+            own_BGhC = own_BGhSC.flatten(2, 3)
+        shared_BGhL = self.groups.product(q_BGhD, k_RGLD.to(wide).mT)
+        if self.groups.beyond_B11L is not None:
+            shared_BGhL = shared_BGhL.masked_fill(self.groups.beyond_B11L, -math.inf)
+
+        # One softmax over both, and each part of it weighs its own values.
+        p_BGhk = (torch.cat([shared_BGhL, own_BGhC], -1) * scale).softmax(-1)
+        p_BGhL, p_BGhC = p_BGhk.split([L, C], -1)
+        out_BGhD = self.groups.product(p_BGhL, v_RGLD.to(wide)) + p_BGhC @ v_BGCD.to(wide)
+        return out_BGhD.to(q_BHSD.dtype).reshape(q_BHSD.shape)
+
+
+class PromptGroups:
+    """Which rows begin with each of R prompts, so that a product reads a prompt's keys once.
+
+        prompt of each row   [0, 1, 0, 0]
+        rows of each prompt  [[0, 2, 3], [1, 0, 0]]     the two last zeros are padding
+        place of each row    [0, 3, 1, 2]               in the flattened table: row 1 is at 3
+    """
+
+    def __init__(self, prompt_of, lengths, device):
+        groups = [[b for b, r in enumerate(prompt_of) if r == n] for n in range(len(lengths))]
+        size = max(map(len, groups))
+        table = [group + [0] * (size - len(group)) for group in groups]
+        places = [r * size + groups[r].index(b) for b, r in enumerate(prompt_of)]
+        self.prompt_of = prompt_of
+        self.rows_Rn = torch.tensor(table, device=device)
+        self.place_B = torch.tensor(places, device=device)
+        self.in_order = sum(table, []) == [*range(len(prompt_of))]
+        self.beyond_B11L = None  # slots past the end of each row's prompt
+        if min(lengths) < max(lengths):
+            length_B = torch.tensor([lengths[r] for r in prompt_of], device=device)
+            slot_L = torch.arange(max(lengths), device=device)
+            self.beyond_B11L = (slot_L >= length_B[:, None])[:, None, None]
+
+    def product(self, x_BGhX, y_RGXY):
+        """Return x[b] @ y[prompt of b], (B, G, h, Y): a prompt's rows are side by side in it."""
+        size = self.rows_Rn.shape
+        x_RnGhX = x_BGhX.unflatten(0, size) if self.in_order else x_BGhX[self.rows_Rn]
+        out_RGmY = x_RnGhX.transpose(1, 2).flatten(2, 3) @ y_RGXY
+        out_RnGhY = out_RGmY.unflatten(2, (size[1], -1)).transpose(1, 2)
+        return out_RnGhY.flatten(0, 1) if self.in_order else out_RnGhY.flatten(0, 1)[self.place_B]
+
+
+def forward_with_cache(model, cache, tokens_BS, /, counts=None):
+    """Feed the next tokens of each row, and return the logits (B, V) after each row's last one.
+
+    tokens_BS: int64, (B, S), padded on the right.
+    counts: list of int. How many tokens of each row are real. Default: S.
+
+    ValueError unless each row has a real token.
+    """
+    B, S = tokens_BS.shape
+    counts = [S] * B if counts is None else [int(count) for count in counts]
+    if len(counts) != B or not all(0 < count <= S for count in counts):
+        raise ValueError(f"counts: expected {B} numbers in 1..{S}, got {counts}")
+    cache.counts = counts
+    return models.forward_with_cache(model, cache, tokens_BS, counts)
+
+
+# Rows that come and go --------------------------------------------------------------------------
+# Limited slots that waiting rows take over, forks of rows, prompts that are computed once, draws
+# from a seed.
+
+
+@torch.no_grad()
+def prefill(model, prompts, /):
+    """Return a cache with a row for each prompt, and the logits (B, V) after each.
+
+    prompts: lists of token ids, of any lengths.
+    """
+    if not all(prompts):
+        raise ValueError("prompts: expected at least one token in each")
+    device = model.head_weight.device
+    tokens_BS = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
+    cache = KVCache(len(prompts), device)
+    counts = [len(prompt) for prompt in prompts]
+    return cache, forward_with_cache(model, cache, tokens_BS.to(device), counts)
+
+
+@torch.inference_mode()
+def generate(
+    model, rows, /, *, max_new_tokens, temperature=1.0, end=(), ending=None, after=None, seed=None,
+    slots=None, branches=None,
+):  # fmt: skip
+    """Decode rows (prompts of any lengths) until each has ended. Return them, in their order.
+
+    rows: `Row`s, or lists of token ids, of which Rows are made.
+    max_new_tokens: a row with this many tokens after its prompt ends, with `truncated` set.
+    temperature: as in `sample`. 0 is greedy and needs no draws.
+    end: the stop tokens. A sampled one calls `after`.
+    ending: ending(rows), called with the rows that this token has ended, before `after` is called
+        with each. So a task that is on another rank is asked once for all of them.
+    after: after(row) -> the rows that go on in its place. None, the default, ends it. The row
+        itself, with tokens in its queue, is the next turn of a conversation; several are a fork.
+        With `after`, forks are returned in the place of their row.
+    seed: makes the draws of rows that have none. ValueError if such a row gets no seed.
+    slots: how many rows are decoded at a time. When a row ends, a waiting row takes its slot.
+        Default: all.
+    branches: branches(row) -> slots that a row reserves, one for each row into which it may have
+        forked in the end, so that a fork never waits. Default: 1. A row that needs more than there
+        are enters when all others have ended.
+    """
+    if max_new_tokens < 1 or not 0 <= temperature < math.inf:
+        raise ValueError(f"max_new_tokens, temperature: expected at least 1, and finite and not "
+                         f"negative, got {max_new_tokens} and {temperature}")  # fmt: skip
+    if slots is not None and slots < 1:
+        raise ValueError(f"slots: expected at least 1, got {slots}")
+    rows = [row if isinstance(row, models.Row) else models.Row(row) for row in rows]
+    give_draws(rows, max_new_tokens if temperature > 0 else 0, seed)
+    longest = max([len(row.tokens) for row in rows], default=0)
+    positions = model.config.max_position_embeddings
+    if longest + max_new_tokens > positions:
+        raise ValueError(f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} exceed "
+                         f"the model's {positions} positions; shorten one of them")  # fmt: skip
+
+    # A row's place among all rows is its number, and after each fork also the number of the fork.
+    reserved = branches or (lambda row: 1)
+    batch = Batch(model, rows, min(slots or math.inf, sum(map(reserved, rows))))
+    waiting = deque(((n,), row) for n, row in enumerate(rows))
+    done = []
+    while waiting or batch.rows:
+        # Rows enter in their order. All ranks that decode the same rows let the same ones in.
+        entering = []
+        taken = sum(reserved(row) for _, row in batch.rows)
+        while waiting and (not taken or taken + reserved(waiting[0][1]) <= (slots or math.inf)):
+            taken += reserved(waiting[0][1])
+            entering.append(waiting.popleft())
+        if entering:
+            batch.admit(entering)
+
+        # Each row takes its token, sampled or queued.
+        ended = batch.draw(temperature, end)
+        if ending and any(ended):
+            ending([row for (_, row), is_over in zip(batch.rows, ended) if is_over])
+
+        # What goes on may be nothing, the row itself, or several forks. A fork is a copy of a row
+        # of the cache, and takes a free slot if there is one.
+        going = []  # (slot of the batch to go on from, place, row), or None: a free slot
+        forks = []
+        for b, (place, row) in enumerate(batch.rows):
+            followers = [(place, row)]
+            if ended[b]:
+                found = after(row) if after else []
+                followers = [((*place, n), follower) for n, follower in enumerate(found)]
+                if not followers:
+                    done.append((place, row))
+            for _, follower in followers:
+                follower.truncated = follower.new >= max_new_tokens
+            done += [(at, follower) for at, follower in followers if follower.truncated]
+            kept = [(b, at, follower) for at, follower in followers if not follower.truncated]
+            going.append(kept[0] if kept else None)
+            forks += kept[1:]
+        batch.go_on(without_holes(going + forks))
+    return [row for _, row in sorted(done, key=lambda entry: entry[0])]
+
+
+class Batch:
+    """The rows that `generate` decodes together, their cache, and the logits after each row.
+
+    A prompt that several rows have is computed once, and its keys are kept once, from when the
+    first of these rows enters until the last one has ended.
+    """
+
+    def __init__(self, model, rows, capacity):
+        number = {}  # prompt -> its number
+        self.prompt_of_row = [number.setdefault(tuple(row.tokens), len(number)) for row in rows]
+        self.tokens = [*number]  # of each prompt
+        self.waiting = Counter(self.prompt_of_row)  # prompt -> rows that have not entered yet
+        self.shares = len(number) < len(rows)
+        self.model = model
+        self.device = model.head_weight.device
+        self.rows = []  # (place, row), in the order of the cache's rows
+        self.cache = KVCache(device=self.device, capacity=capacity)
+        self.prompts = KVCache(device=self.device)  # those that rows share
+        self.held = []  # their numbers
+        self.after = {}  # prompt -> logits (V,), while rows wait for them
+        self.logits_BV = None
+
+    def admit(self, entering):
+        """Let rows in, after prompts that are not there yet have been computed, all at once."""
+        # A prompt whose logits are not kept has not been computed: they are kept for as long as a
+        # row with this prompt waits.
+        wanted = [self.prompt_of_row[place[0]] for place, _ in entering]
+        new = [prompt for prompt in dict.fromkeys(wanted) if prompt not in self.after]
+        if new:
+            fresh, logits_RV = prefill(self.model, [self.tokens[prompt] for prompt in new])
+            self.after |= dict(zip(new, logits_RV))
+            into = self.prompts if self.shares else self.cache
+            into.begin(fresh, range(len(new)))
+            self.held += new
+        if self.shares:
+            self.cache.begin(self.prompts, [self.held.index(p) for p in wanted], share=True)
+        logits_BV = torch.stack([self.after[prompt] for prompt in wanted])
+        self.logits_BV = torch.cat([self.logits_BV, logits_BV]) if self.rows else logits_BV
+        self.rows = self.rows + entering
+        self.waiting.subtract(wanted)
+        self.after = {prompt: z_V for prompt, z_V in self.after.items() if self.waiting[prompt]}
+
+    def draw(self, temperature, end):
+        """Let each row take a token. Return whether it is a sampled one that ends a turn."""
+        uniform_B = None
+        if temperature > 0:
+            draws = [row.draws[row.new] for _, row in self.rows]
+            uniform_B = torch.tensor(draws, dtype=torch.float64, device=self.device)
+        tokens_B, logprobs_B = models.sample(self.logits_BV, uniform_B, temperature=temperature)
+        drawn = zip(self.rows, tokens_B.tolist(), logprobs_B.tolist())
+        return [row.append(token, logprob) and token in end for (_, row), token, logprob in drawn]
+
+    def go_on(self, going):
+        """Keep these rows of the cache, (row of the cache, place, row), and feed their tokens."""
+        self.rows = [(place, row) for _, place, row in going]
+        origins = [b for b, _, _ in going]
+        if origins != [*range(len(self.cache.lengths))]:
+            self.cache.select(origins)
+            self.give_up_prompts()
+        if going:
+            last_B1 = torch.tensor([row.tokens[-1:] for _, row in self.rows], device=self.device)
+            self.logits_BV = forward_with_cache(self.model, self.cache, last_B1)
+
+    def give_up_prompts(self):
+        """Give up the prompts with which no row of the batch and no waiting row begins."""
+        used = set(self.cache.prompt_of)
+        kept = [r if r in used or self.waiting[p] else None for r, p in enumerate(self.held)]
+        if self.shares and None in kept:
+            kept = without_holes(kept)
+            self.prompts.select(kept)
+            self.held = [self.held[r] for r in kept]
+            self.cache.prompt_of = [kept.index(r) for r in self.cache.prompt_of]
+
+
+def without_holes(entries):
+    """Return a list without its Nones, which are filled from the end: a _ c d -> a d c."""
+    entries = list(entries)
+    for b in reversed(range(len(entries))):
+        if entries[b] is None:
+            entries[b] = entries[-1]
+            entries.pop()
+    return entries
+
+
+def give_draws(rows, needed, seed):
+    """Give rows without draws some from the seed. ValueError if a row has less than `needed`."""
+    # The generator draws for every row, also for one that has draws of its own: what a row gets
+    # depends on its place, and not on what other rows brought.
+    if seed is not None and needed:
+        generator = torch.Generator().manual_seed(seed)
+        for row in rows:
+            made = torch.rand(needed, generator=generator, dtype=torch.float64).tolist()
+            row.draws = row.draws if len(row.draws) else made
+    if any(len(row.draws) < needed for row in rows):
+        raise ValueError(f"each row needs {needed} draws, one for each new token, or give a seed")

@@ -1,0 +1,392 @@
+"""Weights in Hugging Face's directories, both ways: adds checkpoint files to `models.py`.
+
+They go whole or into a model that is split over ranks. `full_definition` computes a model from its
+weights, token by token, for checks and audits.
+
+Equation (5) is in models.py, (7') in logprobs.py.
+
+Letters:  S tokens   V words   E experts
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+from functools import reduce
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import models
+from full.model_config import ModelConfig, read_json, require_same_numbers, rope_frequencies
+from full.transformer import Transformer, local_part, whole_shapes
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def _safetensors():
+    """Return the library, with its submodule for torch. Only checkpoints need it."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("checkpoints need safetensors: pip install safetensors") from error
+    return safetensors
+
+
+class Stored(NamedTuple):
+    """A tensor in a safetensors file, read when asked for."""
+
+    path: Path
+    part: object  # safetensors' slice: get_shape(), get_dtype(), [ranges]
+
+
+def open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
+    """Return the tensors of a checkpoint by name, and how many others it has.
+
+    Of a multimodal Gemma 3 they are the language model's, under a text model's names.
+    """
+    directory = Path(directory)
+    files = {}  # tensor -> file, as the index says
+    if (directory / INDEX).exists():
+        # A checkpoint comes from somebody else: a name that leads out of its directory would have
+        # us read any file of this machine.
+        found = read_json(directory / INDEX, what="an index of tensors").get("weight_map")
+        files = found if isinstance(found, dict) else {}
+        plain = re.compile(r"[\w.-]*\w")
+        wrong = [x for x in files.values() if not isinstance(x, str) or not plain.fullmatch(x)]
+        wrong = wrong if files else [found]
+        if wrong:
+            raise ValueError(f"{directory / INDEX}: weight_map: expected names of files in this "
+                             f"directory, got {wrong[0]!r}")  # fmt: skip
+    tensors = {}
+    for file in sorted(set(files.values())) or ["model.safetensors"]:
+        path = directory / file
+        module = _safetensors()
+        try:
+            reader = module.safe_open(path, framework="pt")
+        except FileNotFoundError as error:
+            raise ValueError(f"{path} is missing") from error
+        except (module.SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
+        tensors |= {name: Stored(path, reader.get_slice(name)) for name in reader.keys()}
+    places = {name: stored.path.name for name, stored in tensors.items()}
+    wrong = sorted(n for n in files.keys() | places.keys() if files.get(n) != places.get(n))
+    if files and wrong:
+        raise ValueError(f"{directory / INDEX} and its files disagree about {wrong[:4]}")
+
+    # Frequencies of RoPE, which Llama 2's files hold, follow from the config.
+    text = {n: x for n, x in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
+    if any("language_model." in name for name in text):
+        text = {name.replace("language_model.", ""): x for name, x in text.items()
+                if "language_model." in name or name == "lm_head.weight"}  # fmt: skip
+    return text, len(tensors) - len(text)
+
+
+class Place(NamedTuple):
+    """Where a part of one of our parameters is in a checkpoint."""
+
+    name: str
+    shape: tuple  # of the stored tensor
+    expert: int | None = None  # the part is [expert]. None: all of the parameter
+    row: int = 0  # its first row in the stored tensor, in the second to last dimension
+
+
+def places_of(name, shape, stored=()) -> list[Place]:
+    """Return the places of a parameter. stored: names of a checkpoint, if one is read."""
+    # We have the experts of a layer in one parameter. Checkpoints of transformers 4 have one tensor
+    # for each expert; later ones stack the experts, with the rows of gate first and then of up.
+    path, _, leaf = name.rpartition(".")
+    if not path.endswith(".experts") or name in stored:
+        return [Place(name, tuple(shape))]
+    E, rows, M = shape
+    if f"{path}.gate_up_proj" in stored:
+        first = rows if leaf == "up_proj" else 0
+        return [Place(f"{path}.gate_up_proj", (E, 2 * rows, M), None, first)]
+    return [Place(f"{path}.{e}.{leaf}.weight", (rows, M), e) for e in range(E)]
+
+
+def stored_tensors(name, whole) -> dict:
+    """Return a parameter's tensors under their names in a checkpoint; views of `whole`."""
+    places = places_of(name, whole.shape)
+    return {x.name: whole if x.expert is None else whole[x.expert] for x in places}
+
+
+def load_hf(directory, *, model=None, dtype=None, device=None, whole=None) -> Transformer:
+    """Load a Hugging Face checkpoint directory, strictly: every tensor has a place and the reverse.
+
+    model: fill this one as it is. If it is split, by `parallelize` or as DTensors, each rank reads
+        its own part. All ranks must call, and what one rank finds wrong in its part, all raise.
+    dtype, device: of a new model. Default: the `dtype` of config.json, or the widest dtype that is
+        stored if config.json does not say; the CPU.
+    whole: if `model` is a stage of a pipeline, a model on the meta device with all parameters.
+
+    Names, shapes and dtypes (F64, F32, F16, BF16) are checked before anything is allocated or
+    copied; then one tensor at a time is read. Weights that are NaN or infinite, also in the model's
+    dtype, are refused. This is seen while they are read: after this refusal the weights of a given
+    `model` are undefined, and after every other refusal untouched. A router's bias, which no
+    checkpoint holds, is set to zero, and so is a value head that the checkpoint does not have.
+    """
+    if model is not None and (dtype or device):
+        raise ValueError("give load_hf a model to fill, or dtype and device of a new one, not both")
+    problem = None
+    try:
+        loaded = _load(Path(directory), model, dtype, device, whole)
+    except Exception as error:  # raised below, after the other ranks have heard of it
+        problem = error
+    split = whole is not None or model is not None and is_split(model)
+    _raise_on_all_ranks(problem, split)
+    return loaded
+
+
+@torch.no_grad()
+def _load(directory, model, dtype, device, whole) -> Transformer:
+    """`load_hf` on this rank."""
+    config = ModelConfig.from_hf(directory)
+    stored, _ = open_checkpoint(directory)
+    if config.tie_word_embeddings:
+        stored.pop("lm_head.weight", None)  # some writers store the tied matrix twice
+
+    # A model on the meta device has shapes and no memory. Whatever sizes a damaged config asks for,
+    # they are compared with the stored tensors before anything is allocated.
+    new = model is None
+    if new:
+        with torch.device("meta"):
+            model = Transformer(config)
+    as_stored = dict(router_bias_rate=0.0, value_head=config.value_head)
+    require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
+    shapes = whole_shapes(whole or model)
+    if not config.value_head:
+        shapes.pop("score.weight", None)  # of a critic that starts from a policy
+    places = {name: places_of(name, shape, stored) for name, shape in shapes.items()}
+    wanted = {place.name: place.shape for some in places.values() for place in some}
+    found = {name: tuple(x.part.get_shape()) for name, x in stored.items()}
+    wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+    if wrong:
+        told = [f"{name} {found.get(name, 'missing')} for {wanted.get(name, 'no parameter')}"
+                for name in wrong[:8]]  # fmt: skip
+        raise ValueError(f"{directory}: {len(wrong)} tensors do not fit its config.json: "
+                         f"{'; '.join(told)}")  # fmt: skip
+
+    # Quantized weights mean something only together with their scales, and integers are not
+    # weights at all. A cast would train them all the same.
+    for name, (path, part) in stored.items():
+        if part.get_dtype() not in DTYPES:
+            raise ValueError(f"{path}: {name} is stored as {part.get_dtype()}; expected one of "
+                             f"{', '.join(DTYPES)}: convert the checkpoint")  # fmt: skip
+    if new:
+        kept = dtype or _checkpoint_dtype(directory, stored)
+        model = model.to(kept).to_empty(device=device or "cpu")
+    for name, parameter in model.named_parameters():
+        if name in places:
+            _copy_in(*local_part(model, name, parameter), places[name], stored)
+        else:
+            parameter.zero_()
+    for buffer in model.buffers():
+        buffer.zero_()
+    return model
+
+
+def _checkpoint_dtype(directory, stored):
+    """Return the dtype that a checkpoint's config.json names, or the widest of its tensors."""
+    raw = read_json(directory / "config.json")
+    # Not the dtype of whichever tensor comes first: a checkpoint in bfloat16 may have a norm or a
+    # router in float32.
+    for part in (raw, raw.get("text_config") or {}):
+        said = part.get("dtype") or part.get("torch_dtype")
+        if said in [str(x).removeprefix("torch.") for x in DTYPES.values()]:
+            return getattr(torch, said)
+    return reduce(torch.promote_types, {DTYPES[x.part.get_dtype()] for x in stored.values()})
+
+
+def _copy_in(local, region, places, stored):
+    """Copy this rank's part of a parameter, and read no more of each stored tensor."""
+    for place in places:
+        # What to read, and where it goes. An expert's tensor goes into that expert's slice, if this
+        # rank has it. Stacked gate and up begin at a row of their own.
+        cut = list(region)
+        into = local
+        if place.expert is not None:
+            experts, *cut = region
+            if not experts.start <= place.expert < experts.stop:
+                continue
+            into = local[place.expert - experts.start]
+        if place.row:
+            cut[-2] = slice(cut[-2].start + place.row, cut[-2].stop + place.row)
+        if into.numel():
+            path, part = stored[place.name]
+            into.copy_(part[tuple(cut)])
+            # NUMERICS: extremes pass NaN and infinity on, and need no memory. Taken of what was
+            # copied, so that a weight which the model's dtype cannot hold is seen as well. Pinned
+            # by
+            # tests/full/test_checkpoints.py::test_weights_that_are_not_finite_are_refused_by_name.
+            if not torch.stack(torch.aminmax(into)).isfinite().all():
+                raise ValueError(f"{path}: {place.name} has weights that are NaN, or not finite in "
+                                 f"{into.dtype}")  # fmt: skip
+
+
+def is_split(model) -> bool:
+    """Return whether each rank has a part of the parameters (FSDP, TP)."""
+    if hasattr(model, "part"):
+        return any(place.cuts for place in model.part.places.values())
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def _raise_on_all_ranks(problem, split) -> None:
+    """Raise this rank's problem, if it has one; of a split model, on all ranks the first one.
+
+    Of a model whose parameters are not split, every rank is on its own, and no message is sent.
+    """
+    if split and dist.is_initialized():
+        # COMM: each rank comes here once, whatever it met before: a rank that raised on its own
+        # would leave the others waiting for it. An all-gather of the texts, over all ranks. Pinned
+        # by tests/full/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
+        texts = [None] * dist.get_world_size()
+        kind = OSError if isinstance(problem, OSError) else ValueError
+        dist.all_gather_object(texts, None if problem is None else (kind, f"{problem}"))
+        for rank, found in enumerate(texts):
+            if found is not None:
+                kind, text = found
+                raise kind(f"rank {rank}: {text}") from problem
+    if problem is not None:
+        raise problem
+
+
+@torch.no_grad()
+def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
+    """Write a checkpoint, in the model's own dtype, for transformers and load_hf.
+
+    Of a split model, every rank must call: each tensor is gathered, and the first rank writes.
+    Experts are written one by one. Parameters that are larger than max_shard_bytes in all go into
+    several files with an index; at most one file's tensors are in memory. Weights of an older
+    checkpoint in the directory are removed first: if you still need it, write to another directory
+    and rename that. If the disk is full, all ranks raise an OSError.
+    """
+    if any(buffer.any() for buffer in model.buffers()):
+        raise ValueError("no Hugging Face checkpoint holds a router bias: save the state dict")
+    raw = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
+    directory = Path(directory)
+    split = is_split(model)
+    writes = not split or dist.get_rank() == 0
+
+    # Names and parameters, file by file. One parameter alone may be larger than a file should be.
+    files = [[]]
+    size = 0
+    own = dict(model.named_parameters())
+    sizes = {name: math.prod(shape) * own[name].element_size()
+             for name, shape in whole_shapes(model).items()}  # fmt: skip
+    for name, p in own.items():
+        size += sizes[name]
+        if size > max_shard_bytes and files[-1]:
+            files.append([])
+            size = sizes[name]
+        files[-1].append((name, p))
+
+    # The rank that writes goes on to gather after a failed write, as the others wait for it.
+    weight_map = {}  # tensor name -> file name
+    problem = None
+    for n, parameters in enumerate(files, 1):
+        tensors = {}
+        for name, p in parameters:
+            whole = p.full_tensor() if isinstance(p, DTensor) else p
+            if hasattr(model, "part"):
+                whole = model.part.places[name].gather(local_part(model, name, p)[0])
+            if writes:
+                for stored_name, part in stored_tensors(name, whole).items():
+                    tensors[stored_name] = part.detach().cpu().contiguous().clone()
+        place = f"-{n:05}-of-{len(files):05}" if len(files) > 1 else ""
+        weight_map |= dict.fromkeys(tensors, f"model{place}.safetensors")
+        if writes:
+            try:
+                _write_tensors(tensors, directory / f"model{place}.safetensors", first=n == 1)
+            except OSError as error:
+                problem = error
+                writes = False
+    if writes:
+        texts = {"config.json": raw}
+        if len(files) > 1:
+            total = sum(sizes.values())
+            texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        try:
+            for name, value in texts.items():
+                text = json.dumps(value, indent=2) + "\n"
+                (directory / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            problem = OSError(f"cannot write {directory / name}: {error}")
+    _raise_on_all_ranks(problem, split)
+
+
+def _write_tensors(tensors, path, *, first) -> None:
+    """Write one safetensors file, the first one after removing an older checkpoint's weights."""
+    module = _safetensors()
+    # Old files that the new checkpoint does not have would be read with it.
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if first:
+            for old in [path.parent / INDEX, *path.parent.glob("model*.safetensors")]:
+                old.unlink(missing_ok=True)
+        module.torch.save_file(tensors, path, metadata={"format": "pt"})
+    except (module.SafetensorError, OSError) as error:
+        raise OSError(f"cannot write {path}: {error}") from error
+
+
+# The files of a checkpoint besides its weights and config.json: all that text.py needs, and how its
+# authors sample. Some say the same in an older form.
+TEXT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+def copy_text_files(source, target) -> list[str]:
+    """Replace a checkpoint's text files by another checkpoint's. Return the names copied.
+
+    A file of `target` that `source` does not have is removed, so that no template of another model
+    is left.
+    """
+    source = Path(source)
+    target = Path(target)
+    present = [name for name in TEXT_FILES if (source / name).is_file()]
+    target.mkdir(parents=True, exist_ok=True)
+    if source.resolve() == target.resolve():
+        return present  # nothing to do, and nothing to lose
+
+    for name in set(TEXT_FILES) - set(present):
+        (target / name).unlink(missing_ok=True)
+    for name in present:
+        # Under another name first: after a kill each file is the old one or the new one, whole.
+        partial = target / f"{name}.partial"
+        partial.write_bytes((source / name).read_bytes())
+        os.replace(partial, target / name)
+    return present
+
+
+# The definition of a model ----------------------------------------------------------------------
+
+
+def full_definition(model, tokens, /, frequencies=None):
+    """Return `logits_definition`, (S, V), with a `Transformer`'s soft cap, router bias and RoPE.
+
+    frequencies: frequencies(rope, head_dim) -> f of (5). Default: from `rope_frequencies`.
+    """
+    config = model.config
+    weights = dict(model.named_parameters())
+    for name, votes_E in model.named_buffers():
+        weights[name.replace("votes", "choice_bias")] = config.router_bias_rate * votes_E
+
+    # A factor on cos and sin multiplies q and k, so their product by its square: as a scale does.
+    (factor,) = {factor for _, factor in model.rope.frequencies.values()}
+    scalar = (config.query_pre_attn_scalar or config.head_dim) / factor**4
+    alike = nn.Module()
+    alike.config = dataclasses.replace(config, query_pre_attn_scalar=scalar)
+    frequencies = frequencies or (lambda rope, head_dim: rope_frequencies(rope, head_dim)[0])
+    z_SV = models.logits_definition(alike, tokens, weights, frequencies)
+    cap = config.final_logit_softcapping
+    return cap * torch.tanh(z_SV / cap) if cap else z_SV  # (7')

@@ -1,0 +1,375 @@
+"""Logs: adds rollouts, checkpoints, warnings and curves to `train_grpo.Log`.
+
+Each class does one thing after a step. `run.run` puts them in order.
+"""
+
+import argparse
+import dataclasses
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch.distributed as dist
+from tqdm import tqdm
+
+import train_grpo
+from full.advantages import compared_by
+from full.batches import gather_groups
+from full.checkpoint import (
+    checkpoints, newest_checkpoint, read_checkpoint, superseded, write_checkpoint,
+)  # fmt: skip
+from full.files import append_lines, whole_lines
+from full.metrics import METRICS, mean_metrics
+from full.optimizer import replica_difference, tensors_of
+from full.places import local
+from full.ranks import Interrupted, advice_of, agree, say, warn
+from full.tasks import asking
+
+
+class Logs:
+    """Tell several objects of each step, in their order. The loop has one log."""
+
+    def __init__(self, *logs):
+        self.logs = logs
+
+    def step(self, *done):
+        for log in self.logs:
+            log.step(*done)
+
+
+class Checkpointer:
+    """Save a run after each step in which that is due, and end it after a signal."""
+
+    def __init__(self, config, trainer, source, out, stop):
+        self.config = config
+        self.trainer = trainer
+        self.source = source
+        self.out = str(out)
+        self.stop = stop
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Save after a step if that is due. Collective."""
+        # After the last supervised step the run saves, once the optimizer begins anew.
+        if step != -1:
+            self.save(step + 1)
+
+    def save(self, step):
+        """Save the run before `step` if that is due; raise Interrupted if a signal was seen."""
+        # A signal is looked at between two steps, by all ranks together: they save the same step.
+        # A resumed run cuts its files after the checkpoint: by now each line up to it is there.
+        c = self.config
+        signalled = self.stop.agreed(self.trainer.device)
+        kind = "demos" if step < 0 else "step"
+        done = step if step > 0 else c.demos + step
+        is_last = step in (0, c.steps)  # of the supervised steps, or of the loop
+        if not (is_last or signalled or (c.save_every and done % c.save_every == 0)):
+            return
+
+        state = f"saved after {step} steps" if step > 0 else f"saved after {done} supervised steps"
+        saved = self.write(kind, 0 if step == 0 else done)
+        if not saved:
+            out = self.out
+            newest = agree(lambda: newest_checkpoint(out) or newest_checkpoint(out, "demos"))
+            state = f"the newest checkpoint is {newest}" if newest else f"{out} holds no checkpoint"
+        if is_last and not saved:
+            raise FloatingPointError(
+                f"the run ends in steps that were skipped for a non-finite gradient, so its last "
+                f"state is not saved; {state}"
+            )
+        if signalled and step < c.steps:
+            say(f"{signal.Signals(signalled).name}: {state}; {advice_of(self.out)}")
+            raise Interrupted(signalled)
+
+    def write(self, kind, step) -> bool:
+        """Write a checkpoint and delete what it supersedes. Return whether it was written."""
+        # A run whose last gradients were not finite is about to go wrong. Its checkpoints would
+        # push the good ones out. Nothing but this comparison sees a bit that flipped in one rank's
+        # memory.
+        out = self.out
+        if self.trainer.skipped_in_a_row:
+            return False
+        difference = replica_difference(self.trainer.model, self.trainer.optimizer)
+        if difference:
+            raise FloatingPointError(
+                f"{difference}; nothing is saved: look at that rank's memory, and {advice_of(out)}"
+            )
+        pending = self.source.stored()
+        extra = {"pending": pending} if pending else {}
+        self.trainer.save_checkpoint(f"{out}/{kind}-{step:08d}", step=step, **extra)
+
+        # Once the loop has a checkpoint, the checkpoints of the supervised steps have no use.
+        def outdated():
+            finished = checkpoints(out, "demos") if kind == "step" else []
+            return superseded(out, step, self.config.keep, kind) + finished
+
+        for old in agree(outdated):
+            shutil.rmtree(old, ignore_errors=True)
+        return True
+
+
+def step_metrics(trainer, batch, metrics, updates, step) -> dict:
+    """Merge all metrics of a step except seconds and the evaluation."""
+    found = batch.metrics | metrics | mean_metrics(updates) | {
+        "lr": trainer.learning_rate(step), "policy_version": trainer.policy_version,
+        "updates/skipped": trainer.skipped,
+    }  # fmt: skip
+    if step < 0 and updates:
+        return found
+    if step < 0:
+        raise ValueError(f"{trainer.where}: the demonstrations hold no token to learn")
+    if not updates:
+        text = "no update, since nothing was left to train on: every group was dropped, or every"
+        warn(f"step {step}: {text} rollout was truncated and filtered")
+        return found | {"tokens/trained": 0, "tokens/trained_flat": 0}
+
+    # The age of the sampler's weights when each update began. A skipped update made no version.
+    ages = []
+    version = trainer.policy_version
+    for update in reversed(updates):
+        if "nonfinite" not in update:
+            version -= 1
+        ages.append(version - batch.sampled_by)
+    return found | {"policy_age/update_mean": float(np.mean(ages))}
+
+
+def do_step(config, source, trainer, step) -> dict:
+    """Do one step of the loop without evaluation or log, for an audit; return its metrics."""
+    found = {}
+
+    def keep(step, batch, metrics, updates, solved):
+        if step >= 0:
+            found.update(step_metrics(trainer, batch, metrics, updates, step))
+
+    unevaluated = SimpleNamespace(get=source.get, evaluate=lambda: None)
+    only = dataclasses.replace(config, steps=step + 1)
+    train_grpo.train(only, unevaluated, trainer, keep, first_step=step)
+    return found
+
+
+COLUMNS = dict(
+    reward="reward/mean", solved="reward/solved", eval="eval/solved", norm="grad_norm",
+    entropy="entropy/token_mean", clipped="ratio/clipped_fraction", gap="logprob_gap/max",
+)  # fmt: skip
+
+DEMO_COLUMNS = dict(loss="loss/token_mean", entropy="entropy/token_mean", norm="grad_norm")
+
+# A line of demos.jsonl. Here loss/token_mean is the mean negative log-likelihood of a token,
+# whatever --aggregation says of the loop.
+DEMO_METRICS = (
+    "lr", "entropy/token_mean", "loss/token_mean", "grad_norm", "policy_version",
+    "updates/skipped", "tokens/trained", "tokens/trained_flat", "seconds/total",
+)  # fmt: skip
+
+
+class Log:
+    """Write a line of metrics.jsonl for each step, and print a table with a bar, on rank 0.
+
+    The supervised steps have a Log of their own, which counts them from 0 in demos.jsonl.
+    """
+
+    EVERY = 5  # steps between rows of the table, in addition to those with an evaluation
+
+    def __init__(self, config, trainer, source, out):
+        self.trainer = trainer
+        self.source = source
+        self.out = Path(out)
+        self.on = dist.get_rank() == 0
+        self.solved_before = None  # known in the process that does step 0
+        self.demos = config.demos if source.first_step < 0 else 0
+        self.file = "metrics.jsonl"
+        self.prefix = ""  # of TensorBoard's names
+        self.columns = COLUMNS
+        self.names = [x for name in METRICS for x in (f"{name}_first", name)]
+        if self.demos:
+            self.file = "demos.jsonl"
+            self.prefix = "demos/"
+            self.columns = DEMO_COLUMNS
+            self.names = DEMO_METRICS
+        self.events = None
+        if config.tensorboard and self.on:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.events = SummaryWriter(out)
+        say("  step" + "".join(f"{name:>10}" for name in self.columns) + "  tokens/s")
+        total = self.demos or config.steps
+        done = self.demos + source.first_step
+        self.bar = tqdm(total=total, initial=done, disable=None if self.on else True, unit="step")
+
+    def before(self, solved):
+        """Print the row before the loop: what the weights solve with which the loop begins."""
+        self.solved_before = solved
+        self.row("before", {"eval/solved": solved})
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Write the line of a step. Collective."""
+        seconds = self.source.clock.read()
+        line = step_metrics(self.trainer, batch, metrics, updates, step) | seconds
+        if step == 0:
+            line["eval/solved_before"] = self.solved_before
+        if solved is not None:
+            line["eval/solved"] = solved
+        if not self.on:
+            return
+
+        number = self.demos + step
+        line = {name: line[name] for name in self.names if name in line}
+        append_lines(self.out / self.file, [{"step": number} | line])
+        if self.events:
+            for name, value in line.items():
+                self.events.add_scalar(self.prefix + name, value, number)
+        shown, name = next(iter(self.columns.items()))
+        self.bar.set_postfix_str(f"{shown} {line[name]:.3f}", refresh=False)
+        self.bar.update()
+        if solved is not None or step == -1 or number % self.EVERY == 0:
+            self.row(number, line)
+
+    def close(self):
+        """End the bar, and write the events that TensorBoard's writer still holds."""
+        self.bar.close()
+        if self.events:
+            self.events.close()
+
+    def row(self, label, line):
+        """Print a row of the table."""
+        shown = [line.get(name) for name in self.columns.values()]
+        cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
+        if "seconds/total" in line:
+            tokens = line.get("tokens/generated", 0) + line["tokens/trained_flat"]
+            cells.append(f"{tokens / line['seconds/total']:10.0f}")
+        say(f"{label:>6}{''.join(cells)}".rstrip())
+
+
+class IdleWarning:
+    """Say it once if some steps in a row had no two rewards to compare."""
+
+    STEPS = 3
+
+    def __init__(self, config):
+        self.learns = compared_by(config.advantage) == "nothing"  # so from equal rewards too
+        self.idle = 0  # steps in a row with nothing to learn from, up to now
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Count the steps without two rewards to compare."""
+        is_idle = batch.metrics["reward/groups_equal"] == 1 and not self.learns
+        self.idle = self.idle + 1 if is_idle else 0
+        if self.idle != self.STEPS:
+            return
+        # What helps depends on which reward it is that all of them have.
+        text = "in each group all rewards are equal, so nothing is learned: raise --group"
+        if batch.metrics["reward/groups_none"] == 1:
+            text = ("no rollout is solved and no reward is better than another in its group, so "
+                    "nothing is learned: read samples.jsonl; begin with --demos, reward parts of "
+                    "an answer, or raise --group, --max-new-tokens or --temperature")  # fmt: skip
+        if batch.metrics["reward/groups_all"] == 1:
+            text = ("every rollout is solved, so nothing more is learned: stop here, or give "
+                    "harder prompts")  # fmt: skip
+        warn(f"warning: steps {step - self.STEPS + 1} to {step}: {text}")
+
+
+class RolloutLog:
+    """Write rollouts.jsonl, and samples.jsonl with a rollout of each evaluation."""
+
+    def __init__(self, config, task, source, out):
+        self.config = config
+        self.task = task
+        self.source = source
+        self.out = Path(out)
+        self.text = None  # of the latest sample
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Write the rollouts of a step that --log-rollouts says, and its sample. Collective."""
+        # A step whose sampler had a checkpoint's weights can be audited from that checkpoint: it is
+        # logged whole, and so is the first of a run and of a resumed one. An evaluation shows one
+        # group.
+        c = self.config
+        sampled_at = step - c.staleness
+        whole = step == 0 or sampled_at == self.source.first_step or c.log_rollouts == "all"
+        if c.save_every and sampled_at >= 0:
+            whole = whole or sampled_at % c.save_every == 0
+        shown = self.source.shown
+        if solved is not None and shown and dist.get_rank() == 0:
+            with asking(self.task):
+                self.text = self.task.show(shown.tokens)
+            line = {"step": step, "reward": shown.reward, "text": self.text}
+            append_lines(self.out / "samples.jsonl", [line])
+        if c.log_rollouts == "none" or not (whole or solved is not None):
+            return
+        one = batch.kept[0] if batch.kept else 0
+        groups = {number: group for number, group in batch.groups.items() if whole or number == one}
+
+        # Ranks have played groups of their own, and rank 0 writes: in the order of their numbers,
+        # so that the file does not tell how many ranks there were.
+        # COMM: what decides above is the same on all ranks, so all come here or none does.
+        # Pinned by tests/full/test_audit.py::test_runs_of_several_ranks_are_audited_by_one.
+        for _, group in gather_groups(groups):
+            lines = [rollout_line(self.task, step, i, t) for i, t in enumerate(group)]
+            append_lines(self.out / "rollouts.jsonl", lines)
+
+
+def rollout_line(task, step, number, t) -> dict:
+    """Return a line of rollouts.jsonl: rollout `number` of its group, a Trajectory."""
+    # Vectors as they are, of all targets, so that a line can be read without the run.
+    with asking(task):
+        text = task.show(t.tokens)
+    line = {"step": step, "group": t.group, "rollout": number, **t.to_json(), "text": text}
+    line["advantage"] = None if t.advantages is None else t.advantages.tolist()
+    del line["path"]
+    return line
+
+
+def write_reference(out, trainer):
+    """Make the policy of now the frozen reference, and store it, so that a resume has it."""
+    # A resumed run would else measure its KL against the weights that it resumes with. Both models
+    # are sharded identically, so each rank copies its own part.
+    if trainer.reference is not None:
+        reference = tensors_of(trainer.reference)
+        for name, x in tensors_of(trainer.model).items():
+            local(reference[name]).copy_(local(x))
+        write_checkpoint(f"{out}/reference", reference, {})
+
+
+def read_reference(out, trainer):
+    """Read the frozen reference of a run that goes on."""
+    try:
+        if trainer.reference is not None:
+            read_checkpoint(f"{out}/reference", tensors_of(trainer.reference))
+    except ValueError as error:
+        advice = "put a copy of it back, or begin again with another --out"
+        raise ValueError(f"{error}; {advice}") from error
+
+
+# Curves -----------------------------------------------------------------------------------------
+# `python -m full plot`: a picture of what runs wrote to metrics.jsonl.
+
+
+def plot(argv) -> int:
+    """Draw reward/mean and eval/solved by step, into curve.png in the first run's directory."""
+    parser = argparse.ArgumentParser("python -m full plot", description=plot.__doc__)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="directory of a run")
+    runs = [Path(run) for run in parser.parse_args(argv).runs]
+    for run in runs:
+        if not (run / "metrics.jsonl").exists():
+            raise ValueError(f"{run} holds no metrics.jsonl; give the directory of a run")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plot needs matplotlib: pip install matplotlib") from error
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for n, run in enumerate(runs):
+        lines = whole_lines(run / "metrics.jsonl")
+        rewards = [x["reward/mean"] for x in lines]
+        axes.plot([x["step"] + 1 for x in lines], rewards, f"C{n}", label=run.name)
+        # What a step leaves is drawn after it, and what was solved before the first step at 0.
+        dots = [(0, x["eval/solved_before"]) for x in lines if "eval/solved_before" in x]
+        dots += [(x["step"] + 1, x["eval/solved"]) for x in lines if "eval/solved" in x]
+        axes.plot([x for x, _ in dots], [y for _, y in dots], f"C{n}o", markersize=4)
+    axes.set(xlabel="step", ylabel="line: reward/mean   dots: eval/solved", ylim=(-0.02, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(runs[0] / "curve.png", dpi=120)
+    print(f"wrote {runs[0] / 'curve.png'}")
+    return 0

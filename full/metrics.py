@@ -1,0 +1,215 @@
+"""Metrics: what each number in a line of metrics.jsonl is, and how it is reduced.
+
+This table is the one list of all metrics; `train_grpo.Log` writes a few. The glossary of --help,
+the log, the merge over updates and the order of an audit's rows come from it. Causes stand before
+their effects.
+
+Equation numbers are those of objectives.py.
+"""
+
+import contextlib
+import re
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+class Metric(NamedTuple):
+    """What a metric is, and how it is reduced to one number of a step."""
+
+    text: str  # its definition, for --help
+    over_updates: str = ""  # of an optimizer step: mean | max | sum | first; "": once a step
+    over_tokens: str = ""  # of a sampled token: mean | sum | max
+    of: Callable | None = None  # of(t): its value (N,) at the tokens of `grpo_loss`, or None
+
+    def reduce(self, found):
+        """Return one number for the numbers of a step's updates."""
+        if self.over_updates == "first":
+            return found[0]
+        reduce = {"mean": lambda found: float(np.mean(found)), "max": max, "sum": sum}
+        return reduce[self.over_updates](found)
+
+
+def masked_of(t):
+    """Return which tokens (4) leaves out, or None without (4)."""
+    return None if t.x_N is None else t.x_N == 0
+
+
+METRICS = {
+    "reward/mean": Metric("reward of the step's rollouts"),
+    "reward/solved": Metric("fraction of them with a reward of at least 1"),
+    "reward/groups_none": Metric("fraction of groups in which no rollout is solved"),
+    "reward/groups_all": Metric("fraction of groups in which every rollout is solved"),
+    "reward/groups_equal": Metric(
+        "fraction of groups of equal rewards; gae, none_batch: 1 if all are equal"),
+    "tokens/generated": Metric("sampled tokens"),
+    "tokens/truncated_fraction": Metric("of rollouts, that met max_new_tokens"),
+    "length/rollout_mean": Metric("sampled tokens of a rollout"),
+    "length/max": Metric("the same of the longest"),
+    "eval/solved_before": Metric("eval/solved before the first step, after any --demos; in line 0"),
+    "logprob_gap/max": Metric(
+        "|trainer - sampler| of log-probs; with --staleness K of K steps", "first", "max",
+        lambda t: t.gap_N.abs()),
+    "logprob_gap/mean": Metric("the same", "first", "mean", lambda t: t.gap_N.abs()),
+    "logprob_gap/identical": Metric(
+        "fraction of them that are 0, to the bit", "first", "mean", lambda t: t.gap_N == 0),
+    "logprob_gap/kl": Metric(
+        "KL(sampler, trainer) per token, by k3", "first", "mean",
+        lambda t: torch.expm1(t.gap_N) - t.gap_N),
+    "value/token_mean": Metric("with gae: v before the step"),
+    "value/explained_variance": Metric("with gae: 1 - Var(g - v) / Var(g) over the step's tokens"),
+    "advantage/token_mean": Metric("A of (1) over the sampled tokens that are trained on"),
+    "advantage/token_std": Metric("its standard deviation"),
+    "lr": Metric("the learning rate of the step"),
+    "policy_age/update_mean": Metric("optimizer steps from the sampler's weights to an update"),
+    "policy/age_mean": Metric("steps of the loop from the sampler's weights to the batch"),
+    "policy/age_max": Metric("the largest of these"),
+    "ratio/token_mean": Metric("r of (2), with gspo s", "mean", "mean", lambda t: t.ratio_N),
+    "ratio/max": Metric("the largest of them in all updates", "max", "max", lambda t: t.ratio_N),
+    "ratio/clipped_fraction": Metric(
+        "of sampled tokens, whose gradient (3) bounds", "mean", "mean", lambda t: t.clipped_N),
+    "importance/masked_fraction": Metric(
+        "of sampled tokens, whose x of (4) is 0", "mean", "mean", masked_of),
+    "entropy/token_mean": Metric("H at `temperature`", "mean", "mean", lambda t: t.entropy_N),
+    "kl/token_mean": Metric("with a reference: k of (5)", "mean", "mean", lambda t: t.kl_N),
+    "value/loss": Metric("with gae: (6), per sampled token", "mean", "mean", lambda t: t.critic_N),
+    "loss/policy_token_mean": Metric(
+        "loss/token_mean without (5) and (6)", "mean", "sum", lambda t: t.policy_part_N),
+    "loss/token_mean": Metric(
+        "(7) under any --aggregation, so over its Z", "mean", "sum", lambda t: t.part_N),
+    "experts/load_max": Metric("an expert's tokens / their mean; of layers and updates", "max"),
+    "balance/loss": Metric("(8)", "mean"),
+    "grad_norm": Metric("global, before clipping", "mean"),
+    "policy_version": Metric("optimizer steps taken so far, supervised ones included"),
+    "updates/skipped": Metric("optimizer steps skipped so far for a non-finite gradient"),
+    "tokens/trained": Metric("tokens run with gradients; of a tree its own tokens", "sum"),
+    "tokens/trained_flat": Metric("the same without a tree", "sum"),
+    "eval/solved": Metric("greedy, on held-out prompts; at evaluation steps and in the last line"),
+    "memory/peak": Metric("megabytes at most: of tensors on CUDA, of the process on a CPU"),
+    "seconds/rollout": Metric("sampling the batch"),
+    "seconds/wait_rollout": Metric("training stood still for the batch"),
+    "seconds/wait_train": Metric("sampling stood still for weights"),
+    "seconds/train": Metric("what was neither sampling nor evaluation"),
+    "seconds/eval": Metric("evaluating"),
+    "seconds/total": Metric("the step"),
+}  # fmt: skip
+
+
+def glossary() -> str:
+    """Return the metrics and their definitions, for --help."""
+    lines = ["Metrics, one line of metrics.jsonl for each step. Every denominator is global.",
+             "A mean, or the largest, of several updates also has the first one's, NAME_first.", ""]
+    indent = dict(subsequent_indent=" " * 30, width=100)
+    for name, metric in METRICS.items():
+        over = {"mean": "; mean of updates", "first": "; first update"}.get(metric.over_updates, "")
+        lines.append(textwrap.fill(f"  {name:<27} {metric.text}{over}", **indent))
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def measured(t) -> dict:
+    """Return the sum, or the largest, of each metric over tokens, and the number of tokens."""
+    sums = {"tokens": t.lp_N.new_tensor(len(t.lp_N), dtype=torch.float64)}
+    for name, metric in METRICS.items():
+        x_N = metric.of(t) if metric.of else None
+        if x_N is not None:
+            x_N = x_N.double()
+            sums[name] = x_N.sum()
+            if metric.over_tokens == "max":  # of no token it is 0
+                sums[name] = torch.cat([x_N, x_N.new_zeros(1)]).max()
+    return sums
+
+
+def loss_metrics(totals) -> dict:
+    """Return metrics of a whole batch from its sums and maxima, all numbers.
+
+    What has no sum has no metric: a run without a reference has no KL.
+    """
+    # Means are over sampled tokens, not over sequences, micro-batches or ranks, whatever the
+    # aggregation; the loss keeps its name in all of them.
+    count = max(totals["tokens"], 1.0)
+    return {
+        name: totals[name] / count if METRICS[name].over_tokens == "mean" else totals[name]
+        for name in METRICS if name in totals
+    }  # fmt: skip
+
+
+def mean_metrics(updates) -> dict:
+    """Merge the metrics of a step's updates by METRICS."""
+    # The gap to the sampler is the first update's: only the first update sees the weights that
+    # sampled, so only there is the gap rounding and not learning. What the first update measured is
+    # also written alone: an audit can then tell a wrong loss from what it did to the weights.
+    out = {}
+    for name, metric in METRICS.items():
+        found = [update[name] for update in updates if metric.over_updates and name in update]
+        if found:
+            out[name] = metric.reduce(found)
+        if len(found) > 1 and metric.over_updates in ("mean", "max"):
+            out[f"{name}_first"] = found[0]
+    return out
+
+
+class StepClock:
+    """Measure the seconds and memory of a step. The batch source starts it, the log reads it."""
+
+    def __init__(self, device):
+        self.device = device
+        self.start()
+
+    def start(self):
+        """Begin a step."""
+        self.seconds = {}
+        self.began = time.perf_counter()
+        # Linux forgets a process's peak when a 5 is written here. Where it does not, the peak since
+        # the process began is reported: a bound.
+        if "cuda" in str(self.device):
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")
+
+    def read(self) -> dict:
+        """Return the seconds of all phases, and the peak of memory, as metrics. Collective.
+
+        memory/peak: the most megabytes at any moment, of the rank that had most: of its tensors on
+        CUDA, of the process on a CPU.
+        """
+        # What was neither sampling nor evaluation was training.
+        total = time.perf_counter() - self.began
+        train = total - sum(self.seconds.values())
+        peak = resident_peak()
+        if "cuda" in str(self.device):
+            peak = torch.cuda.max_memory_allocated(self.device) / 1e6
+        most = torch.tensor(peak, dtype=torch.float64, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        found = {"seconds/train": train, "seconds/total": total, "memory/peak": most.item()}
+        return self.seconds | found
+
+
+@contextlib.contextmanager
+def timed(seconds, phase):
+    """Add the seconds of a phase to a dict, as seconds/PHASE."""
+    start = time.perf_counter()
+    yield
+    seconds[f"seconds/{phase}"] = time.perf_counter() - start
+
+
+def resident_peak() -> float:
+    """Return the most megabytes that this process has had in memory; 0 if the system hides it."""
+    # Linux says it in kB, other systems in a unit of their own.
+    with contextlib.suppress(OSError):
+        found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+        return int(found[1]) * 1024 / 1e6 if found else 0.0
+    with contextlib.suppress(ImportError):
+        import resource  # not on Windows
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
+    return 0.0

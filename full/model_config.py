@@ -1,0 +1,414 @@
+"""The shape of a model: adds config.json and RoPE for long contexts to `models.ModelConfig`.
+
+`ModelConfig` adds to `models.ModelConfig` what checkpoints, critics and balanced routers need, and
+refuses values that make no model. To add a family, write a row of FAMILIES, and its rules into
+`read_config`. A difference that no field of ModelConfig can say needs a field, an equation and a
+line in `models.logits_definition` or `hf.full_definition`.
+
+Equation (5) is in models.py, (7') in logprobs.py, (11) in experts.py.
+
+Letters:  D width of a head   X any number
+
+References: Llama arXiv:2407.21783; Mistral arXiv:2310.06825; Qwen2 arXiv:2407.10671; Qwen3
+arXiv:2505.09388; Gemma 3 arXiv:2503.19786; YaRN arXiv:2309.00071.
+"""
+
+import dataclasses
+import json
+import math
+import reprlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import models
+from models import ACTIVATIONS, FULL, SLIDING
+
+
+@dataclass
+class ModelConfig(models.ModelConfig):
+    """The shape of a `Transformer`. ValueError for values that describe no model.
+
+    Field names are Hugging Face's wherever it has one. A family is a set of values: see FAMILIES.
+    """
+
+    model_type: str = "qwen3"  # a key of FAMILIES
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    eos_token_id: tuple[int, ...] = ()
+    final_logit_softcapping: float | None = None  # c of (7')
+    router_bias_rate: float = 0.0  # the rate of (11). 0: the router has no bias
+    value_head: bool = False  # a critic, see `Transformer.values`
+
+    def __post_init__(self):
+        sizes = (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
+            "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+        )  # fmt: skip
+        for name in sizes:
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {reprlib.repr(size)}")
+
+            # Bytes of a matrix must fit into 63 bits, and RoPE allocates head_dim / 2 frequencies.
+            most = 2**16 if name in ("num_hidden_layers", "head_dim") else 2**28
+            if size > most:
+                raise ValueError(f"{name}: expected at most {most}, got {size}")
+        given = self.rope_parameters
+        super().__post_init__()
+
+        # What is needed -> is it met?
+        layers = range(self.num_hidden_layers)
+        kinds = set(self.layer_types)
+        experts = (self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size)
+        needs = {
+            f"layer_types: {len(layers)} of {FULL} or {SLIDING}":
+                len(self.layer_types) == len(layers) and kinds <= {FULL, SLIDING},
+            "num_attention_heads: a multiple of num_key_value_heads":
+                self.num_attention_heads % self.num_key_value_heads == 0,
+            "head_dim: an even number, for RoPE": self.head_dim % 2 == 0,
+            f"hidden_act (or hidden_activation): one of {[*ACTIVATIONS]}":
+                self.hidden_act in ACTIVATIONS,
+            "sliding_window: a positive number, for sliding layers":
+                SLIDING not in kinds or (self.sliding_window or 0) > 0,
+            "sparse_layers: numbers of layers": set(self.sparse_layers) <= set(layers),
+            "num_experts, num_experts_per_tok, moe_intermediate_size: positive in sparse layers":
+                not self.sparse_layers or min(experts) > 0,
+            "num_experts_per_tok: at most num_experts":
+                self.num_experts_per_tok <= self.num_experts,
+            "rms_norm_eps, initializer_range, router_bias_rate: not negative":
+                min(self.rms_norm_eps, self.initializer_range, self.router_bias_rate) >= 0,
+            "query_pre_attn_scalar, final_logit_softcapping: positive, or null":
+                all(x is None or x > 0
+                    for x in (self.query_pre_attn_scalar, self.final_logit_softcapping)),
+            "eos_token_id: integers": all(isinstance(token, int) for token in self.eos_token_id),
+            f"rope_parameters: for {FULL} or {SLIDING} layers": set(given) <= {FULL, SLIDING},
+        }  # fmt: skip
+        wrong = [need for need, met in needs.items() if not met]
+        if wrong:
+            raise ValueError(f"a {self.model_type} config needs {'; '.join(wrong)}; got {self}")
+        for kind, rope in self.rope_parameters.items():
+            self.rope_parameters[kind] = self._complete_rope(rope)
+
+    def _complete_rope(self, rope):
+        """Return RoPE parameters with their defaults; ValueError for what (5) does not cover."""
+        rope = {"rope_type": "default"} | rope
+        kind = rope["rope_type"]
+        if kind not in ROPE_TYPES:
+            raise ValueError(f"rope_type: expected one of {[*ROPE_TYPES]}, got {kind!r}")
+        needed, optional = ROPE_TYPES[kind]
+        if "original_max_position_embeddings" in needed:
+            rope.setdefault("original_max_position_embeddings", self.max_position_embeddings)
+
+        # A key that is not known here may change the angles, so it is refused and not ignored.
+        unknown = sorted(rope.keys() - {"rope_type", "rope_theta", *needed, *optional})
+        missing = [key for key in needed if rope.get(key) is None]
+        if unknown or missing:
+            raise ValueError(
+                f"rope_parameters of rope_type {kind}: expected {['rope_theta', *needed]}, unknown "
+                f"{unknown}, missing {missing}"
+            )
+
+        # Numbers that are possible one by one may still divide by zero together.
+        try:
+            f_d, factor = rope_frequencies(rope, self.head_dim)
+            if not (f_d.isfinite().all() and math.isfinite(factor)):
+                raise ValueError("they are not finite")
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise ValueError(f"rope_parameters {rope} give no angles: {error}") from error
+        return rope
+
+    @classmethod
+    def from_hf(cls, raw, /) -> "ModelConfig":
+        """Read a Hugging Face config: a directory, a config.json, or the dict itself.
+
+        Absent fields get transformers' defaults. A field that would change the numbers and is not
+        implemented is a ValueError that names it.
+        """
+        if isinstance(raw, dict):
+            return read_config(raw)
+        path = Path(raw) / "config.json" if Path(raw).is_dir() else Path(raw)
+        raw = read_json(path, what="the config of a Hugging Face checkpoint directory")
+        try:
+            return read_config(raw)
+        except ValueError as error:  # whatever is wrong with a field, say in which file
+            raise ValueError(f"{path}: {error}") from error
+
+    def to_hf(self) -> dict:
+        """Return the config.json that transformers 4 and 5 and `from_hf` read back to this."""
+        return write_config(self)
+
+
+ROPE_TYPES = {  # rope_type -> the keys that it needs, and those that it may have
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor",
+                "original_max_position_embeddings"), ()),
+    "yarn": (("factor", "original_max_position_embeddings"),
+             ("attention_factor", "beta_fast", "beta_slow")),
+}  # fmt: skip
+
+
+def rope_frequencies(rope, head_dim, /):
+    """Return f of (5), (D/2,) float64 on the CPU, and a factor for cos and sin.
+
+    rope: {"rope_type", "rope_theta", ..}. The types other than default reach beyond the lengths of
+        the training, by turning more slowly.
+    """
+    with torch.device("cpu"):
+        f_d = models.rope_frequencies(rope, head_dim)
+        n_d = torch.arange(head_dim // 2, dtype=torch.float64)
+    factor = rope.get("factor")
+    if rope["rope_type"] == "linear":
+        return f_d / factor, 1.0
+
+    # Llama 3: pairs that turn often over the trained length stay as they are, pairs that turn
+    # seldom are divided by the factor, and in between the two are mixed.
+    if rope["rope_type"] == "llama3":
+        low = rope["low_freq_factor"]
+        high = rope["high_freq_factor"]
+        turns_d = rope["original_max_position_embeddings"] * f_d / (2 * math.pi)
+        keep_d = ((turns_d - low) / (high - low)).clamp(0, 1)
+        return torch.lerp(f_d / factor, f_d, keep_d), 1.0
+
+    # YaRN: the same with a ramp that is linear in n, between the n that turn beta times. The factor
+    # on cos and sin keeps attention as sharp as before the stretching.
+    if rope["rope_type"] == "yarn":
+        trained = rope["original_max_position_embeddings"] / (2 * math.pi)
+        scale = head_dim / (2 * math.log(rope["rope_theta"]))
+        low = max(math.floor(scale * math.log(trained / (rope.get("beta_fast") or 32))), 0)
+        high = math.ceil(scale * math.log(trained / (rope.get("beta_slow") or 1)))
+        high = min(high, head_dim - 1)
+        stretched_d = ((n_d - low) / ((high - low) or 0.001)).clamp(0, 1)
+        grown = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+        return torch.lerp(f_d, f_d / factor, stretched_d), rope.get("attention_factor") or grown
+    return f_d, 1.0
+
+
+class Rope:
+    """positions (B, S) -> {layer type: (cos, sin)}, once a forward for all layers."""
+
+    def __init__(self, config):
+        ropes = config.rope_parameters.items()
+        self.frequencies = {kind: rope_frequencies(rope, config.head_dim) for kind, rope in ropes}
+        self.moved = {}  # (device, layer type) -> f of (5) there, as each copy waits for the device
+
+    def __call__(self, positions_BS, dtype, /):
+        # NUMERICS: the angles of position 10^5 need float32; a bf16 position is wrong from 257 on.
+        # Pinned by tests/full/test_models.py::test_bf16_model_keeps_float32_rope_angles.
+        wide = torch.promote_types(dtype, torch.float32)
+        ropes = {}
+        for kind, (f_d, factor) in self.frequencies.items():
+            at = positions_BS.device, kind
+            if at not in self.moved:
+                self.moved[at] = f_d.to(positions_BS.device)
+            cos_BS1D, sin_BS1D = models.cos_and_sin(positions_BS.to(wide), self.moved[at].to(wide))
+            ropes[kind] = cos_BS1D * factor, sin_BS1D * factor
+        return ropes
+
+
+QWEN = dict(
+    vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=32768,
+    rms_norm_eps=1e-6, tie_word_embeddings=False, initializer_range=0.02, rope_theta=10000.0,
+    sliding_window=4096, max_window_layers=28, attention_bias=False, hidden_act="silu",
+)  # fmt: skip
+
+LLAMA = QWEN | dict(
+    vocab_size=32000, intermediate_size=11008, num_key_value_heads=None,
+    max_position_embeddings=2048, eos_token_id=2,
+)  # fmt: skip
+
+FAMILIES = {  # model_type -> (transformers' class, what no config changes, defaults)
+    # Biases of q, k, v and o, and of the MLP, by the config. RoPE of type llama3.
+    "llama": ("LlamaForCausalLM", dict(qk_norm=False), LLAMA | dict(mlp_bias=False)),
+    # No biases. A window in every layer, or none.
+    "mistral": ("MistralForCausalLM", dict(qk_norm=False, qkv_bias=False, o_bias=False),
+                LLAMA | dict(intermediate_size=14336, num_key_value_heads=8,
+                             max_position_embeddings=131072)),
+    # Biases of q, k and v.
+    "qwen2": ("Qwen2ForCausalLM", dict(qk_norm=False, qkv_bias=True, o_bias=False), QWEN),
+    # Norms of q and k, a width of heads of its own.
+    "qwen3": ("Qwen3ForCausalLM", dict(qk_norm=True), QWEN | dict(head_dim=128)),
+    # And experts, in all layers or in some.
+    "qwen3_moe": ("Qwen3MoeForCausalLM", dict(qk_norm=True), QWEN | dict(
+        hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_key_value_heads=4,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
+        decoder_sparse_step=1)),
+    # Norms with 1 + w, four of them a layer, sqrt(M), two RoPE bases: layers slide, but every 6th.
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        dict(qk_norm=True, norm_offset=True, post_norms=True, scale_embedding=True),
+        QWEN | dict(
+            vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
+            num_attention_heads=8, num_key_value_heads=4, head_dim=256, rope_theta=1e6,
+            max_position_embeddings=131072, tie_word_embeddings=True, eos_token_id=1,
+            hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256,
+            final_logit_softcapping=None)),
+}  # fmt: skip
+
+SAME = (  # of one name and meaning in config.json and in ModelConfig
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
+    "initializer_range",
+)  # fmt: skip
+
+MAYBE = (  # the same, in families whose defaults have them; ignored in others, as by transformers
+    "query_pre_attn_scalar", "final_logit_softcapping", "num_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "norm_topk_prob", "mlp_bias", "value_head",
+)  # fmt: skip
+
+REFUSED = "attention_dropout", "use_bidirectional_attention", "quantization_config"
+
+
+def read_config(raw) -> ModelConfig:
+    """Return the `ModelConfig` of a config.json's dict, in either spelling of transformers."""
+    if raw.get("text_config"):
+        # Multimodal: the language model's part. The ends of turns, and tying, may stand outside.
+        outer = {key: raw[key] for key in ("eos_token_id", "tie_word_embeddings")
+                 if raw.get(key) is not None}  # fmt: skip
+        raw = {"model_type": f"{raw.get('model_type')}_text"} | raw["text_config"] | outer
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(f"model_type: expected one of {', '.join(FAMILIES)}, got {family!r}")
+    _, fixed, defaults = FAMILIES[family]
+    raw = defaults | raw
+    asked = [name for name in REFUSED if raw.get(name)]
+    if asked:
+        raise ValueError(f"config asks for {', '.join(asked)}: not implemented here")
+
+    # Which layers slide, where no list says so. Files of Gemma spell the 6 in two ways.
+    layers = range(raw["num_hidden_layers"])
+    pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+    slides = {
+        "llama": lambda n: False,
+        "mistral": lambda n: True,
+        "qwen3_moe": lambda n: raw.get("use_sliding_window"),
+        "gemma3_text": lambda n: (n + 1) % pattern,
+    }.get(family, lambda n: raw.get("use_sliding_window") and n >= raw["max_window_layers"])
+    window = raw["sliding_window"]
+    has_window = window is not None or family == "gemma3_text"  # which is refused without one
+    kinds = tuple(SLIDING if has_window and slides(n) else FULL for n in layers)
+    listed = tuple(raw.get("layer_types") or kinds)
+    if family in ("llama", "mistral", "qwen3_moe") and len(set(listed)) > 1:
+        raise ValueError(f"layer_types {list(listed)} in {family}: transformers has no mix")
+    kinds = kinds if family == "llama" else listed
+
+    # Every step-th layer has experts, from layer step - 1 on, unless it is listed as dense.
+    experts = 0
+    if "num_experts" in defaults:
+        experts = raw.get("num_local_experts") or raw["num_experts"]
+    dense = raw.get("mlp_only_layers") or ()
+    step = raw.get("decoder_sparse_step")
+    sparse = tuple(n for n in layers if experts and n not in dense and (n + 1) % step == 0)
+
+    heads = raw["num_attention_heads"]
+    eos = raw.get("eos_token_id")
+    ends = eos if isinstance(eos, list | tuple) else [eos]
+    fields = {name: raw[name] for name in SAME}
+    known = {"value_head", *defaults}
+    fields |= {name: raw[name] for name in MAYBE if name in known and raw.get(name) is not None}
+    fields |= dict(
+        num_key_value_heads=raw["num_key_value_heads"] or heads, num_experts=experts,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        qkv_bias=raw["attention_bias"], o_bias=raw["attention_bias"],
+        hidden_act=raw.get("hidden_activation") or raw["hidden_act"],
+        layer_types=kinds, sparse_layers=sparse,
+        sliding_window=window if SLIDING in kinds else None,
+        rope_parameters={kind: read_rope(raw, kind) for kind in set(kinds)},
+        eos_token_id=tuple(token for token in ends if token is not None),
+    )  # fmt: skip
+    return ModelConfig(**fields | fixed)
+
+
+def read_rope(raw, kind) -> dict:
+    """Return the RoPE parameters of a type of layer.
+
+    transformers 4: rope_theta and rope_scaling. transformers 5: rope_parameters, and in Gemma one
+    such dict for each type of layer; rope_scaling, if it is there too, wins. Sliding layers of
+    Gemma have rope_local_base_freq and are never scaled.
+    """
+    scaling = raw.get("rope_scaling") or {}
+    new = raw.get("rope_parameters") or {}
+    theta = raw["rope_theta"]
+    if raw["model_type"] == "gemma3_text":
+        theta = raw.get("rope_local_base_freq", 10000.0) if kind == SLIDING else theta
+        rope = (new.get(kind) or {}) | (scaling if kind == FULL else {})
+    else:
+        rope = scaling or new
+    rope = {("rope_type" if key == "type" else key): value for key, value in rope.items()}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"rope_parameters per layer type in {raw['model_type']}: transformers has "
+                         f"none, got {rope}")  # fmt: skip
+    rope = {"rope_theta": theta, "rope_type": "default"} | rope
+    partial_factors = rope.pop("partial_rotary_factor", None), raw.get("partial_rotary_factor")
+    if any(factor not in (None, 1) for factor in partial_factors):
+        raise ValueError("partial_rotary_factor other than 1: not implemented here")
+    trained = raw.get("original_max_position_embeddings")
+    if trained and rope["rope_type"] in ("yarn", "llama3"):  # outside the dict in older files
+        rope["original_max_position_embeddings"] = trained
+    return rope | {"rope_theta": float(rope["rope_theta"])}
+
+
+def write_config(config) -> dict:
+    """Return the config.json of a `ModelConfig`, in both spellings of transformers."""
+    ropes = {kind: dict(rope) for kind, rope in config.rope_parameters.items()}
+    full = ropes.get(FULL) or ropes[SLIDING]
+    raw = {name: getattr(config, name) for name in SAME}
+    raw |= {name: getattr(config, name) for name in MAYBE if getattr(config, name)}
+    raw |= dict(
+        architectures=[FAMILIES[config.model_type][0]], head_dim=config.head_dim,
+        num_key_value_heads=config.num_key_value_heads, attention_bias=config.o_bias,
+        attention_dropout=0.0, hidden_act=config.hidden_act,
+        eos_token_id=list(config.eos_token_id) or None,
+        rope_parameters=full, rope_theta=full["rope_theta"],
+        rope_scaling=None if full["rope_type"] == "default" else full,
+    )  # fmt: skip
+    if config.model_type == "gemma3_text":
+        raw |= dict(hidden_activation=raw.pop("hidden_act"), rope_parameters=ropes)
+        raw |= dict(rope_local_base_freq=ropes[SLIDING]["rope_theta"]) if SLIDING in ropes else {}
+        raw.pop("rope_scaling")
+    if config.sliding_window or config.model_type == "mistral":  # where an absent one means 4096
+        raw |= dict(sliding_window=config.sliding_window)
+    if config.model_type not in ("llama", "mistral"):  # transformers takes these for others then
+        raw |= dict(layer_types=list(config.layer_types))
+        raw |= dict(use_sliding_window=SLIDING in config.layer_types)
+    if config.num_experts:
+        dense = sorted({*range(config.num_hidden_layers)} - {*config.sparse_layers})
+        raw |= dict(mlp_only_layers=dense, decoder_sparse_step=1)
+
+    # Written is right if it reads back: a family's config cannot say every ModelConfig.
+    without_bias = dataclasses.replace(config, router_bias_rate=0.0)
+    require_same_numbers(
+        read_config(raw), without_bias, f"a {config.model_type} config cannot say this: it"
+    )
+    return raw
+
+
+def require_same_numbers(config, other, where) -> None:
+    """Raise a ValueError if a model of the other configuration would compute something else."""
+    for f in dataclasses.fields(config):
+        mine = getattr(config, f.name)
+        theirs = getattr(other, f.name)
+        if f.name not in ("initializer_range", "eos_token_id") and mine != theirs:
+            raise ValueError(f"{where} has {f.name} {mine}, the model {theirs}")
+
+
+def read_json(path, /, *, what="a JSON file") -> dict:
+    """Return the object in a JSON file. Whatever is wrong with it is a ValueError that names it.
+
+    what: what the file should be, for the message.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"no {path}; expected {what}") from error
+    except OSError as error:  # a directory, no permission, a broken disk
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise ValueError(f"{path} is JSON of another kind: expected an object, got a {kind}")
+    return found

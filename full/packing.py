@@ -1,0 +1,467 @@
+"""A packed batch under a plan: adds batches of unequal sequences to `parallel.py`.
+
+A training script has sequences of unequal lengths, and a loss. In between, plans want different
+things: t a number of tokens that it divides, c this rank's tokens of each sequence, p all
+micro-batches at once and the loss on one stage. With `PackedBatches` it reads as on one device:
+
+    batches = PackedBatches(model, attention=attention)    # model: of `parallelize`, or unsplit
+    loss = batches.forward_backward(sequences, masks, loss_fn)
+    reduce_gradients(model)
+    clip_grad_norm(model, 1.0)
+    optimizer.step()
+
+With ddp and zero1 micro-batches cost no message, so ranks may run different numbers of them, or
+none: that suits trees, whose sizes differ. Under fsdp, t, c, e and p every forward is collective:
+all ranks of a group must make the same calls. `PackedBatches` takes care of that.
+
+Equations (1) to (7) are in parallel.py.
+
+Letters:  B sequences   S tokens of one, s of this rank   T targets   N scored tokens   J pairs of a
+sequence and a token   M width
+"""
+
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import parallel
+from full.pipeline import run_forwards, run_micro_batches
+from full.places import part_of, reshard
+from full.ranks import all_gather_objects
+
+
+class PackedRow(NamedTuple):
+    """Sequences end to end in a row of S places. On the CPU, and the same on every rank.
+
+    Sequences a b c and d e in 8 places, of which b, c and e are scored:
+
+        tokens      a b c d e 0 0 0        padding is in no document, and at position 0
+        document    0 0 0 1 1 - - -
+        position    0 1 2 0 1 0 0 0
+        mask        [[1, 1], [1, 0]]       of the targets b c and e, padded to two
+        at          [0, 1, 3]              b is predicted at a, c at b, e at d
+        sequence    [0, 0, 0, 1, 1]        the sequence that holds the token of this place
+        token       [0, 1, 2, 3, 4]        the place; in a tree, several sequences hold one token
+    """
+
+    tokens_1S: torch.Tensor
+    positions_1S: torch.Tensor
+    sees: object  # for the attention: (1, S), which sequence a token is of; -1: padding
+    mask_BT: torch.Tensor  # which targets are scored
+    at_N: torch.Tensor  # the place of the token that predicts each scored target
+    targets_N: torch.Tensor  # the tokens that are predicted
+    entries_K: torch.Tensor  # for each True of the mask, which of the N it is: in this row 0 1 2
+    sequence_J: torch.Tensor  # which sequences hold which tokens. No sequence holds padding
+    token_J: torch.Tensor
+
+    def without_sequences(self) -> "PackedRow":
+        """Return a row that only fills up: its tokens are in no sequence."""
+        return self._replace(sequence_J=self.sequence_J[:0], token_J=self.token_J[:0])
+
+
+def pack_row(sequences, masks, length) -> PackedRow:
+    """Lay sequences end to end and pad the row to `length`. masks: which of tokens[1:] count."""
+    lengths = [len(tokens) for tokens in sequences]
+    padding = np.zeros(length - sum(lengths), dtype=np.int64)
+    tokens_S = np.concatenate([*map(np.asarray, sequences), padding])
+    positions_S = np.concatenate([*map(np.arange, lengths), padding])
+    document_S = np.repeat([*range(len(lengths)), -1], [*lengths, len(padding)])
+
+    mask_BT = np.zeros((len(masks), max(lengths) - 1), dtype=bool)
+    for b, mask in enumerate(masks):
+        mask_BT[b, : len(mask)] = mask
+
+    # The token before a scored target predicts it. In this row it predicts no other target.
+    row_N, column_N = mask_BT.nonzero()
+    first_B = np.cumsum([0, *lengths[:-1]])
+    at_N = first_B[row_N] + column_N
+    in_row = [x_S[None] for x_S in (tokens_S, positions_S, document_S)]
+    scored = [mask_BT, at_N, tokens_S[at_N + 1], np.arange(len(at_N))]
+    token_J = np.arange(sum(lengths))  # each token is of one sequence
+    holds = [document_S[token_J], token_J]
+    return PackedRow(*map(torch.from_numpy, [*in_row, *scored, *holds]))
+
+
+class Micro(NamedTuple):
+    """A micro-batch: (B, S) token ids, their positions, and the attention of their documents."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    attention: object = None  # None: the model's
+    on_routing: object = None  # a callback of its sparse layers; None: they attach no loss
+
+    def through(self, stage, x):
+        """Run a model, or a stage of one, on states of the stage before, or None: on the tokens."""
+        options = dict(positions=self.positions, attention=self.attention)
+        # Only a model with experts needs to know what a routing is.
+        if self.on_routing is not None:
+            options["on_routing"] = self.on_routing
+        return stage.hidden(self.tokens if x is None else x, **options)
+
+
+class PackedBatches:
+    """Run batches of sequences and a loss on a model: one call, the same under every plan.
+
+    model: what `parallelize` returned, or an unsplit one with `hidden` and `logprobs`.
+    attention: attention(document_1S, group) makes the callable of the layers for a `PackedRow`:
+        tokens see earlier tokens of their own document. group: None, or the ranks of c.
+    indices: indices(length, rank, world), ascending: the tokens of a row that a rank of c has, as
+        this attention wants them: `ring.indices`. For c > 1 only.
+    balance: balance(sequence_j, token_j, num_sequences=, groups=) makes the callback by which
+        sparse layers attach their loss in training, such as an `experts.Balance`. Default: no loss.
+    micro_tokens: int. Most tokens of a micro-batch. A longer sequence is alone in one.
+    temperature: float. Of the log-probs.
+
+    Different data shares bring different sequences. The c, t and p ranks of one share, its replica
+    group, bring the same ones: `gather_replica` makes one batch of their lists.
+    """
+
+    def __init__(self, model, *, attention, indices=None, balance=None, micro_tokens=8192,
+                 temperature=1.0):  # fmt: skip
+        # Under c the callers say which tokens a rank has, because it depends on their attention.
+        self.model = model
+        self.part = part_of(model)
+        self.plan = self.part.plan
+        self.device = self.part.device
+        self.attention = attention
+        self.balance = balance
+        self.indices = indices
+        self.micro_tokens = micro_tokens
+        self.temperature = temperature
+        if self.plan.cp > 1 and indices is None:
+            raise ValueError(
+                f"plan {self.plan} splits rows: give indices=, e.g. ring_attention.indices")
+
+    def forward_backward(self, sequences, masks, loss_fn) -> torch.Tensor:
+        """Add the gradient of a batch's loss to .grad. Collective.
+
+        sequences: lists of token ids.
+        masks: for each sequence a bool for each target, tokens[1:].
+        loss_fn: called as loss_fn(indices, mask_BT, logprobs_BT, entropies_BT), of a critic
+            values_BT too: sequence indices[b] has row b, which is 0 where nothing is scored. It
+            returns this micro-batch's term of the loss, divided by the global count, and the same
+            value on all c and t ranks (under p, of the last stage).
+
+        Returns the loss, summed over data shares, float64.
+        """
+        micro_batches, rows = self.pack_micro_batches(sequences, masks)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+
+        def forward(root, k, x):
+            x_1sM = self.micro(rows[k], self.balance).through(root, x)
+            if not self.part.has_head(root):
+                return x_1sM
+            scores = self.score(rows[k], x_1sM)
+            if not micro_batches[k]:  # a loss of 0 with a graph: others wait for its messages
+                return sum(x_BT.sum() for x_BT in scores)
+            loss = loss_fn(micro_batches[k], rows[k].mask_BT.to(self.device), *scores)
+            total.add_(loss.detach())
+            return loss
+
+        # backward() adds to .grad, and that is right, because the losses are terms of one sum.
+        run_micro_batches(self.model, forward, len(rows), self.states_like(rows))
+        # COMM: an all-reduce of one number over all ranks. Of the ranks with the same sequences one
+        # counts. Pinned by tests/full/test_packed.py::test_ranks_are_one_process.
+        total *= speaks_for_replica(self.model)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total
+
+    @torch.no_grad()
+    def forward(self, sequences, masks) -> list:
+        """Return (logprobs, entropies), of a critic values too, of each sequence, no gradient.
+
+        Each is (L - 1,), on the CPU, on every rank of the replica. Collective.
+        """
+        micro_batches, rows = self.pack_micro_batches(sequences, masks)
+        found = [None] * len(sequences)
+
+        def forward(root, k, x):
+            x_1sM = self.micro(rows[k]).through(root, x)
+            if not self.part.has_head(root):
+                return x_1sM
+            # Sequences go back to their places, without their padding.
+            columns = [x_BT.cpu() for x_BT in self.score(rows[k], x_1sM)]
+            for b, i in enumerate(micro_batches[k]):
+                found[i] = tuple(x_BT[b, : len(sequences[i]) - 1] for x_BT in columns)
+
+        run_forwards(self.model, forward, len(rows), self.states_like(rows))
+        reshard(self.model)  # without a backward FSDP would keep the gathered weights
+        if self.plan.pp == 1:
+            return found
+
+        # COMM: the last stage has the scores; an all-gather over the replica gives them to its
+        # other ranks.
+        # Pinned by tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+        found = found if self.part.is_last else None
+        parts = all_gather_objects(found, self.part.grid.group["pct"])
+        return next(part for part in parts if part is not None)
+
+    def pack_micro_batches(self, sequences, masks):
+        """Return the micro-batches, as lists of indices, and a `PackedRow` of each. Collective.
+
+        A micro-batch without sequences has one token.
+        """
+        require_batch(self.model, sequences, masks)
+        # Other ranks may need more micro-batches than this one has data for.
+        lengths = [len(tokens) for tokens in sequences]
+        micro_batches = cut_into_micro_batches(self.model, lengths, self.micro_tokens)
+        counts = [sum(lengths[i] for i in indices) or 1 for indices in micro_batches]
+        rows = []
+        for indices, length in zip(micro_batches, row_lengths(self.plan, counts), strict=True):
+            if indices:
+                own = [sequences[i] for i in indices], [masks[i] for i in indices]
+                rows.append(pack_row(*own, length))
+            else:
+                rows.append(pack_row([[0]], [[]], length).without_sequences())
+        return micro_batches, rows
+
+    def own_tokens(self, row):
+        """Return the places of a row that this rank of c has, ascending: all of them without c."""
+        length = row.tokens_1S.shape[1]
+        if self.plan.cp == 1:
+            return torch.arange(length)
+        return self.indices(length, self.part.grid.group["c"].rank(), self.plan.cp)
+
+    def micro(self, row, balance=None) -> Micro:
+        """Return this rank's tokens of a row, with the attention of its documents."""
+        # Attention and balance are about the whole row. Tokens and positions are this rank's.
+        local_s = self.own_tokens(row)
+        group = self.part.grid.group["c"] if self.plan.cp > 1 else None
+        made = None
+        if balance is not None:
+            made = balance_of_rank(self.model, row.sequence_J, row.token_J, local_s, balance)
+        own = [x_1S[:, local_s].to(self.device) for x_1S in (row.tokens_1S, row.positions_1S)]
+        return Micro(*own, self.attention(row.sees, group), made)
+
+    def states_like(self, rows):
+        """Return memory for the states that one stage sends to the next: rows have one length."""
+        if self.plan.pp == 1:
+            return None
+        p = next(self.model.parameters())
+        dtype = getattr(self.model, "residual_dtype", None) or self.part.compute_dtype or p.dtype
+        t = self.plan.tp if self.part.grid.sequence else 1
+        shape = 1, len(self.own_tokens(rows[0])) // t, self.model.config.hidden_size
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def score(self, row, hidden_1sM) -> list:
+        """Return log-probs, entropies, of a critic values of a row's targets, (B, T) each."""
+        # Some of the N scored tokens have their state on this rank, and searchsorted finds it.
+        # Example: this rank has 0 1 6 7 of 8 tokens, and 0 1 3 are scored. It scores 0 and 1.
+        local_s = self.own_tokens(row)
+        here_N = torch.isin(row.at_N, local_s)
+        at_n = row.at_N[here_N]
+        x_nM = hidden_1sM[0, torch.searchsorted(local_s, at_n).to(self.device)]
+        targets_n = row.targets_N[here_N].to(self.device)
+        columns = [*self.model.logprobs(x_nM, targets_n, temperature=self.temperature)]
+        if getattr(getattr(self.model, "config", None), "value_head", False):
+            columns.append(self.model.values(x_nM))
+
+        # Back into (B, T). The ranks of c have filled in different entries, and the others are 0:
+        # their sum is the whole, and all compute the same loss of it. Each has the whole gradient
+        # of the sum, so nothing is sent backward, or it would count c times.
+        here_n = here_N.nonzero()[:, 0].to(self.device)
+        entries_K = row.entries_K.to(self.device)
+        places = row.mask_BT.nonzero().T.to(self.device)
+        scores = []
+        for x_n in columns:
+            x_N = x_n.new_zeros(len(here_N)).index_copy(0, here_n, x_n)
+            if self.plan.cp > 1:
+                x_N = parallel.reduce_from_tp_region(x_N, self.part.grid.group["c"], sequence=False)
+            x_BT = x_n.new_zeros(row.mask_BT.shape)
+            scores.append(x_BT.index_put((*places,), x_N[entries_K]))
+        return scores
+
+
+def pack(lengths, micro_tokens, shared=None) -> list:
+    """Cut sequences into micro-batches of at most micro_tokens tokens, in order: lists of indices.
+
+    A longer sequence is alone in one. shared: how many tokens each has in common with the one
+    before it, where those are run once (a tree of prefixes).
+    """
+    # Lengths 9, 10 and 11 with micro_tokens 12, where all begin with the same 8:
+    #
+    #     shared None         [0] [1] [2]
+    #     shared [0, 8, 8]    [0, 1] [2]     9 + 2 new ones are 11; 3 more would be 14
+    packed = []
+    room = 0  # tokens that the last micro-batch can still take
+    for i, length in enumerate(lengths):
+        count = length if shared is None else length - shared[i]
+        # In a new micro-batch nothing is shared with the sequence before: it counts whole.
+        if not packed or count > room:
+            packed.append([])
+            room = micro_tokens
+            count = length
+        packed[-1].append(i)
+        room -= count
+    return packed
+
+
+def cut_into_micro_batches(model, lengths, micro_tokens) -> list:
+    """Call `pack` for a model of any plan. Add [] if other ranks have more. Collective."""
+    # A pipeline of p stages idles less the more micro-batches it has. This limit gives about 2 p of
+    # them, of about one size, since all are padded to the longest.
+    plan = part_of(model).plan
+    if plan.pp > 1:
+        longest = max(lengths, default=0)
+        micro_tokens = min(micro_tokens, sum(lengths) // (2 * plan.pp) + longest)
+    packed = pack(lengths, micro_tokens)
+    count = agreed_micro_batches(model, len(packed))
+    return packed + [[]] * (count - len(packed))
+
+
+def agreed_micro_batches(model, count) -> int:
+    """Return how many micro-batches a rank runs that has data for `count` of them. Collective."""
+    # torch's schedules want at least 2 p micro-batches, and a multiple of p: 5 of them on 2 stages
+    # become 6. 1F1B runs any number from 1, and an empty micro-batch costs it a whole row.
+    part = part_of(model)
+    p = part.plan.pp
+    if part.pipeline is not None:
+        count = max(2 * p, -(-count // p) * p)
+    elif p > 1:
+        count = max(1, count)
+    if part.mode == "fsdp" or part.plan.ep > 1:
+        # COMM: an all-reduce of one number over all ranks. A sharded forward gathers weights from
+        # all, and tokens go to all ranks' experts, so ranks run the same number of micro-batches.
+        # Pinned by tests/full/test_ranks.py::test_unequal_shares_sum_to_the_whole.
+        most = torch.tensor(count, device=part.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        count = int(most)
+    return count
+
+
+def row_lengths(plan, sizes) -> list:
+    """Return the lengths to which rows of these sizes are padded under a plan."""
+    # Sequence parallelism cuts a row in t, and a zigzag over c cuts it in 2 c first. A pipeline
+    # wants all rows of one length.
+    unit = plan.tp * 2 * plan.cp if plan.cp > 1 else plan.tp
+    if plan.pp > 1:
+        sizes = [max(sizes)] * len(sizes)
+    return [-(-size // unit) * unit for size in sizes]
+
+
+def balance_of_rank(model, sequence_J, token_J, local_s, balance):
+    """Return what `balance` makes of the tokens whose routing this rank counts.
+
+    sequence_J, token_J: as in `PackedRow`.
+    local_s: the tokens that this rank is given, ascending.
+    """
+    # A balance loss is a sum over tokens, so each token is counted on one rank, though several may
+    # see it. The ranks of c have different tokens already. The t ranks are given the same ones, and
+    # rank r takes the r-th chunk: with sequence parallelism its layers see no others. But around
+    # experts whose inner width is split, f and g gather all of them.
+    #
+    #     t2, 6 tokens, rank 1     takes 3 4 5    a layer sees them as 0 1 2, with etp 2 as 3 4 5
+    part = part_of(model)
+    plan = part.plan
+    taken_s = parallel.own_chunk(local_s, part.grid.group["t"]) if plan.tp > 1 else local_s
+    seen_s = local_s if plan.etp > 1 else taken_s
+    groups = [part.grid.group[x] for x, degree in (("c", plan.cp), ("t", plan.tp)) if degree > 1]
+
+    # Tokens are numbered as the layer sees them, and sequences as in the whole row.
+    is_taken_J = torch.isin(token_J, taken_s)
+    token_j = torch.searchsorted(seen_s, token_J[is_taken_J])
+    num_sequences = int(sequence_J.max()) + 1 if len(sequence_J) else 0
+    pairs = sequence_J[is_taken_J].to(part.device), token_j.to(part.device)
+    return balance(*pairs, num_sequences=num_sequences, groups=groups)
+
+
+def speaks_for_replica(model) -> bool:
+    """Return whether this rank's measurements count, among ranks with the same sequences."""
+    part = part_of(model)
+    # The first rank of its tensor group that is also the first of its context.
+    #
+    #     plan t2c2: tensor groups 0 1 | 2 3, contexts 0 2 | 1 3   ->   rank 0 alone
+    return part.is_last and all(part.grid.group[x].rank() == 0 for x in "ct" if part.grid)
+
+
+def gather_replica(model, items):
+    """Return a list of the items of all ranks of this rank's replica, and where its own begin.
+
+    Data is often distributed over all ranks, but the ranks of one c, t or p group run the same
+    forward.
+    items: list of anything that can be pickled. The parts are in the order of the ranks.
+    """
+    part = part_of(model)
+    if part.plan.world == part.plan.dp:
+        return items, 0
+    # COMM: an all-gather over the c, t and p ranks of one data share. Pinned by
+    # tests/full/test_packed.py::test_ranks_are_one_process.
+    replica = part.grid.group["pct"]
+    parts = all_gather_objects(items, replica)
+    first = sum(len(part) for part in parts[: replica.rank()])
+    return [item for part in parts for item in part], first
+
+
+def require_batch(model, sequences, masks):
+    """Raise a ValueError, on all ranks of a replica, for masks that do not fit their sequences, or
+    sequences that differ among the ranks."""
+    found = ""
+    if len(sequences) != len(masks):
+        found = f"expected a mask for each of {len(sequences)} sequences, got {len(masks)}"
+    for i, (tokens, mask) in enumerate(zip(sequences, masks)):
+        if not found and (len(tokens) == 0 or len(mask) != len(tokens) - 1):
+            found = (f"sequence {i} has {len(tokens)} tokens and a mask of {len(mask)}; it needs a "
+                     f"token, and a mask of tokens[1:]")  # fmt: skip
+
+    # COMM: an all-gather of some bytes over the replica tells whether all of its ranks have the
+    # same batch. Pinned by
+    # tests/full/test_packed.py::test_a_batch_that_cannot_be_is_refused_on_every_rank.
+    part = part_of(model)
+    seen = [(found, 0)]
+    if part.plan.world > part.plan.dp:
+        batch = [[*map(int, x)] for x in (*sequences, *masks)]
+        digest = zlib.crc32(repr(batch).encode())
+        seen = all_gather_objects((found, digest), part.grid.group["pct"])
+    found = next((text for text, _ in seen if text), "")
+    if not found and len({digest for _, digest in seen}) > 1:
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(part.grid.group["pct"])))
+        found = (f"ranks {ranks} work on the same sequences in plan {part.plan}, but were given "
+                 f"different ones or masks; gather_replica makes one batch of them")  # fmt: skip
+    if found:
+        raise ValueError(found)
+
+
+class PaddedTokens:
+    """A model under sequence parallelism for callers that know nothing of it, such as trees.
+
+    It pads the tokens (1, S) to a multiple of t, runs the model, and drops the padding, which
+    attention never sees. `on_routing` gets the experts of all S tokens, and router probabilities
+    without a graph. Everything else is the model's.
+    """
+
+    def __init__(self, model):
+        self.model = model
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def hidden(self, tokens_1S, /, *, positions, attention, on_routing=None):
+        # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
+        # rank without any still runs t, because the other ranks wait for it.
+        part = part_of(self.model)
+        length = tokens_1S.shape[1]
+        pad = -length % part.plan.tp if length else part.plan.tp
+
+        def attention_without_padding(q, k, v, /, **options):
+            out = attention(*(x[:, :, :length] for x in (q, k, v)), **options)
+            return F.pad(out, (0, 0, 0, pad))
+
+        # COMM: an all-gather over the t ranks, each of which has routed a part of the tokens. With
+        # t inside the experts a layer has seen all tokens already. Pinned by
+        # tests/full/test_balance.py::test_a_rank_sees_some_tokens.
+        def on_routing_of_all_tokens(*found, layer):
+            if part.plan.etp == 1:
+                found = [parallel.all_gather(x.detach(), part.grid.group["t"]) for x in found]
+            return on_routing(*(x[:length] for x in found), layer=layer)
+
+        options = {} if on_routing is None else {"on_routing": on_routing_of_all_tokens}
+        x_1SM = self.model.hidden(
+            F.pad(tokens_1S, (0, pad)), positions=F.pad(positions, (0, pad)),
+            attention=attention_without_padding, **options,
+        )  # fmt: skip
+        return x_1SM[:, :length]

@@ -1,0 +1,280 @@
+"""Plan strings and their groups: adds second parts and refusals to `parallel.Grid`.
+
+LETTERS says what each letter splits and sends. Tensor parallelism is Megatron's (arXiv:1909.08053,
+arXiv:2205.05198), experts are GShard's and folded (arXiv:2006.16668, arXiv:2504.14960).
+"""
+
+import dataclasses
+import re
+import textwrap
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import parallel
+from full.ranks import wait_for_all
+
+
+class Letter(NamedTuple):
+    """What one letter of a plan means. See LETTERS."""
+
+    axis: str  # the field of `Plan` that holds its degree
+    splits: str
+    forward: str  # what a rank sends
+    backward: str
+    gradients: str  # over which ranks they are summed once a step
+
+
+# The one table of letters. The order is the order of the grids, outermost first: p d c t of a
+# stage's ranks, and e and ffn's t of the same ranks for experts. SP is sequence parallelism, which
+# is on by default.
+LETTERS = {
+    "p": Letter("pp", "layers", "states to the next stage", "gradients of the states, back",
+                "of a tied embedding: over the first and the last stage"),
+    "d": Letter("dp", "rows of the batch", "ddp, zero1: nothing. fsdp: a layer's all-gather",
+                "fsdp: an all-gather and a reduce-scatter of a layer",
+                "over d and c; fsdp's backward has summed them"),
+    "c": Letter("cp", "tokens of each sequence", "what the attention sends",
+                "what the attention sends back", "over d and c"),
+    "t": Letter("tp", "heads, inner widths, vocabulary; with SP tokens in between",
+                "a layer: 2 all-gathers, 2 reduce-scatters; without SP 2 all-reduces. Ends: a "
+                "reduce-scatter after the embedding, an all-gather of the last states, 2 "
+                "all-reduces of (N,) numbers for log-probs",
+                "the same for a layer. Ends: an all-gather, an all-reduce of the last states",
+                "of norms, routers and biases after g: over t too"),
+    "e": Letter("ep", "experts of a layer", "3 all-to-all: counts, rows, rows back",
+                "2 all-to-all", "of experts: over the d c t / (e etp) ranks with the same ones"),
+    "ffn's t": Letter("etp", "the inner width of each expert", "as t, around the experts",
+                      "as t, around the experts", "of routers: over t too"),
+}  # fmt: skip
+
+
+def letters_table() -> str:
+    """Return LETTERS as text: what each letter splits, sends and sums."""
+    lines = []
+    for name, letter in LETTERS.items():
+        lines.append(f"  {name:9}{letter.splits}")
+        for field in ("forward", "backward", "gradients"):
+            text = f"{field + ':':11}{getattr(letter, field)}"
+            indents = dict(initial_indent=" " * 11, subsequent_indent=" " * 22)
+            lines.append(textwrap.fill(text, 98, **indents))
+    return "\n".join(lines)
+
+
+BACKENDS = "archon", "fsdp", "megatron", "sglang", "vllm"
+
+DEGREES = "(?:[a-z][1-9][0-9]*)+"  # one or more letters, each with a number of 1 or more
+
+PLAN = rf"""
+    (?: (?P<backend> (?!attn:|ffn:) [a-z]+ ) : )?
+    (?: (?P<flat> {DEGREES} )
+    |   (?P<open> \( )? attn: (?P<attn> {DEGREES} ) \| ffn: (?P<ffn> {DEGREES} ) (?(open) \) ) )
+"""  # for re.VERBOSE
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Define how many ranks each kind of parallelism uses, and which ranks form its groups.
+
+        d2t2            4 ranks: data 2, tensor 2             p2d2t2        8 ranks: pipeline 2 too
+        d2t2e4          the same 4 ranks, experts over all    d2c2          data 2, context 2
+        (attn:d2t2|ffn:e2t2)   expert tensor degree 2, on the tensor ranks
+        archon:d2t2     with a backend's name in front
+
+    LETTERS says what each letter does. A letter appears at most once, and a missing one means 1.
+    The ranks are a grid (p, d, c, t), as in `parallel.Grid`. For experts, the d c t ranks of a
+    stage are numbered again as a grid (expert-dp, ep, etp), where etp, ffn's t, is 1 or t.
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    backend: str | None = None
+
+    @classmethod
+    def parse(cls, text) -> "Plan":
+        """Read a plan from a string, or raise ValueError. `plans_on_same_ranks` takes |."""
+        found = re.fullmatch(PLAN, text, re.VERBOSE) if isinstance(text, str) else None
+        if found is None:
+            raise ValueError(
+                f"expected a plan such as d2t2, archon:d2t2 or (attn:d2t2|ffn:e2t2), got {text!r}. "
+                f"Each letter has a number of 1 or more")  # fmt: skip
+        if found["backend"] not in (None, *BACKENDS):
+            raise ValueError(f"plan {text!r}: expected a backend of {', '.join(BACKENDS)}, got "
+                             f"{found['backend']!r}")  # fmt: skip
+
+        def degrees(part, letters):
+            pairs = re.findall("([a-z])([0-9]+)", part)
+            numbers = {letter: int(number) for letter, number in pairs}
+            if len(numbers) < len(pairs) or not numbers.keys() <= {*letters}:
+                raise ValueError(f"plan {text!r}: expected letters of {' '.join(letters)}, each at "
+                                 f"most once, got {part!r}")  # fmt: skip
+            return numbers
+
+        ffn = {}
+        if found["flat"]:
+            attn = degrees(found["flat"], "dtpce")
+        else:
+            attn = degrees(found["attn"], "dtpc")
+            ffn = degrees(found["ffn"], "detp")
+            attn |= {"e": ffn.get("e", 1), "ffn's t": ffn.get("t", 1)}
+        axes = {LETTERS[letter].axis: number for letter, number in attn.items()}
+        plan = cls(**axes, backend=found["backend"])
+
+        # Experts use the ranks of attention, in another grid. So d and p of ffn follow from the
+        # other degrees: they may be left out, and must agree where they are given. For example, in
+        # (attn:d4t2|ffn:d2e2t2) a copy of the experts takes e t = 4 of 8 ranks, so ffn has d2.
+        for letter, degree in (("d", plan.edp), ("p", plan.pp)):
+            if ffn.get(letter, degree) != degree:
+                raise ValueError(f"plan {text!r}: expected {letter}{degree} in ffn, as it follows "
+                                 f"from attn, got {letter}{ffn[letter]}. Leave it out")  # fmt: skip
+        return plan
+
+    def __post_init__(self):
+        for name, letter in LETTERS.items():
+            degree = getattr(self, letter.axis)
+            if not (isinstance(degree, int) and degree > 0):
+                raise ValueError(f"expected {name} to be an integer of 1 or more, got {degree!r}")
+        if self.etp not in (1, self.tp):
+            raise ValueError(
+                f"plan {self}: expected ffn's t to be 1 or attn's t = {self.tp}, got {self.etp}")
+        # A stage consists of whole groups of experts, each of e times ffn's t ranks.
+        product = "d * c * t" if self.etp == 1 else "d * c"
+        ranks = self.dp * self.cp * self.tp // self.etp
+        if ranks % self.ep:
+            raise ValueError(
+                f"plan {self}: expected e to divide {product} = {ranks}, got {self.ep}")
+
+    @property
+    def world(self) -> int:
+        """The number of ranks. Experts add none: they are distributed over the existing ones."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def edp(self) -> int:
+        """The number of ranks that hold the same experts."""
+        return self.world // (self.pp * self.ep * self.etp)
+
+    def has_degrees_of(self, other) -> bool:
+        """Return whether two plans differ at most by the name of the backend."""
+        return dataclasses.replace(self, backend=other.backend) == other
+
+    def require_fits(self, *, world=None, config=None, ulysses=False, shard=None) -> None:
+        """Raise ValueError unless the plan fits the ranks and the model that are given.
+
+        world: int. The number of ranks that were started.
+        shard: int. HSDP: how many of the d ranks share the weights.
+        config: ModelConfig.
+        ulysses: bool. Context parallelism distributes heads, so c must divide them as well.
+        """
+        layers = self.pp if config is None else config.num_hidden_layers
+        for is_wrong, text in (
+            (world not in (None, self.world),
+             f"expected p * d * c * t = {self.world} ranks, got {world}. Start {self.world} ranks, "
+             f"or change the plan"),
+            (shard is not None and self.dp % shard,
+             f"{shard} ranks that shard must divide d = {self.dp}"),
+            (config is not None and not config.sparse_layers and self.ep * self.etp > 1,
+             "expected a model with experts, got a dense one. Leave e and ffn out"),
+            (self.pp > layers,
+             f"expected at most a stage for each of {layers} layers, got p = {self.pp}"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise ValueError(f"plan {self}: {text}")
+
+        # Each degree splits something into equal parts.
+        for letters, degree, what, size in (
+            ("t", self.tp, "query heads", "num_attention_heads"),
+            ("t", self.tp, "key heads", "num_key_value_heads"),
+            ("t", self.tp, "intermediate_size", "intermediate_size"),
+            ("t * c", ulysses * self.tp * self.cp, "query heads (ulysses)", "num_attention_heads"),
+            ("e", self.ep, "experts", "num_experts"),
+            ("ffn's t", self.etp, "moe_intermediate_size", "moe_intermediate_size"),
+        ):
+            if config is not None and degree > 1 and getattr(config, size) % degree:
+                raise ValueError(f"plan {self}: expected {what} divisible by {letters} = {degree}, "
+                                 f"got {getattr(config, size)}")  # fmt: skip
+
+    def __str__(self):
+        """Return the shortest string that parses to this plan."""
+        text = f"p{self.pp}d{self.dp}t{self.tp}c{self.cp}"
+        if self.etp > 1:
+            text = f"(attn:{text}|ffn:p{self.pp}e{self.ep}t{self.etp})"
+        else:
+            text = f"{text}e{self.ep}"
+        text = re.sub("[a-z]1(?![0-9])", "", text) or "d1"  # degrees of 1 are left out
+        return f"{self.backend}:{text}" if self.backend else text
+
+
+def plans_on_same_ranks(text) -> tuple[Plan, ...]:
+    """Read plans joined by |, each for the same ranks, or raise ValueError.
+
+    "t4|d2t2" is the plans t4 and d2t2, both of 4 ranks.
+    """
+    if "+" in text:
+        raise ValueError(
+            f"expected a plan such as d2t2 or d2|t2, got {text!r}. Ranks of their own for "
+            f"generation, A+B, are not supported. A|B shares ranks")  # fmt: skip
+    plans = tuple(Plan.parse(one) for one in re.split(r"\|(?!ffn:)", text))  # | before ffn: stays
+    if len({plan.world for plan in plans}) > 1:
+        worlds = ", ".join(f"{plan} has {plan.world} ranks" for plan in plans)
+        raise ValueError(f"expected plans of one world on the same devices, got: {worlds}")
+    return plans
+
+
+class Grid(parallel.Grid):
+    """The groups of `parallel.Grid`, and meshes: grids of ranks as torch knows them.
+
+    Making it makes all communicators of the plan, and is collective over the world.
+
+    plan: Plan.
+    device_type: "cpu" or "cuda". Where the model runs.
+    shard: int. HSDP: how many of the d ranks share the weights. Default: all.
+
+    dense: DeviceMesh (t, replicate, fsdp) of this rank's stage. fsdp: the d and c ranks that share
+        the weights under FSDP. replicate: those that hold copies of them, which HSDP has.
+    experts: DeviceMesh (e, etp, edp) of this rank's stage.
+    ends: the first and the last stage, which both hold a tied embedding.
+
+    A parameter is cut over the first dimensions of a mesh, and then by FSDP or ZeRO-1 over the
+    last. A tensor of a DeviceMesh lists its cuts in this order.
+    """
+
+    def __init__(self, plan, device_type="cpu", *, shard=None):
+        plan.require_fits(world=dist.get_world_size(), shard=shard)
+        # By default torch gives each new group 10 or 30 minutes, whatever the first one was given.
+        backend = dist.group.WORLD._get_backend(torch.device(device_type))
+        degrees = f"p{plan.pp}d{plan.dp}c{plan.cp}t{plan.tp}e{plan.ep * plan.etp}"
+        super().__init__(f"{degrees} sp", backend.options._timeout)
+        self.plan = plan
+        index = torch.cuda.current_device() if device_type == "cuda" else None
+        self.device = torch.device(device_type, index)
+        along = self.group_along
+        shard = shard or plan.dp
+
+        def mesh(ranks, *names):
+            groups = [self.group[name] for name in names]
+            return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
+
+        stage = self.group["p"].rank()
+        ranks = self.ranks.reshape(plan.pp, plan.dp // shard, -1, plan.tp)
+        self.group |= {"replicate": along(ranks, [1]), "fsdp": along(ranks, [2])}
+        self.dense = mesh(np.moveaxis(ranks[stage], -1, 0), "t", "replicate", "fsdp")
+        ranks = self.ranks.reshape(plan.pp, plan.edp, plan.ep, plan.etp)
+        self.group |= {"e": along(ranks, [2]), "etp": along(ranks, [3])}
+        self.experts = mesh(np.moveaxis(ranks[stage], 0, -1), "e", "etp", "edp")
+        self.ends = None
+        if plan.pp > 1:  # the stages in between are in no such group
+            self.ends = along(self.ranks.reshape(plan.pp, -1)[[0, -1]], [0])
+        wait_for_all(device_type)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the d shares of the batch this rank works on."""
+        return self.group["d"].rank()

@@ -1,0 +1,291 @@
+"""Ranks that join, agree and leave: adds restarts, lost ranks and signals to `parallel.py`.
+
+Process groups that survive restarts, errors that name a lost rank, and one last step for all ranks.
+Read this file if you write a training loop, or if a run does not start.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import uuid
+import warnings
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+
+def quietly(command, argv) -> int:
+    """Return the exit code of a command whose output may go to `| head`."""
+    try:
+        code = command(argv)
+        print(end="", flush=True)
+        return code
+    except BrokenPipeError:
+        # The reader of our output has seen enough. What is still buffered would fail once more as
+        # Python ends, so it goes nowhere. 141 is what a shell gives for such an end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def all_gather_objects(item, group=None) -> list:
+    """Return the items of all ranks of a group, in rank order. Collective. Default: of all ranks.
+
+    item: anything that can be pickled.
+    """
+    items = [None] * dist.get_world_size(group)
+    # COMM: an all-gather of pickled objects. The callers say what they gather, and why.
+    # Pinned by tests/full/test_packed.py::test_ranks_are_one_process.
+    dist.all_gather_object(items, item, group=group)
+    return items
+
+
+def wait_for_all(device="cpu") -> None:
+    """Return when all ranks of the default group are here."""
+    # COMM: an all-reduce. A rank that refuses its settings next leaves at once. It must not close
+    # the connections, or rank 0 the store, with which another rank still joins a group.
+    # Pinned by tests/full/test_faults.py::test_no_rank_leaves_while_another_joins.
+    dist.all_reduce(torch.zeros((), device=device))
+
+
+def connect(device="", *, timeout=60, threads=1) -> str:
+    """Join torchrun's process group, or make a group of one rank. Return this rank's device.
+
+    device: "cpu", "cuda" or "". The empty string takes CUDA if there is a GPU.
+    timeout: seconds that a collective waits for another rank before it fails.
+    threads: int. CPU threads of this rank.
+    """
+    torch.set_num_threads(threads)
+    device = own_device(device)
+    if dist.is_initialized():
+        text = f"torch.distributed is on and is used as it is: timeout={timeout} has no effect"
+        warnings.warn(text, stacklevel=2)
+        return f"cuda:{torch.cuda.current_device()}" if "nccl" in dist.get_backend() else "cpu"
+
+    patience = datetime.timedelta(seconds=timeout)
+    where = dict(store=dist.HashStore(), rank=0, world_size=1)
+    if "RANK" in os.environ:
+        store, rank, world = next(dist.rendezvous("env://", timeout=patience))
+        store = store_of_this_attempt(store, rank, world, timeout)
+        where = dict(store=store, rank=rank, world_size=world)
+    # gloo in addition to NCCL, because Python objects and checkpoints travel as CPU tensors.
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, **where, timeout=patience)
+    wait_for_all()
+    return device
+
+
+def own_device(device) -> str:
+    """Choose the device of this process: "cpu", or the GPU that torchrun's LOCAL_RANK says."""
+    has_cuda = torch.cuda.is_available()
+    if device not in ("cpu", "cuda", "") or (device == "cuda" and not has_cuda):
+        raise ValueError(f'expected "cpu", "cuda" where there is a GPU, or "", got {device!r}; '
+                         f"torch.cuda.is_available() is {has_cuda}")  # fmt: skip
+    if device == "cpu" or not has_cuda:
+        return "cpu"
+    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one process drives one device
+    torch.cuda.set_device(device)
+    return device
+
+
+def store_of_this_attempt(store, rank, world, timeout):
+    """Return the part of torchrun's key-value store that belongs to this start of the ranks.
+
+    `torchrun --max-restarts` gives restarted ranks the old store, where gloo would find the
+    addresses of dead processes. TORCHELASTIC_RESTART_COUNT cannot tell the starts apart, because
+    each machine's torchrun counts its own. So rank 0 draws a new name, and each rank answers it:
+
+        rank 0   attempt = a7f3          reads a7f3/1 = 52        a7f3/go = {"1": "52"}
+        rank 1   reads attempt = a7f3    a7f3/1 = 52              reads go, finds its 52
+
+    A rank that read an old name gets no `go`, or one without its number, and reads the name again.
+    """
+    # COMM: rank 0 waits for the number of every other rank, and they wait for the `go` of rank 0.
+    # Each has sent before it waits, and `timeout` bounds both waits.
+    # Pinned by tests/full/test_faults.py::test_a_killed_rank_is_started_again_and_the_run_goes_on.
+    if rank == 0:
+        attempt = uuid.uuid4().hex
+        store.set("attempt", attempt)
+        numbers = {str(r): store.get(f"{attempt}/{r}").decode() for r in range(1, world)}
+        store.set(f"{attempt}/go", json.dumps(numbers))
+        return dist.PrefixStore(attempt, store)
+
+    own_number = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        attempt = store.get("attempt").decode()
+        store.set(f"{attempt}/{rank}", own_number)
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait([f"{attempt}/go"], datetime.timedelta(seconds=1))
+            if json.loads(store.get(f"{attempt}/go")).get(str(rank)) == own_number:
+                return dist.PrefixStore(attempt, store)
+            time.sleep(0.1)
+    raise dist.DistStoreError(f"rank 0 did not answer within {timeout} seconds")
+
+
+def agree(function):
+    """Call function() on rank 0. Return its value on every rank, or raise its error on every rank.
+
+    A ValueError or an OSError becomes a ValueError of the same text on all ranks. Any other error
+    of rank 0 is raised there as it is, and as a RuntimeError that quotes it on the other ranks.
+    """
+    box = [None, None]  # the value, and the error that the other ranks raise
+    own_error = None
+    if dist.get_rank() == 0:
+        try:
+            box[0] = function()
+        except Exception as error:
+            box[1] = own_error = ValueError(str(error))
+            if not isinstance(error, (ValueError, OSError)):
+                own_error = error
+                box[1] = RuntimeError(f"rank 0 ended with {type(error).__name__}: {error}")
+    # COMM: rank 0 broadcasts to all ranks. It does so after an error too, so no rank waits for a
+    # rank 0 that has failed.
+    # Pinned by tests/full/test_faults.py::test_any_error_of_rank_0_reaches_all_ranks_at_once.
+    dist.broadcast_object_list(box, src=0)
+    value, error = box
+    if own_error or error:
+        raise own_error or error
+    return value
+
+
+def summed(values, device) -> list:
+    """Sum a list of numbers, or of lists of numbers, over all ranks in float64."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    # COMM: an all-reduce. All ranks call it at the same place, with lists of the same shape.
+    # Pinned by tests/full/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+class Stop:
+    """Remember the first SIGTERM or Ctrl-C (SIGINT), so that all ranks end at the same step.
+
+    A handler saves nothing, because a collective inside it would hang. A second Ctrl-C ends this
+    process at once, even inside a collective. torchrun repeats the terminal's Ctrl-C to its ranks,
+    so a signal within a second of the first is the same key press. Make one Stop in a process.
+    """
+
+    SAME_KEY_PRESS = 1.0  # seconds
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self):
+        self.number = 0  # of the first signal seen
+        self.seen_at = 0.0
+
+        # While a process waits in a collective, Python runs no handler, and two signals become
+        # one. But Python's C code writes each signal's number to a pipe at once. A thread reads it.
+        self.read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)  # `set_wakeup_fd` asks for this
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._handle(write_end, lambda number, frame: None)
+        # A process that a task's reward forks dies of these signals, and does not tell the run.
+        os.register_at_fork(after_in_child=lambda: self._handle(-1, signal.SIG_DFL))
+
+    def _handle(self, write_end, handler):
+        signal.set_wakeup_fd(write_end)
+        for number in self.SIGNALS:
+            signal.signal(number, handler)
+
+    def _listen(self):
+        while True:
+            for number in os.read(self.read_end, 64):
+                if number in self.SIGNALS:
+                    self._remember(number)
+
+    def _remember(self, number):
+        if not self.number:
+            self.number = number
+            self.seen_at = time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() > self.seen_at + self.SAME_KEY_PRESS:
+            os._exit(128 + number)
+
+    def agreed(self, device) -> int:
+        """Return the signal that any rank has seen, or 0. The number is the same on all ranks."""
+        number = torch.tensor(self.number, device=device)
+        # COMM: an all-reduce. All ranks call it after the same step, with a signal or without.
+        # Pinned by
+        # tests/full/test_run.py::test_sigterm_to_one_rank_saves_on_all_and_says_how_to_go_on.
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return int(number)
+
+
+class Progress:
+    """How far a program is, and what its user can do if another rank is lost.
+
+    where: function without arguments that returns it in words.
+    advice: str. What the user can do: the remaining ranks cannot save, so it names a checkpoint.
+    """
+
+    def __init__(self):
+        self.where = lambda: "starting"
+        self.advice = "look at its error"
+
+
+@contextlib.contextmanager
+def naming_lost_ranks(progress):
+    """Turn the error of a collective that lost a rank into a ConnectionError that says so.
+
+    It is wrapped around the whole program, once. Every collective waits at most the timeout of its
+    group, so a rank that is lost, stopped or slow ends the others by such an error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # A single rank has no other to lose.
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        if dist.is_initialized():
+            world = dist.get_world_size()
+        if world == 1 or not is_lost_rank(error):
+            raise
+        reason = str(error).splitlines()[0][:160]
+        raise ConnectionError(
+            f"{progress.where()}: another rank is gone or silent for too long ({reason}); this "
+            f"rank leaves without saving; {progress.advice}") from error  # fmt: skip
+
+
+def is_lost_rank(error) -> bool:
+    """Tell whether an error, or an error that caused it, says that another rank is gone."""
+    # NCCL and torch's stores raise a DistError. gloo raises a RuntimeError whose text begins with a
+    # line of gloo's C++ source, which "connection timed out" of a task's database does not. torch's
+    # pipelines wrap what a stage raised, hence the loop over causes.
+    while error is not None:
+        from_gloo = re.search(r"gloo/\S+\.cc:\d+\]|Gloo connectFullMesh failed", str(error))
+        if isinstance(error, dist.DistError) or from_gloo:
+            return True
+        error = error.__cause__
+    return False
+
+
+def current_device():
+    """Return where this rank computes, and where sums over ranks are made."""
+    if "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def warn(text):
+    """Print one line on standard error, on rank 0 alone."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr)
+
+
+def say(text):
+    """Print one line above the bar, on rank 0 alone."""
+    if dist.get_rank() == 0:
+        tqdm.write(text)
+
+
+class Interrupted(Exception):
+    """Raised to end the loop after a step in which a signal was seen. It holds the number."""
+
+
+def advice_of(out) -> str:
+    """Return how to go on with a run, for errors and signals."""
+    return f"go on with --resume --out {out}"

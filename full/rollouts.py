@@ -1,0 +1,350 @@
+"""Rollouts: adds forks, slow tasks and split generators to `train_grpo.Episode`.
+
+What a step samples. Without tree rollouts, plans of several ranks and slow tasks it is `Episode`
+and nothing else: skip it.
+
+Letters:  B trajectories   T positions of their padded log-prob vectors (the targets are tokens[1:],
+so a trajectory of L tokens has L - 1)   P groups of G rollouts each
+"""
+
+import copy
+import dataclasses
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch.distributed as dist
+
+import train_grpo
+from full.generate import generate
+from full.packing import gather_replica
+from full.ranks import current_device, summed
+from full.tasks import asking, is_finite_number
+from full.weights import copy_weights, end_together
+from train_grpo import EVALUATION
+
+
+@dataclass
+class Trajectory:
+    """One rollout. Its vectors have an entry for each of the T targets, which are tokens[1:]."""
+
+    group: int
+    tokens: list[int]
+    mask: np.ndarray  # bool: sampled by the policy, and counts in the loss
+    sampler_logprobs: np.ndarray  # float64, 0 where not sampled
+    truncated: bool = False
+    path: list = field(default_factory=list)  # see branch_advantages
+    turn_rewards: list = field(default_factory=list)  # (index of a turn's last target, reward)
+    supervised: bool = False  # a demonstration: its loss is -log p
+    advantages: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None  # None: the policy's own, detached
+    ref_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None  # of the critic, before the step
+    returns: np.ndarray | None = None
+
+    def __post_init__(self):
+        self.sampled = self.mask  # stays when `--overlong filter` takes it out of the loss
+        # Added turn by turn: 0.1 + 0.2 + 0.3 is more than 0.3 + 0.3, and two sums may be compared.
+        self.reward = 0.0
+        for _, reward in self.turn_rewards:
+            self.reward += reward
+
+    def to_json(self) -> dict:
+        """Return what was sampled and heard as JSON values, which are read back bit for bit."""
+        return {
+            "tokens": list(map(int, self.tokens)), "sampled": self.sampled.astype(int).tolist(),
+            "logprobs": self.sampler_logprobs.tolist(), "truncated": bool(self.truncated),
+            "rewards": [list(pair) for pair in self.turn_rewards], "path": self.path,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, group, row, vocab_size):
+        """Return the trajectory that `to_json` wrote; ValueError if no model can train on it."""
+        # A file may come from anybody. An id past the end would be read from beyond the embedding.
+        tokens = row["tokens"]
+        if not all(type(t) is int and 0 <= t < vocab_size for t in tokens):
+            raise ValueError(f"group {group}: expected token ids under {vocab_size}, got {tokens}")
+        mask = np.array(row["sampled"], dtype=bool)
+        logprobs = np.array(row["logprobs"], dtype=np.float64)
+        if mask.shape != (len(tokens) - 1,) or logprobs.shape != mask.shape:
+            raise ValueError(f"group {group}: expected a mask and log-probs of {len(tokens) - 1}")
+        path = [tuple(segment) for segment in row["path"]]
+        rewards = [(int(at), float(reward)) for at, reward in row["rewards"]]
+        return cls(group, tokens, mask, logprobs, row["truncated"], path, rewards)
+
+
+class ForkingEpisode(train_grpo.Episode):
+    """An `Episode` for the rollouts number .. number + count - 1 of its group, until it forks.
+
+    count, forks_left: 1, 0 without tree rollouts. It forks at its next forks_left turn boundaries.
+    """
+
+    def __init__(self, key, group, number, state, prompt, limit, count=1, forks_left=0):
+        super().__init__(key, group, number, state, prompt, limit)
+        self.key = key
+        self.number = number
+        self.count = count
+        self.forks_left = forks_left
+        self.path = [(self.turn, number, count)]
+        self.turn_rewards = []
+        self.heard = ()  # of the turn that has ended: the task's new state, reply and reward
+
+    def origin(self) -> tuple:
+        """Return the arguments that make this episode: its identity, and those after `state`."""
+        limit = len(self.draws)
+        identity = self.key, self.group, self.number
+        return identity, (self.tokens, limit, self.count, self.forks_left)
+
+    def hear(self, state, reply, reward):
+        """Take the task's answer to the turn. Return whether the episode goes on."""
+        # The reward stands at the turn's last target, which is one less than its last token.
+        self.turn_rewards = [*self.turn_rewards, (len(self.tokens) - 2, float(reward))]
+        return super().hear(state, reply, reward)
+
+    def fork(self, forks) -> list:
+        """Return the episodes that go on in the place of this one: itself, or its children."""
+        # An episode for rollouts 4 5 6 7 becomes with forks 2 one for 4 5 and one for 6 7. Each
+        # draws by the key of its own first rollout, so its tokens do not depend on its siblings.
+        if not self.forks_left:
+            return [self]
+        children = []
+        share = self.count // forks
+        for first in range(self.number, self.number + self.count, share):
+            child = copy.copy(self)
+            for name in ("tokens", "mask", "logprobs", "queue"):
+                setattr(child, name, getattr(self, name).copy())
+            child.draws = train_grpo.uniforms((*self.key, self.group, first), len(self.draws))
+            child.number = first
+            child.count = share
+            child.forks_left = self.forks_left - 1
+            child.path = self.path + [(self.turn, first, share)]
+            children.append(child)
+        return children
+
+    def trajectories(self) -> list:
+        """Return a Trajectory for each rollout of this episode: equal ones if it never forked."""
+        logprobs = np.array(self.logprobs)
+        # NUMERICS: a token whose sampler log-prob is not finite has no ratio: it leaves loss and Z.
+        # Pinned by tests/full/test_rollout.py::test_non_finite_sampler_logprobs_leave_the_loss.
+        mask = np.array(self.mask, dtype=bool) & np.isfinite(logprobs)
+        logprobs = np.where(mask, logprobs, 0.0)
+        made = self.group, self.tokens, mask, logprobs, self.truncated, self.path, self.turn_rewards
+        return [Trajectory(*made) for _ in range(self.count)]
+
+
+REPLY_THREADS = 16
+
+
+def asker_of(task):
+    """Return a function that fills in `heard` of episodes whose turn has ended, by asking a task.
+
+    A tool may take seconds, so threads ask for the episodes. The replies are put in the order of
+    the episodes, so threads change no result. A task that must not be asked by several threads has
+    the attribute `threads = False`.
+    """
+
+    def ask_one(episode):
+        answer = episode.tokens[episode.turn :]
+        with asking(task):
+            state, reply, reward = task.reply(episode.state, answer)
+        name = type(task).__name__
+        where = f"in group {episode.group}, rollout {episode.number}"
+        if not is_finite_number(reward):
+            raise ValueError(f"{name} gave reward {reward} {where}, for the answer "
+                             f"{task.show(answer)!r}: rewards must be finite")  # fmt: skip
+        # A token outside the vocabulary would be read from whatever lies past the embedding.
+        if reply is not None and not all(0 <= token < task.vocab_size for token in reply):
+            raise ValueError(f"{name} replied {reply} {where}: ids end at {task.vocab_size - 1}")
+        return state, reply, float(reward)
+
+    # The replies of `guess` are arithmetic: a thread would cost more than the reply.
+    safe = getattr(task, "threads", True) and type(task) is not train_grpo.Guess
+    ask_all = ThreadPoolExecutor(REPLY_THREADS).map if safe else map
+
+    def ask(episodes):
+        for episode, heard in zip(episodes, list(ask_all(ask_one, episodes))):
+            episode.heard = heard
+
+    return ask
+
+
+class Sampler:
+    """Sample with a model of this process, or of the ranks that its plan splits it over.
+
+    Rollouts, evaluation, tasks and the loop know these two methods of a sampler, and nothing else
+    of it. To sample by another program, write a class that has them.
+    """
+
+    ELSEWHERE = "another rank has the task's state of this episode"
+
+    def __init__(self, model):
+        self.model = model
+
+    def push(self, model, optimizer, version):
+        """Take a policy's weights, one tensor at a time, in this model's dtype. Collective.
+
+        version: the number of optimizer steps that have made them.
+        """
+        # What the two models hold in one memory needs no copy: see `shard_generator`.
+        copy_weights(model, self.model, optimizer)
+
+    def generate(self, rows, /, *, ending=None, **how) -> list:
+        """Decode this rank's rows as `generate` does, whose keywords these are.
+
+        rows: `models.Row`s. Collective under a plan: rows are `ForkingEpisode`s then.
+        """
+        part = getattr(self.model, "part", None)
+        if part is None or part.plan.world == part.plan.dp:
+            ended = generate(self.model, rows, ending=ending, **how)
+            end_together(self.model)
+            return ended
+
+        # Ranks that decode together decode the rows of all of them. The draws are the rows' own,
+        # and the logits are the same on all of these ranks, so they sample the same tokens.
+        # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that
+        # follows is computed identically. Pinned by
+        # tests/full/test_generator_plan.py::test_every_generator_plan_samples_as_one_process.
+        origins, first = gather_replica(self.model, [row.origin() for row in rows])
+        together = [ForkingEpisode(*of, self.ELSEWHERE, *rest) for of, rest in origins]
+        together[first : first + len(rows)] = rows
+        asking_once = functools.partial(self._ask_once, ending)
+        ended = generate(self.model, together, ending=asking_once, **how)
+        end_together(self.model)
+
+        # What has been decoded together is distributed again.
+        return [row for row in ended if row.state is not self.ELSEWHERE]
+
+    def _ask_once(self, ask, episodes):
+        """Let each rank ask its task about its own episodes, and tell the others. Collective."""
+        # A task may be random, or answer by the clock: two ranks that asked by themselves might
+        # decode different tokens, and wait for each other for good.
+        own = [n for n, e in enumerate(episodes) if e.state is not self.ELSEWHERE]
+        problem = ""  # raised after the other ranks have heard of it
+        try:
+            ask([episodes[n] for n in own])
+        except Exception as error:
+            problem = error
+
+        # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
+        # Pinned by tests/full/test_generator_plan.py::test_a_task_is_asked_once.
+        told = {} if problem else {n: episodes[n].heard[1:] for n in own}
+        text = ""
+        if problem:
+            text = f"{problem}" or type(problem).__name__  # some errors have no text
+        parts, _ = gather_replica(self.model, [(told, text)])
+        if problem:
+            raise problem
+        for told, text in parts:
+            if text:
+                raise ValueError(f"on a rank that decodes the same episodes: {text}")
+            for n in told.keys() - {*own}:
+                episodes[n].heard = (self.ELSEWHERE, *told[n])
+
+
+def play(config, task, sampler, starts, key) -> list:
+    """Play every start `group` times. Return lists of trajectories, by group, in rollout order.
+
+    starts: list of (group number, state, prompt tokens), of this rank.
+    sampler: a Sampler, or an object with its methods.
+    key: (seed, step). Draw t of rollout r of group g is uniforms((seed, step, g, r))[t].
+
+    Collective under a plan.
+    """
+    # Without forks one episode for each rollout. With them each begins as `share` rollouts: group
+    # 4, forks 2, fork_turns 1 begins with episodes 0 and 2, which represent rollouts 0 1 and 2 3.
+    share = config.forks**config.fork_turns
+    limit = config.max_new_tokens  # of a trajectory after its prompt, the task's replies included
+    episodes = [
+        ForkingEpisode(key, number, first, state, prompt, limit, share, config.fork_turns)
+        for number, state, prompt in starts for first in range(0, config.group, share)
+    ]  # fmt: skip
+
+    # `generate` computes equal prompts once, lets a waiting episode enter where one has ended, and
+    # calls `ending` with all whose turn has ended, then `after` with each. An episode that will
+    # fork reserves a slot for each rollout, so that a fork finds its parent's keys in the cache.
+    def after(episode):
+        return episode.fork(config.forks) if episode.hear(*episode.heard) else []
+
+    ended = sampler.generate(
+        episodes, max_new_tokens=limit, temperature=config.temperature, end=task.end,
+        ending=asker_of(task), after=after, slots=config.batch_rows,
+        branches=lambda episode: episode.count,
+    )  # fmt: skip
+
+    # Episodes end in any order; a group's rollouts are put back into theirs.
+    groups = {number: [] for number, _, _ in starts}
+    for episode in sorted(ended, key=lambda episode: episode.number):
+        groups[episode.group] += episode.trajectories()
+    return list(groups.values())
+
+
+# The first part of every random stream's key after the seed, so that no two streams are the same.
+# ROLLOUT and EVALUATION are train_grpo.py's.
+DEMO_PROMPT = 3
+
+DEMO_PLAY = 4
+
+
+def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
+    """Return (group, state, prompt tokens) for each group of a step that this rank plays.
+
+    stream: ROLLOUT, EVALUATION or DEMO_PROMPT. It and step are part of the generators' keys.
+    groups: group numbers of the step, of all ranks.
+    first: number of the step's first prompt, counted from the start of the run.
+    """
+    # Group g is on rank g mod world: rank 1 of 2 plays 1, 3, 5 of six. Its generator is seeded by
+    # its number and not by the rank, so any number of ranks plays the same games.
+    starts = []
+    for group in groups:
+        if group % dist.get_world_size() == dist.get_rank():
+            rng = np.random.default_rng([config.seed, stream, step, group])
+            with asking(task):
+                # A task from a file need not derive from Task, and may lack `demo_prompt`.
+                if stream == DEMO_PROMPT and hasattr(task, "demo_prompt"):
+                    state, prompt = task.demo_prompt(rng, first + group)
+                else:
+                    state, prompt = task.prompt(rng, first + group, held_out)
+            starts.append((group, state, prompt))
+    return starts
+
+
+def evaluate(config, task, sampler):
+    """Return the fraction of held-out prompts solved greedily, and a trajectory to show."""
+    # One rollout of each prompt, and no random draw: the key is empty.
+    prompts = range(config.eval_prompts)
+    starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
+    greedy = dataclasses.replace(config, group=1, temperature=0.0, forks=1, fork_turns=0)
+    groups = play(greedy, task, sampler, starts, key=())
+
+    # Each rank has played its own prompts; the sum over ranks is of all.
+    solved_here = len([group for group in groups if group[0].reward >= 1])
+    (solved,) = summed([solved_here], current_device())
+    return solved / config.eval_prompts, groups[0][0] if groups else None
+
+
+def demonstrations(task, starts, key, max_new_tokens=4096):
+    """Return a trajectory for each start, played by `task.demo`. Its mask is where `demo` spoke.
+
+    A play ends at the turn that reaches max_new_tokens. Draws depend on the key and the group.
+    """
+    trajectories = []
+    ask = asker_of(task)
+    for group, state, prompt in starts:
+        rng = np.random.default_rng([*key, group])
+        episode = ForkingEpisode(key, group, 0, state, prompt, 0)
+        going = True
+        while going and episode.new < max_new_tokens:
+            with asking(task):
+                answer = [int(token) for token in task.demo(episode.state, rng)]
+            for token in answer:
+                episode.append(token, 0.0)
+
+            # The reply is queued, as in a rollout; here nobody decodes, so it is taken at once.
+            ask([episode])
+            going = episode.hear(*episode.heard)
+            while episode.queue:
+                episode.append(None, 0.0)
+        trajectories += episode.trajectories()
+        trajectories[-1].supervised = True
+    return trajectories

@@ -1,0 +1,497 @@
+"""A run: adds resume, saving and refusals to the program of `train_grpo.py`.
+
+What a run is made of: the shapes and models that its settings ask for, and what is refused before a
+directory is touched. Then what surrounds `train_grpo.train` so that it can be killed, resumed,
+watched and trusted. If you only want the algorithm, skip this file; `run` here and `Log` in logs.py
+say what a run writes.
+
+Equation numbers are those of objectives.py.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import train_grpo
+from full.batches import Demonstrations, RolloutQueue, pending_batches
+from full.checkpoint import newest_checkpoint, read_checkpoint, read_newest
+from full.config import _flag
+from full.experts import give_router_bias
+from full.files import beside, cut_lines, writing
+from full.hf import copy_text_files, save_hf
+from full.logs import (
+    Checkpointer, IdleWarning, Log, Logs, RolloutLog, read_reference, write_reference,
+)  # fmt: skip
+from full.model_config import ModelConfig, read_json
+from full.optimizer import persistent_buffers
+from full.ranks import Interrupted, Progress, Stop, advice_of, agree, connect, say, warn
+from full.tasks import Task, TaskError, asking
+from full.text import make_task
+from full.trainer import Trainer, keep_states_wide, plans_of
+from full.transformer import Transformer
+from train_grpo import EVALUATION, ROLLOUT
+
+
+def own_shape(config, task) -> ModelConfig:
+    """Return the shape of a model with random weights: the flags', with the task's tokens."""
+    return ModelConfig(
+        vocab_size=task.vocab_size, eos_token_id=tuple(task.end),
+        num_hidden_layers=config.layers, hidden_size=config.hidden,
+        intermediate_size=3 * config.hidden, head_dim=config.hidden // config.heads,
+        num_attention_heads=config.heads, num_key_value_heads=max(1, config.heads // 2),
+    )  # fmt: skip
+
+
+def require_rows(task, shape, source):
+    """Raise ValueError if the task has tokens that the model of a directory does not have."""
+    if task.vocab_size > shape.vocab_size:
+        raise ValueError(f"the task has {task.vocab_size} tokens, {source} {shape.vocab_size}")
+
+
+def shape_of(config, task) -> ModelConfig:
+    """Return the shape of the run's model; ValueError if it does not fit task or settings."""
+    shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
+    require_rows(task, shape, config.model)
+    for name in ("balance_coef", "router_bias_rate"):
+        if getattr(config, name) and not shape.sparse_layers:
+            where = config.model or "the model of --layers and --hidden"
+            raise ValueError(f"{_flag(name)} is about experts, and {where} has none: leave it 0")
+    return shape
+
+
+def empty_model(config, shape, dtype, *, is_teacher=False) -> Transformer:
+    """Make a model on the meta device, with what the settings add to all but a teacher."""
+    with torch.device("meta"):
+        model = Transformer(shape).to(getattr(torch, dtype))
+        if config.advantage == "gae" and not is_teacher:
+            model.add_value_head()
+        if config.router_bias_rate and not is_teacher:
+            give_router_bias(model, config.router_bias_rate)
+    return keep_states_wide(config, model)
+
+
+def build(config, task):
+    """Make policy, generator and, where there is a KL, a reference, all on the meta device.
+
+    The Trainer shards them, allocates this rank's parts, and gives the policy its first weights.
+    The first push fills the generator, and `write_reference` the reference.
+    """
+    # A reference never changes, so it needs no masters: it has the precision in which the policy
+    # computes.
+    shape = shape_of(config, task)
+    model = empty_model(config, shape, config.dtype)
+    generator = empty_model(config, shape, config.rollout_dtype).requires_grad_(False)
+    reference = None
+    if config.kl_coef:
+        reference = empty_model(config, shape, config.compute).requires_grad_(False)
+    return model, generator, reference
+
+
+def build_teacher(config, task):
+    """Make the model of --teacher, if there is one, on the meta device in the compute dtype.
+
+    That its tokens mean the same is for the user to know: two tokenizers may differ in much.
+    """
+    if not config.teacher:
+        return None
+    shape = ModelConfig.from_hf(config.teacher)
+    require_rows(task, shape, f"the model of --teacher {config.teacher}")
+    return empty_model(config, shape, config.compute, is_teacher=True).requires_grad_(False)
+
+
+def start_run(config, progress=None) -> int:
+    """Set up a run and do it. Return the exit code. progress: of `naming_lost_ranks`."""
+    progress = progress or Progress()
+    progress.where = lambda: "setting up"
+    task = make_task(config)
+    # A task that does not derive from Task has demonstrations if it has a method `demo`.
+    if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:
+        raise ValueError(f"{type(task).__name__} has no demonstrations; use --demos 0")
+    if config.tensorboard and not importlib.util.find_spec("tensorboard"):
+        raise ImportError("--tensorboard: pip install tensorboard")
+    # What only the task, a package or the model can tell is asked before anything is written, the
+    # same on all ranks.
+    shape = shape_of(config, task)
+    teacher = build_teacher(config, task)
+    shapes = [shape] if teacher is None else [shape, teacher.config]
+    for one in shapes:
+        require_plans(config, one)
+        require_room(config, task, one.max_position_embeddings)
+    tell_of_router_loss(config, shape)
+
+    with contextlib.ExitStack() as stack:  # the lock on the run's directory
+        model, generator, reference = build(config, task)
+        trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
+        # All that can be refused has been: only now is a directory claimed.
+        out = agree(lambda: prepare_out(config, stack))
+        code = run(config, task, trainer, out, progress)
+
+        # COMM: ranks wait for each other for the last time. Then nobody needs another rank: rank 0
+        # may write for longer than --timeout, and the others leave. Pinned by
+        # tests/full/test_faults.py::test_no_rank_waits_for_the_last_export.
+        progress.where = lambda: "finished"
+        progress.advice = "what the run saved is whole"
+        dist.barrier()
+        if code == 0 and dist.get_rank() == 0:
+            export(config, task, out)
+        return code
+
+
+def require_plans(config, shape):
+    """Raise ValueError for a plan that does not fit the model's shape or the number of ranks."""
+    world = dist.get_world_size()
+    if config.plan:
+        config.plans.trainer.require_fits(
+            config=shape, world=world, ulysses=config.cp_method == "ulysses",
+            shard=config.shard_ranks or None,
+        )  # fmt: skip
+        plans_of(config).generator.require_fits(config=shape, world=world)
+
+
+def tell_of_router_loss(config, shape):
+    """Say in one line if a checkpoint's experts were balanced by a loss in its training."""
+    # transformers' loss is of a whole batch, so it depends on how a batch is cut; (8) does not.
+    raw = read_json(Path(config.model) / "config.json") if config.model else {}
+    coef = raw.get("router_aux_loss_coef") if shape.sparse_layers else None
+    if coef:
+        does = f"--balance-coef {config.balance_coef:g} does that here, for each sequence"
+        if not config.balance_coef:
+            does = "here nothing does: --balance-coef, a loss for each sequence, is 0"
+        warn(f"the experts of {config.model} were balanced by router_aux_loss_coef {coef}; {does}")
+
+
+def require_room(config, task, positions):
+    """Raise ValueError if a prompt and an answer are longer than the model has positions."""
+    # `generate` refuses too, but on one rank in the middle of a step. Here every rank looks at the
+    # same first prompts, one to train on and one held out, so that all refuse together.
+    for stream, held_out in ((ROLLOUT, False), (EVALUATION, True)):
+        rng = np.random.default_rng([config.seed, stream, 0, 0])
+        with asking(task):
+            _, prompt = task.prompt(rng, 0, held_out)
+        if len(prompt) + config.max_new_tokens > positions:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and --max-new-tokens {config.max_new_tokens} "
+                f"exceed the {positions} positions of the model"
+            )
+
+
+# The run: resume, export, and reading it again --------------------------------------------------
+
+
+def run(config, task, trainer, out, progress) -> int:
+    """Do the run in the directory `out`. Return the exit code: 0, or 128 + a signal's number."""
+    began = time.perf_counter()
+    stop = Stop()
+    progress.where = lambda: trainer.where
+    progress.advice = advice_of(out)
+    first_step, origin, pending = restore(config, trainer, out)
+    introduce(config, task, trainer, out, first_step, origin)
+    try:
+        if first_step < 0:
+            source = Demonstrations(config, task, trainer, first_step)
+            checkpointer = Checkpointer(config, trainer, source, out, stop)
+            log = Log(config, trainer, source, out)
+            logs = Logs(log, checkpointer)
+            supervised = dataclasses.replace(config, steps=0)
+            train_grpo.train(supervised, source, trainer, logs.step, first_step)
+            log.close()  # the table and its bar stay on the screen
+
+            # The loop begins with its own reference and optimizer. The second moments of a
+            # converged supervised fit are tiny: kept, they would make the first
+            # policy-gradient steps ten times too long.
+            trainer.optimizer.state.clear()
+            write_reference(out, trainer)
+            checkpointer.save(0)
+
+        queue = RolloutQueue(config, task, trainer, max(0, first_step), pending)
+        log = Log(config, trainer, queue, out)
+        if first_step <= 0:
+            log.before(queue.evaluate())
+        rollouts = RolloutLog(config, task, queue, out)
+        checkpointer = Checkpointer(config, trainer, queue, out, stop)
+        # `log` is first: it reads the clock, and a step's seconds are without writing rollouts.
+        logs = Logs(log, rollouts, IdleWarning(config), checkpointer)
+        solved = train_grpo.train(config, queue, trainer, logs.step, queue.first_step)
+    except Interrupted as interrupted:
+        log.close()
+        return 128 + interrupted.args[0]
+
+    if solved is None:  # resumed at its last step
+        solved = queue.evaluate()
+    log.close()
+    if rollouts.text is not None:  # a run that was resumed at its last step has played nothing
+        say(f"sample: {rollouts.text}")
+    seconds = time.perf_counter() - began
+    say(f"eval/solved {solved:.3f} after {config.steps} steps, {seconds:.0f} s")
+    return 0
+
+
+def introduce(config, task, trainer, out, first_step, origin):
+    """Say in three lines what is trained, how and where, and cut files to that step. Collective."""
+    # All settings are in config.json.
+    c = config
+    world = dist.get_world_size()
+    if first_step < 0:
+        origin += f", first {-first_step} supervised steps"
+    dtype = f"{c.dtype}, computes in {c.compute}" if c.is_mixed else c.dtype
+    say(f"{c.task}: {trainer.size:,} parameters, {origin}")
+    say(f"from step {max(0, first_step)} of {c.steps}: {c.prompts} groups of {c.group} a step, "
+        f"{world} rank(s), plan {c.plan or f'd{world}'}, {c.data_parallel}, "
+        f"{trainer.device.type}, {dtype}")  # fmt: skip
+    say(f"out {out}: `python -m full plot {out}` draws it; Ctrl-C saves, --resume --out {out} goes "
+        f"on")  # fmt: skip
+    if getattr(task, "note", ""):  # what a task has decided, such as a template
+        say(task.note)
+
+    # Lines after the checkpoint belong to steps that are now done again.
+    firsts = dict.fromkeys(("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"), max(0, first_step))
+    if c.demos:
+        firsts["demos.jsonl"] = c.demos + min(0, first_step)
+
+    def cut():
+        for name, step in firsts.items():
+            with writing(Path(out, name), advice_of(out)):
+                cut_lines(Path(out, name), step)
+
+    agree(cut)
+
+
+def restore(config, trainer, out):
+    """Bring a trainer to where its run goes on. Collective.
+
+    Returns the first step to do, the source of the weights in words, and the pending batches.
+
+    Supervised steps are the steps -K .. -1 of a run with --demos K, in checkpoints demos-NNNNNNNN
+    of their own, which count from 0. When they are done, step-00000000 takes the place of these.
+    """
+    # The newest checkpoint of the loop, then of the supervised steps, then the very beginning.
+    if config.resume:
+        path, state = read_newest(out, trainer.load_checkpoint)
+        if path:
+            pending = pending_batches(config, trainer, path, state)
+            read_reference(out, trainer)
+            return state["step"], f"the weights of {path}", pending
+        path, state = read_newest(out, trainer.load_checkpoint, "demos")
+        if path:
+            return state["step"] - config.demos, f"the weights of {path}", {}
+    origin = f"the weights of {config.model}" if config.model else f"random of seed {config.seed}"
+    if config.resume:
+        origin += f" (no checkpoint in {out} yet)"
+    if not config.demos:
+        write_reference(out, trainer)
+    return -config.demos, origin, {}
+
+
+def export(config, task, out):
+    """Write the last weights to OUT/hf for transformers, `chat` and --model, on rank 0 alone."""
+    # Only this needs the package, and the run is over: its checkpoint holds the weights.
+    directory = f"{out}/hf"
+    if config.router_bias_rate:
+        say(f"{directory} is not written: its format has no --router-bias-rate")
+        return
+    if importlib.util.find_spec("safetensors") is None:
+        say(f"{directory} not written: pip install safetensors, and then "
+            f"python -m full export {out} {directory}")  # fmt: skip
+        return
+
+    # The weights of the last checkpoint in the generator's dtype, or in mixed precision the
+    # masters, which are finer.
+    dtype = config.dtype if config.is_mixed else config.rollout_dtype
+    model = policy_in(newest_checkpoint(out), config, task, dtype, alone=True)
+    with writing(directory, advice_of(out)):
+        write_hf(model, directory, config.model)
+
+
+def write_hf(model, directory, source):
+    """Write a model as a Hugging Face directory, all of it or nothing. An old one is replaced.
+
+    source: the --model directory whose text files are copied, or "".
+    """
+    partial = beside(directory)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        save_hf(model, partial)
+        if source and not Path(source).is_dir():
+            raise FileNotFoundError(f"the text files of --model {source} are gone")
+        if source:
+            copy_text_files(source, partial)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # half of a checkpoint would only take room
+        raise
+
+    # Between these two lines there is no directory, and never half of one. A directory cannot be
+    # renamed to one that holds files, so the old one has to go first.
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
+
+
+# One process reads a run without its plan, which is another way to compute the same.
+ONE_PROCESS = dict(
+    plan="", data_parallel="ddp", ac="none", cp_method="ring", pp_schedule="1f1b", shard_ranks=0,
+    offload=False, compile=False,
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def one_process(command, device="cpu", threads=1):
+    """Make a process group of this process alone, unless there is one; yield the device."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(f"{command} is one process: start it without torchrun")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device here")
+
+    # Checkpoints, prompts and sums ask for their rank and for the number of ranks: 0 and 1.
+    if dist.is_initialized():
+        yield "cpu"
+        return
+    device = connect(device, threads=threads)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def policy_in(path, config, task, dtype, alone=False):
+    """Return the policy of a checkpoint, whole, on the CPU. alone: no other rank calls it."""
+    # The run has checked that the task fits. With --model there may be no task here.
+    shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
+    model = empty_model(config, shape, config.dtype).to_empty(device="cpu")
+
+    # The weights alone: AdamW's two moments of each are twice as much again, and stay on the disk.
+    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    weights |= {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
+    read_checkpoint(path, weights, only=("model.", "buffer."), alone=alone)
+    return keep_states_wide(config, model.to(getattr(torch, dtype)).requires_grad_(False))
+
+
+# The run's directory -----------------------------------------------------------------------------
+# Who may write where, and how an error ends the process.
+
+
+@contextlib.contextmanager
+def locked(out):
+    """Hold a run's directory by the kernel's lock on OUT/lock, which ends with its process."""
+    # "a" makes the file where there is none and changes nothing in it. LOCK_NB: refuse at once if
+    # another process has it, and do not wait for that process to end.
+    with (Path(out) / "lock").open("a") as file:
+        try:
+            import fcntl  # not on Windows
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{out} is in use by another process: wait for it to end, or choose "
+                             f"another --out") from error  # fmt: skip
+        except (ImportError, OSError) as error:
+            text = f"warning: {out} cannot be locked ({error}): let no other run write there"
+            print(text, file=sys.stderr)
+        yield
+
+
+def refuse_directory(config, out):
+    """Raise ValueError if this run may not have the directory: nothing is overwritten unasked."""
+    config_json = out / "config.json"  # Hugging Face checkpoints have one too
+    holds_run = config_json.exists() and '"advantage"' in config_json.read_text()
+    # A start that was killed, or that is in flight, has left no more than these two files.
+    found = {path.name for path in out.iterdir()} if out.exists() else set()
+    if holds_run and not config.resume:
+        raise ValueError(f"{out} holds a run: --resume to go on with it, or choose another --out")
+    if not holds_run and found - {"config.tmp", "lock"}:
+        raise ValueError(f"{out} holds files that are not a run's; choose another --out")
+
+
+def first_free_directory(config):
+    """Make and return the first of runs/TASK-0, runs/TASK-1, .. that does not exist yet."""
+    name = config.task.rpartition(":")[2]  # of FILE.py:Class the class
+    for n in itertools.count():
+        out = Path("runs") / f"{name}-{n}"
+        # Making it is the claim: of two runs that start in one instant, one gets this error.
+        with contextlib.suppress(FileExistsError):
+            out.mkdir(parents=True)
+            return out
+
+
+def note_data(config, out):
+    """Store the checksum of the data file; on --resume, raise ValueError if it differs."""
+    # A step draws lines by their number. With other lines a resumed run would go on as if nothing
+    # had happened: neither the run that began, nor a run that anybody could repeat.
+    if config.task != "jsonl":
+        return
+    sums = {"data": zlib.crc32(Path(config.data).read_bytes())}
+    path = out / "data.json"
+    if not (config.resume and path.exists()):
+        path.write_text(json.dumps(sums) + "\n")
+    elif read_json(path) != sums:
+        raise ValueError(f"{config.data} (--data) is not what it was when {out} began: put the old "
+                         f"lines back, or start a new run")  # fmt: skip
+
+
+def prepare_out(config, stack) -> str:
+    """Choose, lock (until `stack` is closed) and fill the run's directory on rank 0, or refuse."""
+    # A directory is looked at twice: before the lock's file is written into it, because a
+    # stranger's directory must not get that file, and under the lock, because only then nobody else
+    # can change what was seen.
+    out = Path(config.out or "runs")
+    with writing(out, "start again; or choose another --out"):
+        if not config.out:
+            out = first_free_directory(config)
+        elif not (out / "lock").exists():
+            refuse_directory(config, out)
+            out.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(locked(out))
+        refuse_directory(config, out)
+        if config.resume and not (out / "config.json").exists():
+            say(f"{out} holds no run to resume: one begins")
+
+        note_data(config, out)
+
+        # The settings last, and whole or not at all: a directory that has them is a run's.
+        stored = dataclasses.asdict(config)
+        stored |= {"resume": False, "out": str(out)}
+        partial = out / "config.tmp"
+        partial.write_text(json.dumps(stored, indent=2) + "\n")
+        partial.replace(out / "config.json")
+    return str(out)
+
+
+# What a command may raise: something is wrong with flags, files, packages or numbers.
+ERRORS = ValueError, ImportError, OSError, FloatingPointError
+
+
+PATIENCE = 30  # seconds; torchrun ends the other ranks as soon as rank 0 has ended
+
+
+def report(error, alike=False) -> int:
+    """Name an error in one line on stderr, of a task's own code with its traceback. Return 2.
+
+    alike: all ranks have this error, so only rank 0 names it.
+    """
+    # torchrun ends all ranks when one ends, so the others leave rank 0 the time to print.
+    if alike and os.environ.get("RANK", "0") != "0":
+        time.sleep(PATIENCE)
+        return leave(2)
+    if isinstance(error, TaskError) and error.__cause__ is not None:
+        traceback.print_exception(error.__cause__)
+    print(f"rank {os.environ.get('RANK', 0)}: error: {error}", file=sys.stderr, flush=True)
+    return leave(2)  # a clean teardown would wait for ranks that may be gone or stuck
+
+
+def leave(code) -> int:
+    """Return the exit code. Of several ranks, end this process: gloo may abort at exit."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
+    return code

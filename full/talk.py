@@ -1,0 +1,422 @@
+"""eval, chat and export: what `train_grpo.py` does not do with what it has trained.
+
+    python -m full eval RUN_OR_DIR     # pass@k on held-out prompts, with intervals
+    python -m full chat RUN_OR_DIR     # talk: a line from the terminal or a pipe is a turn
+    python -m full export RUN DIR      # a checkpoint as a Hugging Face directory
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import models
+import train_grpo
+from full.checkpoint import checkpoints, read_newest
+from full.config import TASKS, Config, add_flags, resumed_config
+from full.files import beside
+from full.hf import load_hf
+from full.model_config import read_json
+from full.ranks import quietly
+from full.rollouts import Sampler, draw_prompts, evaluate, play
+from full.run import (
+    ONE_PROCESS, one_process, policy_in, require_room, require_rows, write_hf,
+)  # fmt: skip
+from full.tasks import asking
+from full.text import Jsonl, Text, make_task, plain_prompt, template_of
+from train_grpo import EVALUATION
+
+
+def is_run(directory) -> bool:
+    """Return whether a directory is a run's, else a checkpoint's: both hold a config.json."""
+    path = Path(directory) / "config.json"
+    what = "the directory of a run, or of a checkpoint in Hugging Face's format"
+    return "advantage" in read_json(path, what=what)
+
+
+def settings_of_run(run, given=None, imported=()) -> Config:
+    """Return what a run was started with, under the settings that are given: {field: value}.
+
+    imported: of `task` and `reward` those whose file the caller imports. If the run had a file and
+        none is given, a ValueError asks for it: no file is imported because a directory names it.
+    """
+    # `resumed_config` wants both flags again. A flag that nobody imports is given as it stands.
+    given = given or {}
+    path = Path(run) / "config.json"
+    stored = read_json(path, what="the configuration of a run")
+    free = [name for name in ("task", "reward") if name in given or name not in imported]
+    again = {name: f"{stored[name]}" for name in free if name in stored}
+    return dataclasses.replace(resumed_config(path, again), **given)
+
+
+def load_policy(source, task=None, *, step=None, dtype="", device="cpu"):
+    """Load the policy of a run or of a Hugging Face directory, whole. Return the model and a name.
+
+    task: of a run without --model, whose tokens are the task's.
+    step: int. Of the run's checkpoint. Default: the newest undamaged one.
+    dtype: str. Default: of a run its generator's, in which it evaluates; of a directory as stored.
+    """
+    if not is_run(source):
+        if step is not None:
+            raise ValueError(f"--step is of a run, and {source} is a checkpoint in another format")
+        stored = getattr(torch, dtype) if dtype else None
+        model = load_hf(source, dtype=stored, device=device)
+        return model.requires_grad_(False), f"{source}"
+
+    # Which checkpoint. Steps are checked before anything large is read.
+    config = settings_of_run(source)
+    steps = {int(path.name[5:]): path for path in checkpoints(source)}
+    if not steps and step is None and checkpoints(source, "demos"):
+        raise ValueError(f"{source} is still in its supervised start: its first checkpoint of the "
+                         f"loop, step-00000000, comes at the end of that")  # fmt: skip
+    if not steps or step not in (None, *steps):
+        held = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"{source} holds no such checkpoint; those that it holds are of: {held}")
+
+    # A checkpoint does not hold the model's shape. --model or the flags say it, and
+    # `read_checkpoint` refuses tensors of another shape by name.
+    if config.model and not Path(config.model).is_dir():
+        raise ValueError(f"this run's model has its shape and text from --model {config.model}, "
+                         f"which is gone: put it back")  # fmt: skip
+
+    def read(path):
+        return policy_in(path, config, task, dtype or config.rollout_dtype)
+
+    if step is None:
+        path, model = read_newest(source, read)
+    else:
+        path, model = steps[step], read(steps[step])
+    return model.to(device), f"{source}, {Path(path).name}"
+
+
+def command_parser(name):
+    """Return a parser with the flags by which `eval` and `chat` choose a model."""
+    parser = argparse.ArgumentParser(f"python -m full {name}", allow_abbrev=False)
+    parser.add_argument("source", metavar="RUN_OR_DIR", help="a run, or a Hugging Face directory")
+    parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float64", "bfloat16"), default="",
+        help="of the model's weights [of a run: its generator's; of a directory: as stored]",
+    )  # fmt: skip
+    return parser
+
+
+# eval -------------------------------------------------------------------------------------------
+# An evaluation asks two things of the same held-out prompts. Greedy play says how many the policy
+# solves at its best. Several samples of each say how likely one answer solves it (pass@1), and how
+# often one of k does (pass@k). If the figures are far apart, training can still help.
+
+
+# Flags of a run that an evaluation has too. All others would change nothing, and are refused.
+EVAL_FLAGS = (
+    "task", "data", "template", "instruction", "system", "reward", "size", "turns",
+    "eval_prompts", "max_new_tokens", "temperature", "batch_rows", "seed", "device", "threads",
+)  # fmt: skip
+
+NORMAL_95 = 1.959964  # a normal number is within so many deviations 95 % of the time
+
+
+def pass_at_k(solved, count, k) -> float:
+    """Estimate the chance that one of k samples solves a prompt, if `solved` of `count` did.
+
+    Chen et al. 2021, arXiv:2107.03374: 1 - C(count - solved, k) / C(count, k). It has no bias, and
+    1 - (1 - solved / count)^k has one: with 1 of 2 solved it says 3/4 for k = 2, where it was 1.
+    """
+    # Of all ways to choose k of the samples, the share that chooses only failures.
+    return 1 - math.comb(count - solved, k) / math.comb(count, k)
+
+
+def wilson(mean, count):
+    """Return Wilson's 95 % interval for a chance of which `count` prompts gave this mean."""
+    # The interval holds every chance p whose own spread, sqrt(p (1 - p) / count), reaches to the
+    # mean. So 7 of 7 gives 0.65 to 1, where mean +- 2 deviations would give 1 to 1.
+    #
+    # That is for prompts that count 0 or 1. pass@1 counts c / n, and pass@k too counts a number
+    # between 0 and 1. Of all such numbers with mean p, 0 and 1 spread the most: x^2 <= x, so the
+    # variance mean(x^2) - p^2 is at most p - p^2. For them the interval is right or too wide.
+    z2 = NORMAL_95**2 / count
+    center = (mean + z2 / 2) / (1 + z2)
+    half = math.sqrt(mean * (1 - mean) * z2 + z2 * z2 / 4) / (1 + z2)
+
+    # Rounding may leave an end just beyond 0 or 1, or the mean of 1 just outside.
+    return min(max(0.0, center - half), mean), max(min(1.0, center + half), mean)
+
+
+def evaluated(config, task, model, samples):
+    """Play each held-out prompt greedily and `samples` times at the temperature. Collective.
+
+    Returns figures, name -> (value, low, high); the number of different prompts; and as texts
+    (prompt, answer, reward) of some samples.
+    """
+    # A run plays greedily every `eval_every` steps, by the same call: for the same weights it gives
+    # the same figure, if seed, prompts and limits are the run's.
+    sampler = Sampler(model)
+    values = {"solved": evaluate(config, task, sampler)[0]}
+    prompts = range(config.eval_prompts)
+    starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
+
+    # The samples have random numbers of their own: a key of one number more than a rollout's. They
+    # do not fork, as rollouts of training do where --forks says so.
+    several = dataclasses.replace(config, group=samples, forks=1, fork_turns=0)
+    groups = play(several, task, sampler, starts, key=(config.seed, EVALUATION, 0))
+    counts = [sum(t.reward >= 1 for t in group) for group in groups]
+    powers = [2**n for n in range(samples.bit_length())]  # 1 2 4 of 6 samples, and 6 itself
+    for k in sorted({*powers, samples}):
+        values[f"pass@{k}"] = float(np.mean([pass_at_k(c, samples, k) for c in counts]))
+
+    # A prompt that is drawn twice is not a second prompt: `guess` has 7, and draws each 10 times.
+    different = len({(repr(state), tuple(prompt)) for _, state, prompt in starts})
+    figures = {name: (value, *wilson(value, different)) for name, value in values.items()}
+
+    # The first sample of the first prompts, so that a reader sees what the figures are about.
+    shown = []
+    for (_, _, prompt), (t, *_) in zip(starts[:3], groups):
+        with asking(task):
+            texts = task.show(t.tokens[: len(prompt)]), task.show(t.tokens[len(prompt) :])
+        shown.append((*texts, t.reward))
+    return figures, different, shown
+
+
+def settings_of_evaluation(source, given) -> Config:
+    """Return the run's own settings, or the defaults for a directory, and what was given."""
+    # A run's device may be gone, its demonstrations are not learned, and its plan needs other
+    # processes.
+    if is_run(source):
+        elsewhere = ONE_PROCESS | {"device": "", "demos": 0}
+        return settings_of_run(source, elsewhere | given, imported=("task", "reward")).check()
+    if "task" not in given:
+        raise ValueError(f"{source} is a checkpoint, so say what to ask it: --task NAME, with "
+                         f"--data FILE for --task jsonl")  # fmt: skip
+    return Config(**given | {"model": f"{source}"}).check()
+
+
+def evaluation(argv) -> int:
+    """`eval`: print how many held-out prompts a policy solves, greedily and in several samples."""
+    parser = command_parser("eval")
+    parser.add_argument("--samples", type=int, default=8, metavar="K", help="of each prompt [8]")
+    parser.add_argument(
+        "--all-lines", action="store_true", help="jsonl: every line of --data, a file of its own, "
+        "in place of the tenth that is held out")  # fmt: skip
+    fields = [f for f in dataclasses.fields(Config) if f.name in EVAL_FLAGS]
+    add_flags(parser.add_argument_group("flags", "default: the run's own; of a directory [these]"),
+              fields)  # fmt: skip
+    options = parser.parse_args(argv)
+    if options.samples < 1:
+        raise ValueError(f"--samples must be positive, got {options.samples}")
+
+    # Everything that is wrong with the flags is said before a model is read. `given` are the flags
+    # that were typed: the others are the run's own.
+    given = {f.name: getattr(options, f.name) for f in fields if hasattr(options, f.name)}
+    config = settings_of_evaluation(options.source, given)
+    if options.all_lines and config.task != "jsonl":
+        raise ValueError(f"--all-lines is for --task jsonl, not {config.task}")
+    with one_process("an evaluation", config.device, config.threads) as device:
+        task = Jsonl(config, all_lines=True) if options.all_lines else make_task(config)
+        if options.all_lines:
+            config = dataclasses.replace(config, eval_prompts=len(task.rows[True]))
+        which = dict(step=options.step, dtype=options.dtype, device=device)
+        model, name = load_policy(options.source, task, **which)
+        require_rows(task, model.config, options.source)
+        require_room(config, task, model.config.max_position_embeddings)
+        figures, different, shown = evaluated(config, task, model, options.samples)
+
+    # First what the task has decided by itself, such as a template. Then a table and samples for a
+    # reader, and one line of JSON for a program.
+    if getattr(task, "note", ""):
+        print(task.note)
+    which = "prompts" if options.all_lines else "held-out prompts"
+    print(f"{name}: {config.task}, {config.eval_prompts} {which}, {different} different; "
+          f"{options.samples} samples each at temperature {config.temperature:g}, "
+          f"seed {config.seed}\n{'':24}   95 % interval over prompts")  # fmt: skip
+    for name, (value, low, high) in figures.items():
+        label = f"{name} (greedy)" if name == "solved" else name
+        print(f"{label:16}{value:8.3f}   {low:.3f} - {high:.3f}")
+    for prompt, answer, reward in shown:
+        print(f"\nprompt: {prompt}\nanswer: {answer}\nreward: {reward:g}")
+    print(f"\n{json.dumps(figures)}")
+    return 0
+
+
+# chat -------------------------------------------------------------------------------------------
+# A conversation is one growing row of tokens. A message of the user is encoded and appended, and
+# the answer is sampled after it. Nothing is encoded twice. Every turn runs the row from its
+# beginning, which is simple, and quick for what a person can type.
+
+
+class Answer(models.Row):
+    """An answer that is printed while it is sampled."""
+
+    def __init__(self, tokens, draws, text):
+        super().__init__(tokens, draws)
+        self.text = text
+        self.start = len(tokens)
+        self.printed = ""
+
+    def append(self, token, logprob):
+        sampled = super().append(token, logprob)
+        self.print_whole()
+        return sampled
+
+    def print_whole(self, ended=False):
+        """Print what is new, up to the last whole character. ended: print all of it."""
+        # A character may be the bytes of several tokens. Until the last of them is sampled, the
+        # text ends in U+FFFD, which is printed only if no more bytes will come.
+        text = self.text.decode(self.tokens[self.start :])
+        if ended or not text.endswith("\ufffd"):
+            print(text[len(self.printed) :], end="", flush=True)
+            self.printed = text
+
+
+def converse(sampler, positions, text, options, plain):
+    """Answer every line of the standard input that is not blank, to its end.
+
+    sampler: a Sampler, or an object with its methods.
+    positions: the longest conversation that the model has been built for, in tokens.
+    plain: makes a prompt of a line where no chat template is used. None: the chat template is.
+    """
+    # What was said, as messages for the chat template and as the row that the model sees.
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    row, turn = [], 0
+    for line in lines_said():
+        # Only what is new is encoded: tokens of answers stay as they were sampled. At a terminal a
+        # line that cannot be encoded may be typed again. In a pipe nobody would see that it was
+        # skipped.
+        said = [*messages, {"role": "user", "content": line}]
+        try:
+            if plain is not None:
+                new = text.encode(plain(line), bos=turn == 0)
+            else:
+                new = text.next_turn(said, row[-1]) if turn else text.prompt(said)
+        except ValueError as error:
+            if not sys.stdin.isatty():
+                raise
+            print(error, file=sys.stderr)
+            continue
+        row = row + new
+        room = min(options.max_new_tokens, positions - len(row))
+        if room < 1:
+            raise ValueError(f"the conversation has {len(row)} tokens, and the model has "
+                             f"{positions} positions: begin another")  # fmt: skip
+
+        # The random numbers are a function of the seed and the turn, so that a conversation from a
+        # pipe can be repeated, and a second turn is not drawn by the numbers of the first.
+        answer = Answer(row, train_grpo.uniforms((options.seed, turn), room), text)
+        how = dict(max_new_tokens=room, temperature=options.temperature, end=text.end)
+        sampler.generate([answer], **how)
+        answer.print_whole(ended=True)
+        print(flush=True)
+        if answer.truncated:
+            print(f"(cut off after {room} tokens)", file=sys.stderr)
+        messages = [*said, {"role": "assistant", "content": answer.printed}]
+        row = answer.tokens
+        turn += 1
+
+
+def lines_said():
+    """Yield the lines that are typed, or come through a pipe, without blank ones."""
+    # Even an empty line has its newline. Nothing at all is the end, Ctrl-D at a terminal.
+    prompt = "> " if sys.stdin.isatty() else ""
+    print(prompt, end="", flush=True)
+    while line := sys.stdin.readline():
+        if line.strip():
+            yield line.rstrip("\n")
+        print(prompt, end="", flush=True)
+    print(end="\n" if prompt else "")
+
+
+def chat(argv) -> int:
+    """`chat`: talk to a policy until the input ends or somebody presses Ctrl-C."""
+    # Answers are drawn from the policy's own distribution at the temperature, as rollouts are: no
+    # top-k, top-p or penalty of generation_config.json, so one sees what was trained.
+    parser = command_parser("chat")
+    parser.add_argument("--system", help="the system's message, in a chat template [the run's]")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy [0.7]")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer [512]")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling [0]")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="", help="[cuda, if there]")
+    options = parser.parse_args(argv)
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be positive, got {options.max_new_tokens}")
+
+    # A directory in Hugging Face's format has no settings.
+    is_of_run = is_run(options.source)
+    config = settings_of_run(options.source) if is_of_run else Config(model=options.source)
+    if not config.model:
+        raise ValueError(f"{options.source} has no tokenizer, because it began without --model")
+    try:
+        with one_process("a chat", options.device, torch.get_num_threads()) as device:
+            # A run on text is spoken to as it was trained, also where it decided by itself.
+            text = Text(config.model)
+            how, plain = "its own chat template", None
+            template = template_of(config, text) if config.task == "jsonl" else "chat"
+            if template != "chat":
+                how = f"each line is put into the run's prompt, --template {template!r}"
+                plain = lambda line: plain_prompt(config, line)  # noqa: E731
+            elif text.template is None:
+                how = "no chat template, so each line is plain text that the model goes on with"
+                plain = str
+            if options.system is None:
+                options.system = config.system
+            if options.system and plain is not None:
+                raise ValueError(f"--system needs a chat template, and {options.source} has none")
+
+            # Only answers go to the standard output, for a program that reads a pipe.
+            which = dict(step=options.step, dtype=options.dtype, device=device)
+            model, name = load_policy(options.source, **which)
+            print(f"{name}: {how}", file=sys.stderr)
+            positions = model.config.max_position_embeddings
+            converse(Sampler(model), positions, text, options, plain)
+    except KeyboardInterrupt:
+        print(flush=True)  # one leaves by Ctrl-C, or by Ctrl-D, which ends the input
+    return 0
+
+
+# export, main -----------------------------------------------------------------------------------
+# A run leaves its last weights in OUT/hf by itself. `export` does the same with any checkpoint.
+
+
+def export(argv) -> int:
+    """`export`: write a run's checkpoint as the directory that the run itself writes to OUT/hf."""
+    parser = argparse.ArgumentParser("python -m full export", allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="directory of a run")
+    parser.add_argument("directory", metavar="DIR", help="to write; not there yet, or empty")
+    parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
+    parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
+    options = parser.parse_args(argv)
+
+    # Nothing is deleted for this but an empty directory.
+    directory = Path(options.directory)
+    partial = beside(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} is not empty: give a directory that is, or a new one")
+    if partial.exists():
+        raise ValueError(f"{partial} is there, where the files are first written: remove it")
+    if not is_run(options.run):
+        raise ValueError(f"{options.run} is not a run: it is in Hugging Face's format already")
+
+    # A run without --model has a shape with its task's tokens. A task's file that only the run's
+    # directory names is asked for and not imported.
+    config = settings_of_run(options.run)
+    if options.task and (config.model or config.task in TASKS):
+        raise ValueError(f"--task is for a run with a task from a file: {options.run} needs none")
+    task = None
+    if not config.model:
+        given = {"task": options.task} if options.task else {}
+        task = make_task(settings_of_run(options.run, given, imported=("task",)))
+    with one_process("an export"):
+        dtype = config.dtype if config.is_mixed else ""  # the masters, as at the run's own end
+        model, name = load_policy(options.run, task, step=options.step, dtype=dtype)
+        write_hf(model, directory, config.model)
+    print(f"wrote {directory}: {name}")
+    return 0
+
+
+def main(argv) -> int:
+    """Run the command that argv begins with, and return its exit code, 0."""
+    commands = dict(eval=evaluation, chat=chat, export=export)
+    return quietly(commands[argv[0]], argv[1:])

@@ -1,0 +1,122 @@
+"""Tasks: adds to `train_grpo.Guess` what any task must have, and how its errors are told.
+
+A task of your own is a class in a file: `--task FILE.py:Class`.
+"""
+
+import contextlib
+import importlib.util
+import math
+import sys
+import traceback
+import zlib
+from pathlib import Path
+
+import train_grpo
+
+
+def is_finite_number(x) -> bool:
+    """Return whether x, which a task has returned, is a finite number, or an array of one."""
+    try:
+        return math.isfinite(x.item() if hasattr(x, "item") else x)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return False
+
+
+class Task:
+    """The methods of a task. The rewards of a rollout's turns add up, and 1 or more is solved.
+
+    A task need not derive from this class. It may lack `demo` and `demo_prompt`, which only --demos
+    needs. With the attribute `threads = False` one thread asks for all replies.
+    """
+
+    vocab_size: int
+    end: tuple[int, ...]  # tokens that end a turn
+
+    def __init__(self, config=None):
+        """Make the task. It is called as Class(config)."""
+
+    def prompt(self, rng, index: int, held_out: bool):
+        """Begin a group: return (state, prompt tokens). index: in the run, or in the evaluation."""
+        raise NotImplementedError
+
+    def reply(self, state, answer: list[int]):
+        """Hear a turn, its end token last: return (new state, reply tokens, reward).
+
+        The state is a plain value, so rollouts can share it. A reply of None ends the rollout. A
+        turn that max_new_tokens has cut off is never heard.
+        """
+        raise NotImplementedError
+
+    def demo_prompt(self, rng, index: int):
+        """Begin a demonstration, as `prompt` begins a group. index counts the run's."""
+        return self.prompt(rng, index, False)
+
+    def demo(self, state, rng) -> list[int]:
+        """Return a valid answer to train on before the first rollout (--demos)."""
+        raise ValueError(f"{type(self).__name__} has no demonstrations; use --demos 0")
+
+    def show(self, tokens: list[int]) -> str:
+        """Return tokens as a person reads them, for samples.jsonl and errors."""
+        return " ".join(map(str, tokens))
+
+
+class TaskError(ValueError):
+    """An error of a task's own code, with its file and line."""
+
+
+@contextlib.contextmanager
+def naming_the_task(file):
+    """Turn whatever the code in a task's file raises into an error that names file and line.
+
+    Left alone, a RuntimeError about a task's own connection would read as a lost rank, and
+    sys.exit(0) would end the run with 0. A ValueError keeps its message, for it is meant for the
+    reader; of anything else `run.report` prints the traceback too.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        # The innermost line of the task's own file: what it called may have raised elsewhere.
+        where = Path(file).name
+        for at in traceback.extract_tb(error.__traceback__):
+            if Path(at.filename).resolve() == Path(file).resolve():
+                where = f"{at.filename}, line {at.lineno}, in {at.name}"
+        if isinstance(error, ValueError):
+            raise TaskError(f"{error} ({where})") from None
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):
+            reason = f"the task called sys.exit({error.code!r})"
+        raise TaskError(f"{reason} ({where})") from error
+
+
+def asking(task):
+    """Return the guard around calls of a task's methods. The tasks of this project need none."""
+    file = Path(sys.modules[type(task).__module__].__file__)
+    is_ours = file in (Path(train_grpo.__file__), Path(__file__).with_name("text.py"))
+    return contextlib.nullcontext() if is_ours else naming_the_task(file)
+
+
+def is_held_out(data: bytes) -> bool:
+    """Return whether a prompt is kept for evaluation: one in ten, by its hash."""
+    return zlib.crc32(data) % 10 == 0
+
+
+def require_code(flag, spec, expected):
+    """Raise ValueError unless spec is FILE.py:NAME of a file that is there. expected: in words."""
+    file = spec.rpartition(":")[0]
+    if not file.endswith(".py"):
+        raise ValueError(f"expected {flag} {expected}, got {spec!r}")
+    if not Path(file).is_file():
+        raise ValueError(f"{flag} {spec}: {file}: no such file")
+
+
+def from_file(spec, kind):
+    """Import FILE.py of FILE.py:NAME; return (file, its NAME). kind: class or function."""
+    # The module gets a name of its own, so that a file called like a module of ours hides nothing.
+    file, _, name = spec.rpartition(":")
+    found = importlib.util.spec_from_file_location(f"task_{Path(file).stem}", file)
+    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    with naming_the_task(file):
+        found.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{file} has no {kind} {name!r}")
+    return file, getattr(module, name)

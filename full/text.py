@@ -1,0 +1,574 @@
+"""Text: adds tokenizers, chat templates and JSONL files of questions to `train_grpo.py`.
+
+The trainer knows token ids and no text. This file is everything between the two. transformers
+encodes, decodes and applies the chat template: `pip install transformers`. Two things are left to
+do, because a policy is trained on the very tokens that it sampled:
+
+- The next turn of a conversation. BPE is not a bijection: the sampled tokens 1, 2 may decode to 12,
+  which encodes as one token. So a row is never rendered again. Only the text after the sampled
+  answer is encoded, and appended to the row (`Text.next_turn`).
+- The end of a turn. A policy stops at the mark that the template itself writes after an answer,
+  such as <|im_end|>. No file names this mark, so the template is asked (`Text._find_ends`).
+"""
+
+import contextlib
+import copy
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import train_grpo
+from full.config import TASKS, Config
+from full.files import read_json_lines
+from full.model_config import ModelConfig, read_json
+from full.tasks import (
+    Task, TaskError, from_file, is_finite_number, is_held_out, naming_the_task, require_code,
+)  # fmt: skip
+
+
+def require_task(config):
+    """Raise ValueError unless --task is one of TASKS, or names a file that is there."""
+    if config.task not in TASKS:
+        require_code("--task", config.task, f"{', '.join(TASKS)} or FILE.py:Class")
+
+
+def make_task(config) -> Task:
+    """Make the task of `--task`: one of TASKS, or a class from a file; ValueError for neither."""
+    if config.task in TASKS:
+        return {"guess": train_grpo.Guess, "jsonl": Jsonl}[config.task](config)
+    require_task(config)
+    file, make = from_file(config.task, "class")
+    with naming_the_task(file):
+        task = make(config)
+
+    # A class in a file need not derive from Task, so nothing can be taken for granted.
+    name = type(task).__name__
+    size = getattr(task, "vocab_size", 0)
+    end = getattr(task, "end", ())
+    if not isinstance(end, (tuple, list)) or not end or not all(0 <= t < size for t in end):
+        raise ValueError(f"{name} needs vocab_size and end, ids under it; got {size} and {end}")
+    return task
+
+
+class Text:
+    """The text side of a checkpoint directory: its tokenizer, its chat template, the ends of turns.
+
+    A conversation is a list of messages, {"role": "system" | "user" | "assistant", "content": ..}.
+    A damaged file is a ValueError of one line, and so is a directory in which nothing ends a turn.
+
+    config: ModelConfig. The model's shape, from config.json.
+    vocab_size: int. How many ids the model has. That is more than the tokenizer has where the
+        model's rows are rounded up (Qwen), and one less where the tokenizer alone knows the place
+        of an image (Gemma 3 1B).
+    tokenizer: transformers' tokenizer.
+    template: the chat template, as transformers read it. None where the directory has none.
+    bos: int. The id that raw text begins with. None if the checkpoint wants none.
+    end: tuple of int. The ids that end a turn. The mark that the template itself writes after an
+        answer is first, then the ids of generation_config.json, then the ids of config.json.
+    """
+
+    def __init__(self, directory):
+        self.directory = Path(directory)
+        self.tokenizer = load_tokenizer(self.directory)
+        self.config = ModelConfig.from_hf(self.directory)
+        self.vocab_size = self.config.vocab_size
+        self.template = self.tokenizer.chat_template
+        # The tokenizer itself writes BOS before any text, or nothing does.
+        bare = self.encode("a")
+        whole = self.tokenizer.encode("a")
+        self.bos = whole[0] if whole[:1] != bare[:1] else None
+        self.end = self._find_ends()  # last, because the template is asked
+
+    def encode(self, text, *, bos=False) -> list[int]:
+        """Encode a text as it stands: marks in it become their ids, and nothing is added.
+
+        bos: begin with BOS, if the checkpoint wants one and the text does not begin with it.
+        """
+        # A pipe and the command line may bring bytes that are not UTF-8. Python passes them on as
+        # lone surrogates, and the tokenizer would fail without naming them. This names them.
+        text.encode("utf-8")
+
+        # Here "special tokens" are the tokens that the tokenizer would put around the text. Marks
+        # inside the text are recognized in either case.
+        tokens = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        if bos and self.bos is not None and tokens[:1] != [self.bos]:
+            tokens = [self.bos, *tokens]
+        return tokens
+
+    def decode(self, tokens, *, special=False) -> str:
+        """Decode tokens to text. special: keep the marks, such as <|im_end|>."""
+        how = dict(skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(list(tokens), **how)
+
+    def render(self, messages, *, add_generation_prompt=True) -> str:
+        """Write a conversation as the checkpoint's chat template writes it.
+
+        add_generation_prompt: end with the text that precedes an answer of the assistant.
+        ValueError without a template, or with the template's own complaint.
+        """
+        if self.template is None:
+            raise ValueError(f"{self.directory} has no chat template")
+        # A template is a program, written by somebody else: any error may come out of it. That
+        # jinja2 is not installed is not its fault.
+        how = dict(tokenize=False, add_generation_prompt=add_generation_prompt)
+        with named(f"the chat template of {self.directory} fails"):
+            return self.tokenizer.apply_chat_template(messages, **how)
+
+    def prompt(self, messages) -> list[int]:
+        """Encode a conversation up to the place where the assistant answers.
+
+        The template decides whether BOS is among the tokens: Gemma's writes it, Qwen has none.
+        """
+        return self.encode(self.render(messages))
+
+    def next_turn(self, messages, end_token) -> list[int]:
+        """Encode the text between a sampled answer and the answer to the next message.
+
+        messages[-2] is an answer of the policy. Its tokens are in a row already, end_token last.
+        messages[-1] is the next message. The result is appended to the row:
+
+            row so far   .. <|im_start|>assistant, line break, 12. <|im_end|>
+            next_turn    line break, <|im_start|>user, line break, And 7? <|im_end|>,
+                         line break, <|im_start|>assistant, line break
+
+        No sampled token is decoded and encoded again, so the tokens of a row stay as they were
+        drawn. The row can therefore differ from the rendering of the whole conversation where a
+        template rewrites history. Qwen3's template leaves the thoughts of earlier turns out, and
+        Gemma's trims the spaces around an answer. In a row the thoughts and the spaces stay.
+        """
+        # The mark after the answer is encoded with the rest, since some marks absorb the spaces
+        # that follow. The policy has sampled this mark, unless it ended its turn in another way.
+        tokens = self.encode(self._text_after(messages, -2, add_generation_prompt=True))
+        return tokens[1:] if tokens[:1] == [end_token] else tokens
+
+    def _text_after(self, messages, turn, *, add_generation_prompt) -> str:
+        """Return what the template writes after the content of messages[turn], to the end."""
+        # How can this be known of a program? Run it with an answer that can be found again: plain
+        # words, which no template trims, splits or escapes. If a message has these very words,
+        # take other words.
+        marker = "here the answer stands"
+        while marker in str(messages):
+            marker += " again"
+        messages = list(messages)
+        messages[turn] = {"role": messages[turn]["role"], "content": marker}
+
+        text = self.render(messages, add_generation_prompt=add_generation_prompt)
+        if text.count(marker) != 1:
+            raise ValueError(f"the chat template of {self.directory} writes an answer "
+                             f"{text.count(marker)} times, not once")  # fmt: skip
+        return text.partition(marker)[2]
+
+    def _find_ends(self) -> tuple:
+        """Return the ids that end a turn, each once."""
+        # What does the template write after an answer? It is a mark if it is a token of its own;
+        # Gemma has such tokens for line breaks too. A template that wants other conversations has
+        # none, and of one that is wrong `render` will say so.
+        ends = []
+        conversation = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant"}]
+        with contextlib.suppress(ValueError):
+            after = self.encode(self._text_after(conversation, -1, add_generation_prompt=False))
+            added = self.tokenizer.added_tokens_decoder
+            ends += [x for x in after[:1] if x in added and not added[x].content.isspace()]
+
+        # A chat model's config.json often names one end alone, of a turn or of a document;
+        # generation_config.json has both.
+        path = self.directory / "generation_config.json"
+        said = (read_json(path) if path.exists() else {}).get("eos_token_id") or []
+        said = said if isinstance(said, list) else [said]
+        if any(type(token) is not int for token in said):
+            raise ValueError(f"{path}: eos_token_id: expected ids, got {said}")
+        ends += said + list(self.config.eos_token_id)
+        if not ends:
+            raise ValueError(f"{self.directory}: nothing ends a turn: no eos_token_id, and no chat "
+                             f"template that writes a mark after an answer")  # fmt: skip
+        return tuple(dict.fromkeys(ends))
+
+
+@contextlib.contextmanager
+def named(what):
+    """Turn any error of a library into a ValueError of one line, `what` first."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        said = " ".join(f"{error}".split())
+        raise ValueError(f"{what}: {type(error).__name__}: {said}") from error
+
+
+def load_tokenizer(directory):
+    """Load transformers' tokenizer of a checkpoint directory."""
+    try:
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise ImportError("text needs transformers: pip install transformers") from error
+
+    # transformers would look a name up on the network, and make up a tokenizer of five tokens for a
+    # directory that has none. It does not say which file is damaged, so JSON is read here first.
+    if not directory.is_dir():
+        raise ValueError(f"expected the local directory of a checkpoint, got {directory}")
+    if not (directory / "tokenizer.json").exists():
+        raise ValueError(f"{directory} has no tokenizer.json")
+    for name in ("special_tokens_map.json", "added_tokens.json", "tokenizer_config.json"):
+        if (directory / name).exists():
+            read_json(directory / name)
+
+    # DEVIATES: from transformers' AutoTokenizer. Version 5 takes the vocabulary alone out of
+    # tokenizer.json where it has a class for the model's family, and cuts text into words as this
+    # class does. The class here takes the file as its authors wrote it.
+    # Pinned by tests/full/test_text.py::test_a_tokenizer_is_the_one_of_its_file.
+    with named(f"{directory / 'tokenizer.json'} cannot be read"):
+        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+
+
+# The task `jsonl` -------------------------------------------------------------------------------
+# Questions and conversations of a file, in the checkpoint's own words. Skip it if you bring a task
+# of your own.
+
+
+class Line(NamedTuple):
+    """A line of --data, as `Jsonl` plays it."""
+
+    where: str  # FILE.jsonl line N, for errors
+    row: dict  # the JSON object, for the reward
+    shown: str  # what the line asks; its hash decides whether the line is held out
+    messages: list  # the prompt's messages
+    prompt: list  # the prompt's tokens
+    later: list  # the user's messages after the policy's first, second, .. answer
+    demo: str | None  # an answer of the policy, to be learned
+
+
+class Jsonl(Task):
+    """Questions and conversations from a file of JSON lines, in the checkpoint's own words.
+
+        {"question": "What is 3 + 4?", "answer": "3 and 4 make\\n#### 7"}        GSM8K's form
+        {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "answer": "7"}
+
+    --template says how a question is put. `chat`: the user's turn, in the checkpoint's own chat
+    template, is the question and on the next line --instruction; --system is the system's message.
+    `raw`: the same two lines as plain text. A text with {question}: that is the whole prompt.
+
+    Messages are said as they stand, in the chat template. The policy answers the last message, and
+    where two of the user's messages follow each other, the first of the two. The second message is
+    then said to the policy:
+
+        system  user  assistant  user  [the policy]  user  [the policy]
+
+    An assistant's message at the end is a demonstration (--demos), and is not shown. Only the last
+    answer is rewarded. --reward names a function(text, row). Without it, an answer has reward 1 if
+    it ends in `####` and a number or text equal to what follows `####` in the line's answer (equal
+    to the whole answer, if nothing does), so the prompt has to ask for `####`. An answer that
+    --max-new-tokens cuts off has reward 0. Every tenth prompt, by its hash, is held out; with
+    all_lines every prompt is, for the evaluation of a file of its own.
+
+    A state is (line, texts of the policy's answers so far).
+    """
+
+    def __init__(self, config, all_lines=False):
+        self.config = config
+        self.text = Text(config.model)
+        self.end = self.text.end
+        self.vocab_size = self.text.vocab_size
+        self.template = template_of(config, self.text)
+        self.note = ""
+        if not config.template and self.template == "raw":
+            self.note = (f"{config.model} has no chat template: prompts are plain text "
+                         f"(--template raw)")  # fmt: skip
+        if config.reward:
+            self.reward_file, self.reward = reward_of(config.reward)
+        # Threads ask for rewards (see `Task`), unless the function says `threads = False`.
+        self.threads = bool(config.reward) and getattr(self.reward, "threads", True)
+
+        # Every line is encoded and checked now, so that a bad one is named before the run starts.
+        lines = []
+        for number, row in read_json_lines(config.data):
+            where = f"{config.data} line {number}"
+            with naming_the_line(where):
+                lines.append(self._line(where, row))
+        self.rows = {False: [], True: []}  # by held out
+        for line in lines:
+            self.rows[is_held_out(line.shown.encode())].append(line)
+        if all_lines:  # for an evaluation, which trains on none
+            every = self.rows[True] + self.rows[False]
+            self.rows = {False: every, True: every}
+
+        # What the file as a whole must be.
+        if not all(self.rows.values()):
+            raise ValueError(
+                f"{config.data} is too small to hold every tenth prompt out: by a hash of what it "
+                f"asks, {len(self.rows[True])} of {len(lines)} lines are")
+        has_question = any("question" in line.row for line in lines)
+        if config.instruction != Config.instruction and not has_question:
+            raise ValueError(f"--instruction follows a question; {config.data} has none")
+        for line in self.rows[False] if config.demos else ():
+            with naming_the_line(line.where):
+                count = len(self.demo((line, ()), None))
+                if count > config.max_new_tokens:  # its end would be cut off, and not be learned
+                    raise ValueError(f"a demonstration of {count} tokens is over --max-new-tokens "
+                                     f"{config.max_new_tokens}")  # fmt: skip
+
+    def prompt(self, rng, index, held_out):
+        rows = self.rows[held_out]
+        line = rows[index % len(rows) if held_out else int(rng.integers(len(rows)))]
+        return (line, ()), line.prompt
+
+    def reply(self, state, answer):
+        # The last token ends the turn; the policy has said everything before it.
+        line, answers = state
+        text = self.text.decode(answer[:-1])
+        answers = (*answers, text)
+        if len(answers) <= len(line.later):
+            said = self.text.next_turn(conversation(line, answers), answer[-1])
+            return (line, answers), said, 0.0
+        return (line, answers), None, self._reward(line, text)
+
+    def demo(self, state, rng):
+        """Encode a line's demonstration, its end included, as the policy should say it."""
+        # A line may have no demonstration. The task begins without it, and only --demos needs it.
+        line, _ = state
+        if line.demo is None:
+            raise ValueError("it holds no demonstration, neither an answer to its question nor an "
+                             "assistant's message that is the policy's only one")  # fmt: skip
+        tokens = self.text.encode(line.demo)
+        self._require_known(tokens)
+        if any(token in self.end for token in tokens):
+            raise ValueError(f"the demonstration {line.demo!r} holds a mark that would end it")
+
+        # The chat template may write an answer in another form: Gemma's strips blanks around it,
+        # and Qwen3's puts an empty block of thoughts before it. What the template adds after the
+        # end is not the policy's. A template that asks for answers in one form and writes them in
+        # another (DeepSeek-R1's, with its thoughts) gives no text that follows the prompt; then the
+        # answer is taken as it stands.
+        if self.template == "chat":
+            before = self.text.render(line.messages)
+            answered = [*line.messages, {"role": "assistant", "content": line.demo}]
+            whole = self.text.render(answered, add_generation_prompt=False)
+            if whole.startswith(before):
+                tokens = self.text.encode(whole[len(before) :])
+        ends = [n for n, token in enumerate(tokens) if token in self.end]
+        return tokens[: ends[0] + 1] if ends else [*tokens, self.end[0]]
+
+    def show(self, tokens):
+        return self.text.decode(tokens, special=True)
+
+    # How a row of a file becomes a Line.
+
+    def _line(self, where, row) -> Line:
+        """Make a Line of a row. ValueError says what is wrong with the row."""
+        messages = self._messages(row)
+
+        # Without a reward function, which may do without an answer, the row's says what is right.
+        # Only `####` could equal an empty one.
+        if not self.config.reward and not isinstance(row.get("answer"), str):
+            raise ValueError("it holds no answer, a string, and there is no --reward")
+        if not self.config.reward and not gold_of(row["answer"]):
+            raise ValueError("its answer is empty, so nothing says what is right")
+
+        # An assistant's message at the end is a demonstration, and is not shown. It is none if the
+        # policy would have to give other answers before it.
+        asked, demo = messages, None
+        if messages[-1]["role"] == "assistant":
+            asked, demo = messages[:-1], messages[-1]["content"]
+        shown = json.dumps(asked, sort_keys=True) if "messages" in row else row["question"]
+        first, later = played_turns(asked)
+
+        # The chat template writes the marks of turns, and BOS if it should be there. Plain text
+        # begins with BOS if this checkpoint's texts do.
+        if self.template == "chat":
+            if self.config.system and first[0]["role"] != "system":
+                first = [{"role": "system", "content": self.config.system}, *first]
+            prompt = self.text.prompt(first)
+        else:
+            prompt = self.text.encode(plain_prompt(self.config, shown), bos=True)
+        line = Line(where, row, shown, first, prompt, later, None if later else demo)
+        self._require_room(line)
+        return line
+
+    def _messages(self, row) -> list:
+        """Return a row's messages. A question is the user's, and its answer a demonstration."""
+        if "messages" in row:
+            if "question" in row:
+                raise ValueError("it holds both a question and messages: one would be dropped")
+            require_messages(row["messages"])
+            if self.template != "chat":
+                raise ValueError("it holds messages, which only --template chat can say")
+            return row["messages"]
+        if not isinstance(row.get("question"), str):
+            raise ValueError(f"it holds no question, a string, and no messages; it has {[*row]}")
+
+        # With --template raw the messages are never rendered.
+        messages = [{"role": "user", "content": with_instruction(self.config, row["question"])}]
+        if isinstance(row.get("answer"), str):
+            messages.append({"role": "assistant", "content": row["answer"]})
+        return messages
+
+    def _require_known(self, tokens):
+        """Raise a ValueError if the model has no row for one of the tokens."""
+        token = max(tokens, default=0)
+        if token >= self.vocab_size:
+            raise ValueError(f"it holds token {token}, {self.show([token])!r}; the model's last "
+                             f"token is {self.vocab_size - 1}")  # fmt: skip
+
+    def _require_room(self, line):
+        """Raise a ValueError if the model has too few positions for a prompt and an answer."""
+        limit = self.config.max_new_tokens
+        room = self.text.config.max_position_embeddings - limit
+        self._require_known(line.prompt)
+        if len(line.prompt) > room:
+            raise ValueError(f"a prompt of {len(line.prompt)} tokens; the model's positions less "
+                             f"--max-new-tokens leave {room}")  # fmt: skip
+
+        # The user's later messages count among the new tokens, and so does each answer's end. What
+        # an answer says changes none of these messages.
+        said = 0
+        for n in range(len(line.later)):
+            tokens = self.text.next_turn(conversation(line, [""] * (n + 1)), self.end[0])
+            self._require_known(tokens)
+            said += len(tokens)
+        if said + len(line.later) + 1 > limit:
+            raise ValueError(f"{said} tokens are said after the policy's answers, which leaves no "
+                             f"room for these in --max-new-tokens {limit}")  # fmt: skip
+
+    def _reward(self, line, text) -> float:
+        """Score a last answer. ValueError that names the line if the score is not a number."""
+        if not self.config.reward:
+            return float(same_answer(final_answer(text), gold_of(line.row["answer"])))
+
+        # The function gets a copy: a change to the row itself would reach the next answer's reward.
+        where = f"for the answer {text[:200]!r} to {line.where}"
+        try:
+            with naming_the_task(self.reward_file):
+                reward = self.reward(text, copy.deepcopy(line.row))
+        except TaskError as error:
+            raise TaskError(f"{error}, {where}") from error.__cause__
+        if not is_finite_number(reward):
+            raise ValueError(f"--reward {self.config.reward} gave {reward!r} {where}: rewards must "
+                             f"be finite numbers")  # fmt: skip
+        return float(reward)
+
+
+@contextlib.contextmanager
+def naming_the_line(where):
+    """Put FILE.jsonl line N before what a ValueError says, of the chat template's too."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def template_of(config, text) -> str:
+    """Return how a run puts a question to this checkpoint: chat, raw, or a text with {question}.
+
+    text: the checkpoint's Text. --template decides, and without it the checkpoint does.
+    """
+    # Unless somebody wants it otherwise, a checkpoint is spoken to as it has learned to be: a model
+    # that is trained on other marks than its own has to unlearn its own first.
+    has_own = text.template is not None
+    template = config.template or ("chat" if has_own else "raw")
+    if template == "chat" and not has_own:
+        raise ValueError(
+            f"--template chat: {config.model} has no chat template; --template raw needs none")
+    if template != "chat" and config.system:
+        raise ValueError(f"--system: {config.model} has no chat template to put it in")
+    return template
+
+
+def with_instruction(config, question) -> str:
+    """Return a question and, on the next line, --instruction."""
+    return f"{question}\n{config.instruction}" if config.instruction else question
+
+
+def plain_prompt(config, question) -> str:
+    """Return the prompt without a chat template: a text with {question}, else --template raw."""
+    if "{question}" in config.template:
+        return config.template.replace("{question}", question)
+    return with_instruction(config, question) + "\n"
+
+
+def conversation(line, answers) -> list:
+    """Return the messages of a line so far: the prompt's, and after each answer the user's next."""
+    messages = list(line.messages)
+    for n, answer in enumerate(answers):
+        messages.append({"role": "assistant", "content": answer})
+        messages += line.later[n : n + 1]  # none after the last answer
+    return messages
+
+
+def require_messages(messages):
+    """Raise a ValueError unless messages are a conversation of a user and an assistant."""
+    # Templates write any role down, "asistant" too, so an unknown role is refused here.
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("it holds no messages, a list of objects")
+    for n, message in enumerate(messages, 1):
+        good = isinstance(message, dict) and isinstance(message.get("content"), str)
+        if not good or message.get("role") not in ("system", "user", "assistant"):
+            raise ValueError(f"message {n} has no role (system, user or assistant) and content")
+        if message["role"] == "system" and n > 1:
+            raise ValueError(f"message {n} is the system's, which can only be the first")
+
+
+def played_turns(messages):
+    """Split a conversation that is played into the prompt's messages and the user's later ones."""
+    # Where the user speaks twice in a row, the policy answers in between, so the prompt ends there.
+    # What the assistant has said before is history.
+    #
+    #     user  assistant  user | user | user      the prompt, and two later messages
+    roles = [message["role"] for message in messages]
+    if roles[-1:] != ["user"]:
+        raise ValueError("the messages end with no user's, which the policy could answer")
+    twice = [n for n in range(1, len(roles)) if roles[n - 1] == roles[n] == "user"]
+    cut = min(twice, default=len(roles))
+    if "assistant" in roles[cut:]:
+        place = roles.index("assistant", cut) + 1
+        raise ValueError(f"message {place} is the assistant's, after an answer that the policy has "
+                         f"to give")  # fmt: skip
+    return messages[:cut], messages[cut:]
+
+
+# Rewards: the answer after the last `####`, compared as a number or as text.
+
+
+def reward_of(spec):
+    """Import FILE.py:function of --reward. Return the file and the function."""
+    require_code("--reward", spec, "FILE.py:function")
+    file, function = from_file(spec, "function")
+
+    # Its arguments are checked now: answers that are cut off are never shown to the function, so a
+    # run that has only such answers would not notice. Some built-in functions tell no arguments.
+    try:
+        with contextlib.suppress(ValueError):
+            inspect.signature(function).bind("text", {})
+    except TypeError as error:
+        raise ValueError(f"--reward {spec} cannot be called with (text, row): {error}") from error
+    return file, function
+
+
+def final_answer(text):
+    """Return what follows the last `####`, to the end of its line. None without `####`."""
+    _, mark, rest = text.rpartition("####")
+    return rest.split("\n")[0].strip() if mark else None
+
+
+def gold_of(answer) -> str:
+    """Return what a line's answer says is right: what follows `####`, or without it all of it."""
+    final = final_answer(answer)
+    return answer.strip() if final is None else final
+
+
+def same_answer(a, b):
+    """Compare answers as numbers (1,000 = 1000.0 = $1000) or, unless both are, as stripped text."""
+
+    # Return a number, or None. Commas and blanks belong to a number only between groups of three
+    # digits: `3, 4` is not 34. float() would also take nan, inf and 1e3, which nobody writes.
+    def number(text):
+        plain = re.sub(r"[$%]", "", text).strip().rstrip(".")
+        if re.fullmatch(r"[-+]?\d{1,3}([,\s]\d{3})+(\.\d*)?", plain):
+            plain = re.sub(r"[,\s]", "", plain)
+        return float(plain) if re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)", plain) else None
+
+    if a is None or b is None:
+        return False
+    x, y = number(a), number(b)
+    return a.strip() == b.strip() if x is None or y is None else x == y

@@ -1,0 +1,401 @@
+"""The trainer: adds plans, precisions, trees, a critic, a generator to `train_grpo.Trainer`.
+
+The methods that `train_grpo.train` calls, and what they need. Before them stands what a trainer is
+made of: which plan and which precision a model has, its first weights, its optimizer.
+
+Equation (1) is in advantages.py, (2) to (8) are in objectives.py.
+
+Letters:  B trajectories   T positions   L layers with experts   E experts
+"""
+
+import copy
+import functools
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import train_grpo
+from full.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
+from full.batches import BATCHES, ExpertLoads, padded
+from full.checkpoint import read_training, write_checkpoint
+from full.config import DEMO_LR, LOSS_SETTINGS, Plans
+from full.hf import load_hf
+from full.metrics import METRICS, loss_metrics
+from full.objectives import grpo_loss, loss_denominator
+from full.optimizer import (
+    LocalOptimizer, clip_grad_norm, lr_factor, name_suspects, reduce_gradients,
+    training_tensors,
+)  # fmt: skip
+from full.packing import gather_replica, speaks_for_replica
+from full.parallelize import materialise, parallelize
+from full.plans import Grid, Plan
+from full.ranks import current_device, summed, warn
+from full.rollouts import Sampler
+from full.transformer import Transformer, causal_attention, draw_weights
+from full.weights import share_or_allocate, split_for_decoding
+
+
+def keep_states_wide(config, model):
+    """Keep the states between layers in --dtype in mixed precision; return the model."""
+    if config.is_mixed:
+        own = next(model.parameters()).dtype
+        model.residual_dtype = torch.promote_types(own, getattr(torch, config.dtype))
+    return model
+
+
+def plans_of(config) -> Plans:
+    """Return the plans of --plan, with what it leaves open filled in."""
+    # Without --plan every rank has all of the model. Without A of A|B the generator takes the
+    # trainer's t and e, of which all other ranks hold replicas.
+    world = dist.get_world_size()
+    generator, trainer = config.plans
+    trainer = trainer or Plan(dp=world)
+    t = trainer.tp
+    own = generator or Plan(dp=world // t, tp=t, ep=trainer.ep, etp=trainer.etp)
+    return Plans(own, trainer)
+
+
+def shard_generator(config, generator, device, *, policy, grid):
+    """Turn a whole generator into this rank's part of it, with memory but without weights.
+
+    policy, grid: weights that the policy holds in the same dtype and layout are shared, not copied.
+        Its Grid serves the generator too if the degrees are equal.
+    """
+    plan = plans_of(config).generator
+    if not plan.has_degrees_of(grid.plan):
+        grid = Grid(plan, device.type)
+    split_for_decoding(generator, plan, device_mesh=grid)
+    share_or_allocate(policy, generator, device)
+
+
+def first_weights(model, whole, directory, seed=0):
+    """Fill a model with weights of a directory, or, if that is "", with random ones of a seed.
+
+    whole: the whole model, on the meta device. The model may be a rank's part of it.
+    """
+    if directory:
+        load_hf(directory, model=model, whole=whole)
+    else:
+        draw_weights(model, seed, whole)
+
+
+def build_optimizer(config, model):
+    """Make AdamW of this rank's parameters; with `zero1` each rank has a share of the moments."""
+    settings = dict(lr=config.lr, betas=(0.9, config.beta2), weight_decay=config.weight_decay)
+    make = functools.partial(torch.optim.AdamW, **settings, fused=True)
+    return LocalOptimizer(model, make, zero=config.data_parallel == "zero1")
+
+
+class Trainer(train_grpo.Trainer):
+    """`train_grpo.Trainer` for every plan, tree, precision, objective and sampler.
+
+    Each method does what `train_grpo.Trainer`'s of this name does, and calls none of them: those
+    run a whole model on padded rows. Shards, pipelines and packed rows need another order of work.
+
+    `forward_backward` may be called any number of times before `optim_step`: gradients add up over
+    calls and ranks, without an average, as every loss is divided by Z, which the caller has found.
+    Every method is collective: all ranks call it, with whatever share of the batch, none included.
+    """
+
+    COUNTS = "policy_version", "skipped", "skipped_in_a_row"
+    MOST_SKIPPED = 3  # non-finite gradients in a row that end a run
+
+    def __init__(self, config, model, *, generator=None, reference=None, teacher=None):
+        """Shard the models by the settings' plans, and allocate those on the meta device.
+
+        model: Transformer. It is trained. From the meta device it gets its first weights here.
+        generator: Transformer, or an object with the methods of a Sampler. It samples. Its weights
+            come with the first push.
+        reference: Transformer. The KL is measured against it; `write_reference` fills it.
+        teacher: Transformer. --teacher's, filled here: its log-probs give the advantages.
+        """
+        self.config = config
+        self.policy_version = 0
+        self.where = "starting"  # how far the run is, in words
+        self.skipped = 0
+        self.skipped_in_a_row = 0
+        is_empty = next(model.parameters()).is_meta
+        self.device = current_device() if is_empty else next(model.parameters()).device
+        self.shape = model.config
+        self.size = sum(p.numel() for p in model.parameters())  # numbers of the whole model
+
+        # There is always a plan: n ranks with whole copies have d = n, and one process has d = 1.
+        self.plan = plans_of(config).trainer
+        self.grid = Grid(self.plan, self.device.type, shard=config.shard_ranks or None)
+
+        # The weights are drawn, or read, for the shapes of the whole model: a stage of a pipeline
+        # has some of the tensors only.
+        whole = copy.deepcopy(model) if is_empty else None
+        compute_dtype = getattr(torch, config.compute) if config.is_mixed else None
+        self.model = self.shard_model(keep_states_wide(config, model), compute_dtype)
+        if is_empty:
+            first_weights(self.model, whole, config.model, config.seed)
+        self.optimizer = build_optimizer(config, self.model)
+        self.experts = ExpertLoads(config, self.model, self.device)
+
+        # A model that has memory stays as it is: a whole copy.
+        self.sampler = generator
+        if isinstance(generator, Transformer):
+            self.sampler = Sampler(generator)
+            if next(generator.parameters()).is_meta:
+                shard_generator(config, generator, self.device, policy=self.model, grid=self.grid)
+        self.reference = None if reference is None else self.shard_model(reference)
+        self.teacher = teacher
+        if teacher is not None:
+            whole = copy.deepcopy(teacher)
+            self.teacher = self.shard_model(teacher)
+            first_weights(self.teacher, whole, config.teacher)
+
+        # Which metrics of tokens this run has. A loss of no token says it, the same on all ranks.
+        none_BT = torch.zeros(1, 0)
+        given = dict(entropy_BT=none_BT, ref_BT=None if reference is None else none_BT)
+        if config.advantage == "gae":
+            given |= dict(value_BT=none_BT, old_value_BT=none_BT, return_BT=none_BT)
+        _, sums = grpo_loss(none_BT, None, none_BT, none_BT.bool(), **self.settings(), Z=1, **given)
+        self.maxima = [x for x in sums if x in METRICS and METRICS[x].over_tokens == "max"]
+        self.sums = [x for x in sums if x not in self.maxima]
+
+    def shard_model(self, model, compute_dtype=None):
+        """Return this rank's part of a whole model; a model on the meta device gets memory."""
+        # Each micro-batch has an attention of its own, which replaces the causal one.
+        config = self.config
+        is_empty = next(model.parameters()).is_meta
+        model = parallelize(
+            model, self.plan, device_mesh=self.grid, mode=config.data_parallel,
+            attention=causal_attention, schedule=config.pp_schedule, ac=config.ac,
+            compile=config.compile, offload=config.offload, compute_dtype=compute_dtype,
+        )  # fmt: skip
+        if is_empty:
+            materialise(model)
+        return model
+
+    def batches(self, model):
+        """Return what runs the policy, or another model, on micro-batches of sequences."""
+        # A micro-batch is a row of sequences, filled in order up to micro_tokens: lengths 6 3 5 2
+        # and micro_tokens 10 give [6 3] [5 2]. With --tree it is a tree of their prefixes.
+        return BATCHES[self.config.tree](model, self.config, self.experts)
+
+    def loss_denominator(self, batch) -> float:
+        """Return this rank's term of Z of (7): the sum over ranks is num_global_valid_tokens."""
+        # The loss of demonstrations is the mean of their tokens, whatever the aggregation.
+        is_supervised = bool(batch) and batch[0].supervised
+        how = dict(max_new_tokens=self.config.max_new_tokens)
+        how["aggregation"] = "token_mean" if is_supervised else self.config.aggregation
+        return loss_denominator([t.mask for t in batch], **how)
+
+    def forward_backward(self, batch, num_global_valid_tokens, *, num_sequences=None):
+        """Add the gradient of (7) for this rank's trajectories; return metrics of all ranks' batch.
+
+        batch: list of Trajectory. Of demonstrations the loss is l_t = -lp_t instead of (2)-(6).
+        num_global_valid_tokens: float. Z, the sum of `loss_denominator` over ranks and over all
+            calls that precede one `optim_step`. Under sequence_mean it counts sequences.
+        num_sequences: int. The trajectories of these calls, for (8). Default: this call's.
+
+        ValueError for Z <= 0.
+        """
+        if not num_global_valid_tokens > 0:
+            raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
+        if len({t.supervised for t in batch}) > 1:
+            raise ValueError("expected demonstrations or rollouts, got both: make two calls")
+        Z = num_global_valid_tokens
+        measured = []
+
+        # Ranks that run one forward together first get what all of them have played. On one device
+        # that is the batch itself. With trees, sequences then move to where their prefixes are.
+        run = self.batches(self.model)
+        gathered, _ = gather_replica(self.model, batch)
+        together = run.share_out(gathered)
+
+        def loss_of(indices, mask_BT, *scores):
+            # The term of (7) of one micro-batch, whose sequences are known by their index.
+            loss, sums = self.loss([together[i] for i in indices], mask_BT, *scores, Z=Z)
+            measured.append(sums)
+            return loss
+
+        # Forward, loss, backward, one micro-batch after the other. Losses are terms of one sum, so
+        # their gradients only have to be added, which is what backward() does to .grad. Each layer
+        # of experts attaches its term of (8) as it runs.
+        self.experts.begin(batch, num_sequences)
+        run.forward_backward([t.tokens for t in together], [t.mask for t in together], loss_of)
+        return self.metrics_of_all_ranks(measured, batch, run.tokens_run)
+
+    def settings(self) -> dict:
+        """Return the keywords of `grpo_loss` that are flags."""
+        return {name: getattr(self.config, name) for name in LOSS_SETTINGS}
+
+    def loss(self, micro, mask_BT, lp_BT, entropy_BT, value_BT=None, *, Z):
+        """Return `grpo_loss` of a micro-batch: its trajectories, and the model's scores of them."""
+        # Of demonstrations l_t is -lp_t, maximum likelihood: REINFORCE with advantages of 1.
+        if micro and micro[0].supervised:
+            one_BT = torch.ones_like(lp_BT)
+            how = dict(objective="reinforce", entropy_BT=entropy_BT, Z=Z)
+            return grpo_loss(lp_BT, None, one_BT, mask_BT, **how)
+
+        def column(name):
+            # `prepare` gives a column to all trajectories of a step or to none.
+            vectors = [getattr(t, name) for t in micro]
+            return None if vectors[0] is None else padded(vectors, lp_BT)
+
+        return grpo_loss(
+            lp_BT, column("old_logprobs"), column("advantages"), mask_BT, Z=Z, **self.settings(),
+            sampler_BT=column("sampler_logprobs"), ref_BT=column("ref_logprobs"),
+            entropy_BT=entropy_BT, value_BT=value_BT, old_value_BT=column("values"),
+            return_BT=column("returns"),
+        )  # fmt: skip
+
+    def metrics_of_all_ranks(self, measured, batch, tokens_run) -> dict:
+        """Return `loss_metrics` of all ranks' micro-batches, and how many tokens were trained on.
+
+        measured: the sums of each micro-batch. tokens_run: fewer than the batch's in a tree.
+        """
+        # Of this rank: sums in float64, since a step may have millions of tokens, and the largest.
+        own_sums = torch.zeros(len(self.sums), dtype=torch.float64, device=self.device)
+        own_maxima = own_sums.new_zeros(len(self.maxima))
+        absent = own_sums.new_zeros(())  # demonstrations have no reference and no critic
+        for sums in measured:
+            own_sums += torch.stack([sums.get(name, absent) for name in self.sums])
+            largest = [sums.get(name, absent) for name in self.maxima]
+            own_maxima = torch.maximum(own_maxima, torch.stack(largest))
+
+        # Sums of sums: ranks hold unequal shares, so no rank's mean may enter. Ranks that work
+        # together on the same trajectories have the same sums, and only one of them adds its sums.
+        numbers = [*own_sums.tolist(), tokens_run]
+        if not speaks_for_replica(self.model):
+            numbers = [0.0] * len(numbers)
+        flat_tokens = sum(len(t.tokens) for t in batch)
+        dist.all_reduce(own_maxima, op=dist.ReduceOp.MAX)
+        *totals, tokens_run, flat_tokens = summed([*numbers, flat_tokens], self.device)
+
+        totals = dict(zip([*self.sums, *self.maxima], totals + own_maxima.tolist()))
+        trained = {"tokens/trained": int(tokens_run), "tokens/trained_flat": int(flat_tokens)}
+        return loss_metrics(totals) | trained | self.experts.end()
+
+    def prepare(self, batch) -> dict:
+        """Set what the loss needs of each trajectory. Return metrics of it. Collective.
+
+        These are reference and old log-probs, advantages, and the final mask. Each rank has groups
+        of its own.
+        """
+        # Everything in (1)-(7) that has no gradient is computed once, before the first update. From
+        # then on the policy moves and these numbers do not. A demonstration needs none of them.
+        config = self.config
+        if batch.sampled_by is None:
+            return {}
+        everyone = batch.trained()
+
+        # The frozen reference scores what the policy has sampled: a KL compares them on one token.
+        if self.reference is not None:
+            for t, ref in zip(everyone, self.forward_only(everyone, self.reference)):
+                t.ref_logprobs = ref
+
+        # Three sources of `old`. `proximal`: a forward pass of the trainer, which leaves the
+        # sampler's rounding out of the ratio. Else, with several updates, or older weights that
+        # sampled: what the sampler recorded; old is smp then, and the weight (4) would be 1. Else
+        # None: the policy is its own old policy, so every ratio is exactly 1 and rounding cannot
+        # clip a token.
+        if config.proximal:
+            for t, old in zip(everyone, self.forward_only(everyone)):
+                t.old_logprobs = old
+        elif config.minibatches > 1 or config.staleness:
+            for t in everyone:
+                t.old_logprobs = t.sampler_logprobs
+
+        # A group's advantages count its truncated rollouts, which have rewards: the filter takes
+        # them out of the loss only. The critic's are whitened over what is left.
+        for t in everyone:
+            if t.truncated and config.overlong == "filter":
+                t.mask = np.zeros_like(t.mask)
+        if config.advantage in TOKEN_ADVANTAGES:
+            metrics = TOKEN_ADVANTAGES[config.advantage].of(self, batch)
+        else:
+            metrics = reward_advantages(self, batch)
+        return metrics | advantage_metrics(self, everyone)
+
+    def total(self, number) -> float:
+        """Return the sum of a number over all ranks. Collective."""
+        return summed([number], self.device)[0]
+
+    def learning_rate(self, step) -> float:
+        """Return AdamW's rate in a step of the loop. A step's updates share one rate."""
+        # Supervised steps are those below 0, with a warm-up of their own and no decay.
+        c = self.config
+        total = c.steps if step >= 0 else c.demos
+        how = dict(warmup=min(c.lr_warmup, total), total=total)
+        if step < 0:
+            lr = DEMO_LR["model" if c.model else "random"]
+            return lr * lr_factor(c.demos + step, decay="constant", **how)
+        return c.lr * lr_factor(step, decay=c.lr_decay, first_step=c.lr_first_step, **how)
+
+    def forward_only(self, batch, model=None, column=0) -> list:
+        """Return a model's scores of the sampled tokens, 0 elsewhere: (T,) for each trajectory.
+
+        model: Default: the policy. column: 0 log-probs, 1 entropies, 2 a critic's values.
+        """
+        # All ranks of a replica run a model together, on what all of them hold. This rank's
+        # trajectories begin at `first`.
+        model = model or self.model
+        together, first = gather_replica(model, batch)
+        run = self.batches(model)
+        scores = run.forward([t.tokens for t in together], [t.sampled for t in together])
+        own = scores[first : first + len(batch)]
+        return [columns[column].double().numpy() for columns in own]
+
+    def optim_step(self, lr: float | None = None) -> dict:
+        """Sum the gradients over ranks, clip them by their global norm, and update the weights.
+
+        A non-finite norm skips the step on all ranks. MOST_SKIPPED in a row end the run.
+        """
+        # Only here do ranks add up their gradients, once a step, however many micro-batches it had.
+        # The sum needs no division: Z was global. The norm is of the sum, never of a rank's part.
+        suspect = reduce_gradients(self.model)
+        norm = clip_grad_norm(self.model, self.config.max_grad_norm)
+        lr = self.config.lr if lr is None else lr
+        metrics = {"grad_norm": norm.item(), "lr": lr}
+
+        # One NaN would stay in the weights and in AdamW's moments for good.
+        if norm.isfinite():
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.experts.update_bias(self.model)
+            self.policy_version += 1
+            self.skipped_in_a_row = 0
+        else:
+            metrics["nonfinite"] = self.skip_step(suspect)
+        self.optimizer.zero_grad()
+        self.experts.counts_LE.zero_()
+        return metrics | {"policy_version": self.policy_version}
+
+    def skip_step(self, suspect) -> str:
+        """Count a skipped step; return which rank and parameter had it first, on all ranks."""
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        text = name_suspects(self.model, suspect)
+
+        # Several in a row are not an accident: the weights or the data are broken.
+        if self.skipped_in_a_row >= self.MOST_SKIPPED:
+            raise FloatingPointError(
+                f"{self.skipped_in_a_row} optimizer steps in a row had a non-finite gradient, "
+                f"first in {text}; lower --lr or look at that tensor's inputs"
+            )
+        # Said at once, since the next update may end the run.
+        warn(f"{self.where}: skipped, non-finite gradient first in {text}")
+        return text
+
+    def push_weights(self) -> int:
+        """Give the sampler the weights of now; return their version. Collective."""
+        self.sampler.push(self.model, self.optimizer, self.policy_version)
+        return self.policy_version
+
+    def save_checkpoint(self, path, **extra) -> None:
+        """Write weights, optimizer and `extra` (JSON values) to a directory, all or nothing."""
+        state = {name: getattr(self, name) for name in self.COUNTS} | extra
+        write_checkpoint(path, training_tensors(self.model, self.optimizer), state)
+
+    def load_checkpoint(self, path) -> dict:
+        """Restore what save_checkpoint wrote, on any number of ranks; return its JSON values."""
+        state = read_training(path, self.model, self.optimizer, counts=("step", *self.COUNTS))
+        for name in self.COUNTS:
+            setattr(self, name, state[name])
+        return state

@@ -1,0 +1,260 @@
+"""The model: adds float16, bfloat16, ranks and balanced experts to `models.Transformer`.
+
+Cost per token: 2 flops forward and 4 backward for each parameter outside the embedding that the
+token meets (K of the E experts), and 4 S H D forward per layer in attention, of which a causal mask
+hides half. Not here: dropout (no released model has any), quantized weights, vision towers.
+
+Equations (1) to (9) are in models.py, (7') is in logprobs.py.
+
+Letters:  B rows   S tokens of a row   C tokens that they may see   M width   V words   H query
+heads G key heads   D width of a head
+
+References: RoPE arXiv:2104.09864; RMSNorm arXiv:1910.07467; GQA arXiv:2305.13245.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import (
+    compute_local_shape_and_global_offset as local_shape_and_offset,
+)  # fmt: skip
+
+import models
+from full.experts import Experts, SparseMLP
+from full.logprobs import all_gather_logits, require_tokens_in_vocabulary, token_logprobs
+from full.model_config import ModelConfig, Rope
+
+
+class RMSNorm(models.RMSNorm):
+    """Adds to `models.RMSNorm`: lower precision, and states that are wider than the weights."""
+
+    def forward(self, x, /):
+        # NUMERICS: torch's kernel accumulates the mean square of bf16/fp16 input in float32 and of
+        # float64 in float64, and casts once, after w (transformers casts before w too). Pinned by
+        # tests/full/test_models.py::test_rms_norm_accumulates_in_float32.
+        if not self.offset:
+            weight = self.weight.to(x.dtype)
+            return F.rms_norm(x, weight.shape, weight, self.eps).to(self.weight.dtype)  # (4)
+        # NUMERICS: in bf16 1 + w drops every w below 2^-8; Gemma adds and multiplies in float32 and
+        # casts last. Pinned by tests/full/test_models.py::test_gemma_norm_keeps_small_weights.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = self.offset + self.weight.to(wide)
+        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(self.weight.dtype)
+
+
+def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
+    """Attend from token i of each row to tokens 0..i, or to the last `window` of them.
+
+    The default of `Transformer.hidden`. With a window the cost is O(S window).
+    """
+    S = q_BHSD.shape[2]
+    if window is None or window >= S:
+        return models.masked_attention(q_BHSD, k_BGSD, v_BGSD, is_causal=True, scale=scale)
+
+    # Blocks of queries, against the keys that they can see. With window 2 and blocks of 3 queries:
+    #
+    #     queries 0 1 2   keys 0 1 2          (blocks have at least 128, one kernel call each)
+    #     queries 3 4 5   keys 2 3 4 5        the first query sees window - 1 keys before it
+    place_1S = torch.arange(S, device=q_BHSD.device)[None]
+    block = max(window, 128)
+    out = []
+    for start in range(0, S, block):
+        queries = slice(start, start + block)
+        keys = slice(max(0, start - window + 1), start + block)
+        visible = models.visible_keys(place_1S[:, queries], place_1S[:, keys], window)
+        qkv = q_BHSD[:, :, queries], k_BGSD[:, :, keys], v_BGSD[:, :, keys]
+        out.append(models.masked_attention(*qkv, visible, scale=scale))
+    return torch.cat(out, 2)
+
+
+class Layer(models.Layer):
+    """Adds to `models.Layer`: a callback that receives the routing of its experts."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        extend_parts(self)
+
+    def forward(self, x_BSM, ropes, attention, on_routing=None, /):
+        # A dense MLP has no router, and takes no option.
+        options = {"on_routing": on_routing} if hasattr(self.mlp, "experts") else {}
+        return super().forward(x_BSM, ropes, attention, **options)
+
+
+class Transformer(models.Transformer):
+    """Adds to `models.Transformer`: any dtype, split vocabularies, a value head, guards.
+
+    `forward(tokens)` gives logits (B, S, V). Training calls its two halves: `.hidden(tokens)`
+    stops before the head, (B, S, M), and `.logprobs(hidden, targets)` applies the head in chunks
+    to what is scored. Tied embeddings are one parameter, `model.embed_tokens.weight`: no `lm_head`.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        extend_parts(self)
+        for n in config.sparse_layers:
+            mlp = self.model.layers[n].mlp
+            mlp.layer = n
+            if config.router_bias_rate:
+                mlp.add_bias(config.router_bias_rate)
+        self.rope = Rope(config)
+        self.attention = causal_attention  # used unless `hidden` is given another one
+        self.residual_dtype = None  # of the states between layers. None: as the weights
+        if config.value_head:
+            self.score = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def hidden(self, tokens_BS, /, *, positions=None, attention=None, on_routing=None):
+        """Return the normalized states of the last layer, (B, S, M).
+
+        tokens_BS: int64, (B, S). Token ids; or states (B, S, M) of a floating dtype, which later
+            stages of a pipeline get from the stage before. They are not scaled as embeddings are.
+        positions: int64, (B, S). For RoPE only. Default: 0..S-1.
+        attention: attention(q, k, v, layer=, scale=) -> (B, H, S, D), with q (B, H, S, D) and with
+            k and v (B, G, S, D). Sliding layers add window=. Default: `self.attention`.
+        on_routing: on_routing(p (N, E), ids of experts (N, K), layer=), called once in each sparse
+            layer. It returns a loss to attach, or None. Such as a `Balance`. Default: no call.
+
+        ValueError for other shapes, and on a CPU for ids that are not in the vocabulary.
+        """
+        if tokens_BS.dim() != (3 if tokens_BS.is_floating_point() else 2):
+            found = tuple(tokens_BS.shape)
+            raise ValueError(f"tokens: expected (B, S), or states (B, S, M), got {found}")
+        x_BSM = tokens_BS if tokens_BS.is_floating_point() else self.embed(tokens_BS)
+
+        # In mixed precision the sum of all layers stays wide, and each layer computes narrow: its
+        # norms cast to the dtype of the weights.
+        x_BSM = x_BSM.to(self.residual_dtype or x_BSM.dtype)
+        if positions is None:
+            positions = torch.arange(tokens_BS.shape[1], device=x_BSM.device)[None]
+        ropes = self.rope(positions, x_BSM.dtype)
+        for layer in self.model.layers:
+            x_BSM = layer(x_BSM, ropes, attention or self.attention, on_routing)
+        return self.model.norm(x_BSM)
+
+    def embed(self, tokens_BS, /):
+        """Return the embeddings of tokens, (1): (B, S) -> (B, S, M)."""
+        # Ids are checked here and not in embed_tokens, which tensor parallelism replaces. There
+        # each rank has some rows, and a token that no rank has would silently become zeros.
+        self.require_tokens(tokens_BS)
+        x_BSM = self.model.embed_tokens(tokens_BS)  # (1)
+        if not self.config.scale_embedding:
+            return x_BSM
+        # NUMERICS: the checkpoint was trained with sqrt(M) rounded to the weight's dtype: in bf16
+        # sqrt(3072) is 55.5. Pinned by
+        # tests/full/test_models.py::test_gemma_scales_by_a_rounded_root.
+        return x_BSM * torch.tensor(self.embed_scale, dtype=x_BSM.dtype).item()
+
+    def lm_head_shard(self):
+        """Return this rank's rows of `head_weight`, and the options of `token_logprobs` that say
+        which rows they are. Tensor parallelism replaces this method."""
+        return self.head_weight, {}
+
+    def logits(self, hidden, /):
+        """Apply the head to states of `hidden`: (..., M) -> (..., V), in the model's dtype."""
+        weight_vM, shard = self.lm_head_shard()
+        z = F.linear(hidden, weight_vM)
+        cap = self.config.final_logit_softcapping
+        z = cap * torch.tanh(z / cap) if cap else z  # (7')
+        return all_gather_logits(z, shard["group"], self.config.vocab_size) if shard else z
+
+    def forward(self, tokens_BS, /, **options):
+        """Return the logits (B, S, V) in the model's dtype. The options are those of `hidden`."""
+        return self.logits(self.hidden(tokens_BS, **options))
+
+    def logprobs(self, hidden, targets, /, *, temperature: float = 1.0):
+        """Return (8) and (9) of targets (N,) given hidden (N, M): two (N,), float32 or better."""
+        weight_vM, shard = self.lm_head_shard()
+        return token_logprobs(
+            hidden, weight_vM, targets, temperature=temperature,
+            softcap=self.config.final_logit_softcapping, vocab_size=self.config.vocab_size, **shard,
+        )  # fmt: skip
+
+    def values(self, hidden, /):
+        """Return a critic's value of each state, (..., M) -> (...), in float32 or better."""
+        if not self.config.value_head:
+            raise ValueError("this model has no value head; call add_value_head() first")
+        value = self.score(hidden)[..., 0]
+        return value.to(torch.promote_types(value.dtype, torch.float32))
+
+    def add_value_head(self) -> "Transformer":
+        """Give a model without one a value head of zeros: a critic starts from a policy."""
+        if not self.config.value_head:
+            self.config = dataclasses.replace(self.config, value_head=True)
+            weight = self.head_weight
+            self.score = nn.Linear(weight.shape[1], 1, False, weight.device, weight.dtype)
+            nn.init.zeros_(self.score.weight)
+        return self
+
+    def init_weights(self, seed: int) -> "Transformer":
+        """Draw all weights from a seed, the same ones in every dtype; see `draw_weights`."""
+        return draw_weights(self, seed)
+
+    def require_tokens(self, tokens, /) -> None:
+        """Raise a ValueError unless all token ids are in the vocabulary (on a GPU, later)."""
+        require_tokens_in_vocabulary(tokens, self.config.vocab_size)
+
+
+# Each part of a model of models.py, and the class here that adds to it.
+ADDED = {models.RMSNorm: RMSNorm, models.Layer: Layer, models.SparseMLP: SparseMLP,
+         models.Experts: Experts}  # fmt: skip
+
+
+def extend_parts(module) -> None:
+    """Give parts that models.py has made the classes of this folder, in place."""
+    # A class of this folder adds methods and no weights, so a part needs nothing else. torch's
+    # fully_shard changes the class of a module in the same way. models.py has no hooks for it.
+    for part in module.modules():
+        part.__class__ = ADDED.get(type(part), type(part))
+
+
+@torch.no_grad()
+def draw_weights(model, seed: int, whole=None):
+    """Draw normal(0, initializer_range) matrices, unit norms and zero biases, and return the model.
+
+    model: it may be a rank's part of a model, of `parallelize` or with DTensors.
+    seed: decides all weights, which are the same in every dtype and under every plan.
+    whole: a model, as of `load_hf`, that has the shapes of all parameters. Default: `model`.
+
+    A value head starts with zeros, so that the first values are 0.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    own = dict(model.named_parameters())
+    for name, shape in whole_shapes(whole or model).items():
+        # One whole tensor at a time, also of parameters that are not on this rank: the draws of a
+        # tensor follow the draws of the tensor before it. In float32 on the CPU, so that dtype and
+        # device do not change the draw.
+        if name.endswith("norm.weight"):
+            weight = torch.full(shape, 0.0 if model.config.norm_offset else 1.0)
+        elif name.endswith("bias") or name == "score.weight":
+            weight = torch.zeros(shape)
+        else:
+            weight = torch.randn(shape, generator=generator, dtype=torch.float32)
+            weight *= model.config.initializer_range
+        if name in own:
+            local, region = local_part(model, name, own[name])
+            local.copy_(weight[region])
+    for buffer in model.buffers():
+        buffer.zero_()
+    return model
+
+
+def local_part(model, name, parameter):
+    """Return this rank's tensor of a parameter, and which part of the whole it is, as slices."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if hasattr(model, "part"):  # of `parallelize`
+        return local, model.part.places[name].region
+    sizes = parameter.shape
+    starts = [0] * len(sizes)
+    if isinstance(parameter, DTensor):
+        how = parameter.device_mesh, parameter.placements
+        sizes, starts = local_shape_and_offset(parameter.shape, *how)
+    return local, tuple(slice(a, a + n) for a, n in zip(starts, sizes))
+
+
+def whole_shapes(model) -> dict:
+    """Return name -> shape of each parameter, before `parallelize` has split the model."""
+    places = model.part.places if hasattr(model, "part") else {}
+    return {name: places[name].shape if name in places else tuple(p.shape)
+            for name, p in model.named_parameters()}  # fmt: skip

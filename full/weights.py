@@ -1,0 +1,194 @@
+"""Generators with a plan of their own: adds to `parallel.py` how weights reach them.
+
+A model that only samples, split by d, t and e, and how weights reach it, one tensor at a time, from
+a model of another plan. Skip it if every rank samples with a whole model.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import parallel
+from full.optimizer import persistent_buffers, weights_and_places
+from full.parallelize import shard_model, with_sequence
+from full.places import Part, local, part_of, place_of, set_tensor, whole_place
+from full.ranks import all_gather_objects
+
+
+def require_generator_plan(plan) -> None:
+    """Raise a ValueError for a plan that a generator cannot have."""
+    for letter, degree, what in (("c", plan.cp, "sequences"), ("p", plan.pp, "layers")):
+        if degree > 1:
+            raise ValueError(
+                f"plan {plan}: a generator has d, t and e, and no {letter}: it decodes one token "
+                f"after the other, and ranks with other {what} would only wait")  # fmt: skip
+    # A group of experts is in one replica, or consists of whole replicas, which decode in step.
+    if max(plan.ep, plan.tp) % min(plan.ep, plan.tp):
+        raise ValueError(f"plan {plan}: e = {plan.ep} or t = {plan.tp} must divide the other")
+
+
+def split_for_decoding(model, plan, *, device_mesh):
+    """Turn a whole model into this rank's part of a generator's plan, and return it.
+
+    model, plan, device_mesh: as in `parallelize`. The result only samples: rows of experts are
+    sent without gradients. The t ranks of a replica share the decoding: all of them get the same
+    tokens, and compute the same logits of the whole vocabulary. `gather_replica` makes the same
+    batch of their lists. Ranks that exchange rows of experts with other replicas need the same
+    number of model calls: `end_together`.
+    """
+    require_generator_plan(plan)
+    plan.require_fits(world=dist.get_world_size(), config=model.config)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    # One new token in a row cannot be split along the sequence, so between f and g every tensor
+    # rank has all rows.
+    grid = with_sequence(device_mesh, False)
+    shard_model(model, grid)
+    places = {name: place_of(name, shape, grid, "ddp", False) for name, shape in shapes.items()}
+    model.part = Part(plan, grid.device, places, grid)
+    model.calls = None
+
+    # All t ranks have all rows. Each sends a share of them to experts that are whole, or these
+    # would get every row t times.
+    if plan.tp > 1 and plan.etp == 1:
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "experts"):
+                share_out_rows(layer.mlp, grid.group["t"])
+    if plan.ep * plan.etp > plan.tp:
+        model.calls = CallsInStep(model, grid.group["e"])
+        model.hidden = model.calls.hidden
+    return model
+
+
+def share_out_rows(mlp, group):
+    """Let each of the t ranks, which have the same rows, send some of them to the experts."""
+    run = mlp.forward
+
+    def forward(x_BSM, /, on_routing=None):
+        # 5 rows on 2 ranks are 0 1 2 and 3 4 -, where - is a row of zeros. Wherever it is routed
+        # to, its result is cut off.
+        rows_NM = x_BSM.flatten(0, -2)
+        padded_NM = F.pad(rows_NM, (0, 0, 0, -len(rows_NM) % group.size()))
+        out_1nM = run(parallel.own_chunk(padded_NM, group)[None], on_routing=on_routing)
+        # COMM: an all-gather over the t ranks, which have the same number of rows. Pinned by
+        # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+        return parallel.all_gather(out_1nM[0], group)[: len(rows_NM)].view_as(x_BSM)
+
+    mlp.forward = forward
+
+
+class CallsInStep:
+    """The model calls of ranks that exchange rows of experts, one at a time on all of them.
+
+        rank 0   call  call  call  call  end           a rank that has ended runs one token, for
+        rank 1   call  call  end   ....  ....          nobody, as long as another one calls
+    """
+
+    def __init__(self, model, group):
+        self.run = model.hidden
+        self.group = group
+        self.device = model.part.device
+
+    def hidden(self, tokens_BS, /, **options):
+        """Run `hidden` on a rank that has something to decode."""
+        self.ranks_that_call(1)
+        return self.run(tokens_BS, **options)
+
+    def ranks_that_call(self, here) -> int:
+        # COMM: an all-reduce of one number over the e ranks before each model call, so that a rank
+        # which has ended knows whether the others need its experts once more. Pinned by
+        # tests/full/test_generator_plan.py::test_replicas_that_end_early_serve_their_experts.
+        count = torch.tensor(here, device=self.device)
+        dist.all_reduce(count, group=self.group)
+        return int(count)
+
+
+@torch.no_grad()
+def end_together(model) -> None:
+    """Serve this rank's experts until the other ranks have decoded all they had, too."""
+    calls = getattr(model, "calls", None)
+    if calls is not None:
+        token_11 = torch.zeros(1, 1, dtype=torch.int64, device=calls.device)
+        while calls.ranks_that_call(0):
+            calls.run(token_11)
+
+
+def share_or_allocate(source, target, device) -> None:
+    """Give a model on the meta device memory, the source's own where both have the same entries.
+
+    What an optimizer writes into a shared parameter of the source is in the target at once, and
+    `copy_weights` leaves it out. The content of new memory is undefined. Degrees decide what is
+    shared, so it is the same on all ranks. source: None where there is none on these ranks.
+    """
+    # FSDP moves its shards' memory about, and a stage of a pipeline has some of the layers only,
+    # which the other ranks of its pipeline need to be sent.
+    sources = {}
+    if source is not None and part_of(source).mode != "fsdp" and part_of(source).plan.pp == 1:
+        sources = dict(source.named_parameters())
+    for name, q in [*target.named_parameters()]:
+        p = sources.get(name)
+        is_shared = p is not None and p.dtype == q.dtype
+        if is_shared:
+            is_shared = part_of(source).places[name].pattern == target.part.places[name].pattern
+        memory = p.detach() if is_shared else torch.empty_like(q, device=device)
+        set_tensor(target, name, nn.Parameter(memory, requires_grad=False))
+    for name, buffer in [*target.named_buffers()]:
+        set_tensor(target, name, torch.zeros_like(buffer, device=device))
+
+
+@torch.no_grad()
+def copy_weights(source, target, optimizer=None) -> None:
+    """Copy source's parameters and buffers into target's, in target's dtypes. Collective.
+
+    source: of any plan.
+    target: whole on every rank, or of `split_for_decoding`.
+    optimizer: the source's, which may have masters.
+
+    One tensor after the other is gathered, and each rank keeps its part: at most the two models'
+    parts and one whole tensor are in memory. A parameter that both have in one memory is left out.
+    ValueError if names or shapes differ.
+    """
+    part = part_of(source)
+    # In compute_dtype a parameter is its master, rounded once. In another dtype it would be rounded
+    # twice. The master itself may be a part of a rank's part (zero1), and then costs more messages.
+    is_rounded = next(target.parameters()).dtype == part.compute_dtype
+    tensors, places = weights_and_places(source, None if is_rounded else optimizer)
+    tensors = tensors | persistent_buffers(source)
+    places = {name: whole_place(x) for name, x in tensors.items()} | places
+
+    # COMM: an all-gather over the stages says what each of them has. The first stage that has a
+    # tensor sends it. The ranks of this group have other layers, and the same entries of what t and
+    # e cut. Pinned by
+    # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+    group = part.grid.group["p"] if part.plan.pp > 1 else None
+    table = {name: (places[name].shape, places[name].pattern) for name in tensors}
+    tables = [table] if group is None else all_gather_objects(table, group)
+
+    # Every rank has all tables now, so all of them find a difference before any weight is sent.
+    wanted = dict(target.named_parameters()) | persistent_buffers(target)
+    targets = {name: whole_place(x) for name, x in wanted.items()} | part_of(target).places
+    shapes = {name: shape for table in tables for name, (shape, _) in table.items()}
+    differ = shapes.items() ^ {name: targets[name].shape for name in wanted}.items()
+    if differ:
+        raise ValueError(f"models differ: {sorted({name for name, _ in differ})}")
+
+    for name, q in wanted.items():
+        q = local(q.detach())
+        x = local(tensors[name].detach()) if name in tensors else None
+        if x is not None and x.is_set_to(q):
+            continue
+        # Where the source was first cut as the target is, by t and e of one degree, only what was
+        # cut after that, by FSDP, is gathered. Degrees decide, so all ranks go the same way.
+        first = next(rank for rank, table in enumerate(tables) if name in table)
+        _, pattern = tables[first][name]
+        there = targets[name]
+        is_cut_alike = pattern[: len(there.cuts)] == there.pattern
+        if x is not None:
+            x = places[name].gather(x, len(there.cuts) if is_cut_alike else 0)
+        if group is not None:
+            # COMM: a broadcast over the stages. All take the names in one order. Pinned by
+            # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+            shape = q.shape if is_cut_alike else there.shape
+            x = q.new_empty(shape) if x is None else x.to(q).contiguous()
+            dist.broadcast(x, group=group, group_src=first)
+        q.copy_(x if is_cut_alike else x[there.region])

@@ -1,0 +1,212 @@
+"""The action expert, and `stress --model`: rings of a VLA model train as one process does.
+
+Blocks, windows and PAD of the example's dense masks are compared there with those of the ring.
+"""
+
+import dataclasses
+import json
+from unittest import mock
+
+import example_action_expert as example
+import measure_vla as vla
+import pytest
+import torch
+from conftest import ROOT
+from example_action_expert import (
+    ActionExpert, Prefix, block_attention, control, control_case, flow_matching_loss, flow_time,
+    masked_attention, sample_actions, time_features, velocity_of,
+)  # fmt: skip
+from measure_ring import unshard_replicated
+from test_ranks import as_script, ranks
+
+from full.check import relative, tiny
+from full.masks import Mask
+from full.ring import indices
+
+SCRIPT = ROOT / "tests/example_action_expert.py"
+
+
+def velocity_after(model, expert, batch, prefix, *, tokens=None, **placed):
+    """v(x, tau) of an expert after a prefix of six tokens that are not PAD."""
+    tokens = batch["tokens"] if tokens is None else tokens
+    model.hidden(tokens, attention=prefix.record, **placed)
+    options = dict(positions_B1=torch.full((len(tokens), 1), 6), state=batch["state"])
+    return lambda x, tau: expert(x, tau, prefix, **options)
+
+
+@pytest.mark.quick
+def test_padding_in_the_prefix_changes_nothing():
+    model, expert, batch = control_case(torch.float64)
+    want = velocity_of(model, expert, batch)(batch["noise"], batch["tau"])
+    at = torch.tensor([0, 2, 3, 4, 6, 7])  # PAD at 1 and 5
+    padded, positions = torch.full((3, 8), 3), torch.zeros(3, 8, dtype=torch.long)
+    padded[:, at], positions[:, at] = batch["tokens"], torch.arange(6)
+    prefix = Prefix(torch.zeros_like(padded), torch.arange(8).expand(3, 8) % 4 != 1, positions)
+    placed = dict(tokens=padded, positions=positions)
+    got = velocity_after(model, expert, batch, prefix, **placed)(batch["noise"], batch["tau"])
+    assert relative(got, want) < 1e-12
+
+
+@pytest.mark.quick
+def test_padding_gives_zero_not_nan():
+    q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
+    seen = torch.tensor([[[1, 0, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]]).bool()
+    out = masked_attention(q, k, v, seen, scale=1.0)
+    out.sum().backward()
+    assert out[:, :, [0, 2]].all() and all(x.grad.isfinite().all() for x in (q, k, v))
+    assert not any(x[:, :, [1, 3]].any() for x in (out, q.grad, k.grad, v.grad))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("detach", [False, True])
+def test_detach_stops_the_gradient_at_the_prefix(detach):
+    model, expert, batch = control_case(torch.float64)
+    prefix = Prefix(torch.zeros_like(batch["tokens"]), detach=detach)
+    out = velocity_after(model, expert, batch, prefix)(batch["noise"], batch["tau"])
+    grads = torch.autograd.grad(out.sum(), list(model.parameters()), allow_unused=True)
+    assert any(g is not None and g.any() for g in grads) == (not detach)
+
+
+@pytest.mark.quick
+def test_flow_matching_is_its_equation_and_euler_follows_the_field():
+    actions, noise = torch.randn(2, 3, 4, 2, dtype=torch.float64)
+    tau = torch.rand(3, dtype=torch.float64)
+    got = flow_matching_loss(lambda x, t: 2 * x + t[:, None, None], actions, noise, tau)
+    for b in range(3):
+        x = tau[b] * actions[b] + (1 - tau[b]) * noise[b]
+        assert torch.allclose(got[b], ((2 * x + tau[b] - actions[b] + noise[b]) ** 2).mean())
+    seen = []
+
+    def velocity(x, tau):  # the field of one data point: straight to it
+        seen.append(tau[0].item())
+        return (actions - x) / (1 - tau[:, None, None])
+
+    assert torch.allclose(sample_actions(velocity, noise), actions, atol=1e-12)
+    assert seen == pytest.approx([n / 10 for n in range(10)])
+
+
+@pytest.mark.quick
+def test_flow_times_are_beta_distributed_and_have_features_of_their_periods():
+    tau = flow_time((torch.arange(100_000).double() + 0.5) / 100_000)
+    s = 1 - tau / 0.999  # Beta(1.5, 1): mean 0.6, P(s < x) = x^1.5
+    assert s.mean().item() == pytest.approx(0.6, abs=1e-4)
+    assert (s < 0.3).double().mean().item() == pytest.approx(0.3**1.5, abs=1e-4)
+    x = time_features(torch.tensor([0.0, 0.004, 1.0], dtype=torch.float64), 8)
+    assert torch.allclose(x[:, :4] ** 2 + x[:, 4:] ** 2, torch.ones(3, 4).double())
+    assert torch.allclose(x[0], x.new_tensor([0.0] * 4 + [1.0] * 4))
+    assert x[1, 0].abs() < 1e-12 and x[1, 4] == pytest.approx(1)  # a whole period of 0.004
+    assert x[2, 3] == pytest.approx(1)  # a quarter of 4
+
+
+@pytest.mark.quick
+def test_an_expert_that_does_not_fit_is_named():
+    config = tiny("gemma3_text")
+    expert = ActionExpert(dataclasses.replace(config, head_dim=12), action_dim=2)
+    with pytest.raises(ValueError, match="head_dim is 12 in the expert and 10 in the prefix"):
+        expert.require_fits(config)
+    given = torch.zeros(1, 2, 2), torch.zeros(1), None
+    with pytest.raises(ValueError, match="has no state"):
+        expert(*given, positions_B1=None, state=torch.zeros(1, 1))
+    with pytest.raises(ValueError, match="dense"):
+        ActionExpert(tiny("qwen3_moe"), action_dim=2)
+
+
+def test_the_check_passes_and_fails(capsys, tmp_path):
+    code, out, err = as_script(SCRIPT, "check", cwd=tmp_path)
+    assert code == 0 and 0 < float(out.split()[-1]) <= 1e-12, err
+
+    def without_windows(*tokens):
+        attention = block_attention(*tokens)
+        return lambda q, k, v, /, *, window=None, **options: attention(q, k, v, **options)
+
+    def not_a_number(*tokens):
+        return lambda q, k, v, /, **options: torch.full_like(q, torch.nan)
+
+    for fault in (without_windows, not_a_number):
+        with mock.patch.object(example, "block_attention", fault):
+            assert example.main(["check"]) == 1
+    assert example.main([]) == example.main(["check", "control"]) == 2
+    assert "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps, bound", [
+    (130, 0.5), pytest.param(400, 0.15, marks=pytest.mark.slow)])
+def test_the_toy_task_is_learnt(capsys, steps, bound):
+    code = control(steps)
+    lines = capsys.readouterr().out.splitlines()
+    first, last = (float(line.split()[-1]) for line in (lines[0], lines[-2]))
+    assert last < bound < 1 < first
+    assert json.loads(lines[-1])["ok"] == (last < 0.15) == (code == 0)
+
+
+seed, scale, summed = vla.sampler_seed, vla.loss_scale, vla.Rings.sum
+FAULTS = {  # name: (where, what, what stands there instead)
+    "rings seeded alike": (vla, "sampler_seed", lambda step, rank, size: seed(step, 0, size)),
+    "each rank of a ring counts the suffix": (vla, "loss_scale", lambda replicated: scale(False)),
+    "a mean of the rings' means": (vla.Rings, "sum", lambda self, x, over=1: (
+        2 * x if over == vla.RING else summed(self, x))),
+    "a gather that does not sum gradients": (vla, "unshard", unshard_replicated),
+    "PAD is seen": (vla, "mask_of", lambda block, valid, at: (
+        Mask(*Mask.blocks(block).keys[1:3], position_BS=at))),
+    "windows count PAD": (vla, "mask_of", lambda block, valid, at: Mask.blocks(block, valid)),
+}  # fmt: skip
+
+
+def _runs(rank):
+    """Three steps, and one with each fault."""
+    found = {"sound": vla.on_rings(3, torch.float64)}
+    for name, fault in FAULTS.items():
+        with mock.patch.object(*fault):
+            found[name] = vla.on_rings(1, torch.float64)
+    return found
+
+
+@pytest.fixture(scope="module")
+def truth():
+    return vla.on_one(3, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return ranks(tmp_path_factory.mktemp("vla"), vla.WORLD, _runs)
+
+
+def test_two_rings_train_as_one_process(found, truth):
+    assert max(vla.errors(found[0]["sound"][0], truth).values()) < 1e-10
+    assert len({rank["sound"][1] for rank in found}) == 1
+    assert all(grad.any() for grad in truth.grads[0])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(found, truth, fault):
+    once = truth._replace(losses=truth.losses[:1], grads=truth.grads[:1])
+    assert vla.errors(found[0][fault][0], once)["gradient"] > 1e-3
+
+
+@pytest.mark.quick
+def test_every_batch_has_every_kind_of_pad():
+    shards = [indices(vla.P, rank, vla.RING) for rank in range(vla.RING)]
+    for step in range(vla.EPOCH):
+        for ring in range(0, vla.WORLD, vla.RING):
+            valid = vla.draw(step, ring, torch.float64)["valid"]
+            alive = torch.stack([valid[:, shard].any(1) for shard in shards], 1)
+            kinds = ~valid.all(1), ~alive.any(1), alive.any(1) & ~alive.all(1)  # last: of one rank
+            assert all(rows.any() for rows in kinds)
+            assert alive.any(0).all() == (step % 5 != ring // vla.RING)
+
+
+@pytest.mark.quick
+def test_each_row_of_the_stress_table_can_fail():
+    near = vla.Run([2.0] * 25 + [1.0] * 25, [(torch.ones(2),)] * 50, [torch.ones(2)], [True] * 50)
+    bad = vla.Run([2.5] * 50, [(torch.zeros(2),)] * 50, [torch.full((2,), torch.nan)], [False])
+    for given in ((near, near, near, near), (bad, near, bad, near)):
+        rows = vla.judge(*given, [(7, 7), (8, 8 if given[0] is near else 9)])
+        assert {value <= bound for _, value, bound in rows} == {given[0] is near}
+
+
+@pytest.mark.slow
+def test_fifty_steps_in_bf16(tmp_path):
+    code, out, err = as_script(ROOT / "ring_attention.py", "stress", "--model", cwd=tmp_path)
+    assert code == 0, out + err
+    line = json.loads(out.splitlines()[-1])
+    assert line["ok"] and line["loss"]["bf16"][1] < 0.7 * line["loss"]["bf16"][0]

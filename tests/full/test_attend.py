@@ -1,0 +1,530 @@
+"""attend and merge on one device: exact, clean of what PAD holds, within SDPA's own error."""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+import torch.utils.checkpoint as ckpt
+from conftest import shortened
+from oracles import FLASH, Watch, draw, plain_attention, worst
+from torch.autograd import grad as grad_of
+from torch.nn.functional import scaled_dot_product_attention
+
+from full import ring
+from full import attend as attention
+from full.attend import DTYPES, KEPT_PAIRS, attend
+from full.check import examples, relative
+from full.masks import ALL, NEVER, PARTIAL, TILES, Mask, Sizes, as_mask, boxes
+from full.ring import indices
+from ring_attention import merge
+
+both = pytest.mark.parametrize("backend", ("math", "fused"))
+quick = pytest.mark.quick
+
+
+def noise(shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(5))
+
+
+def compared(leaves, dout, mask, **options):
+    """Ours, and the definition's: out, lse, gradients through out, through lse, through both."""
+    every = Mask.full(max(leaves[0].shape[2], leaves[1].shape[2]))
+    every = every.slice(slice(leaves[0].shape[2]), slice(leaves[1].shape[2]))
+    visible = (every if mask is None else as_mask(mask)).dense()
+    scores = {name: options[name] for name in ("scale", "softcap") if name in options}
+    pairs = attend(*leaves, mask, **options), plain_attention(*leaves, visible, **scores)
+    upstream = dout, noise(pairs[1][1].shape, pairs[1][1].dtype)
+    results = []
+    for pair in pairs:
+        results.append([*pair])
+        for some in (slice(0, 1), slice(1, 2), slice(0, 2)):
+            how = dict(retain_graph=True, materialize_grads=True)
+            results[-1] += grad_of(pair[some], leaves, upstream[some], **how)
+    assert torch.equal(pairs[0][1] == -math.inf, pairs[1][1] == -math.inf)
+    return results
+
+
+@pytest.fixture(params=[128, 8, 3])
+def tile(request, monkeypatch):
+    """The side of a tile: one, many, and ones that divide nothing."""
+    set_tiles(monkeypatch, request.param)
+    return request.param
+
+
+def set_tiles(monkeypatch, tile, *, partial=None, most=None):
+    """Cut boxes into small ones: causal squares of a tile in the backward and in the formulas."""
+    partial, most = partial or 2 * tile, most or 4 * tile
+    whole = Sizes(tile, NEVER, most, most, partial)
+    small = whole._replace(square=tile)
+    names = {"cpu forward": whole, "cuda": whole, "cpu backward": small, "formulas": small}
+    assert names.keys() == TILES.keys()
+    monkeypatch.setattr("full.attend.TILES", names)
+
+
+def exact_cases():
+    """{name: (arguments of `draw`, mask, options, sides of a tile)}."""
+    found = {}
+    for kind, mask in examples(41, 4).items():
+        found[kind] = dict(rows=41), mask, {}, (128, 8, 3)
+        whole = Mask.full(41) if mask is None else as_mask(mask)
+        for name, rows, keys in (
+            ("two shards", indices(41, 1, 3), indices(41, 0, 3)),
+            ("a corner", slice(9, 41), slice(0, 13)),
+        ):
+            part = whole.slice(rows, keys)
+            shape = dict(rows=part.shape[2], keys=part.shape[3])
+            found[f"{name} of {kind}"] = shape, part, {}, (4,)
+        for scores in (dict(softcap=1.5), dict(scale=0.7, softcap=3.0), dict(scale=0.7)):
+            found[f"{kind}, {scores}"] = dict(rows=41), mask, scores, (8,)
+
+    # Heads and widths, numbers of queries and keys, and none; one row of a mask for a whole batch.
+    for groups, width in itertools.product((1, 2, 4), (1, 3, 64, 129, 512)):
+        shape = dict(rows=11, groups=groups, width=width)
+        found[f"{shape}"] = shape, Mask.causal(11), {}, (128,)
+    for rows, keys in ((5, 23), (23, 5), (1, 1), (1, 40), (0, 7), (7, 0), (0, 0)):
+        mask = Mask.causal(40).slice(slice(40 - rows, 40), slice(keys))
+        shape = dict(rows=rows, keys=keys)
+        found[f"{shape}"] = shape, mask, {}, (128,)
+        found[f"{shape}, full"] = shape, None, {}, (128,)
+    doc = torch.arange(20) // torch.tensor([[6], [6], [6], [9], [6]])
+    for name, ids in (("five rows", doc), ("one row for five", doc[0])):
+        found[name] = dict(rows=20, batch=5), Mask.documents(doc_ids=ids), {}, (128, 8, 3)
+    return found
+
+
+EXACT = exact_cases()
+EVERY = [
+    pytest.param(name, tile, marks=[] if options or tile == 4 else quick)
+    for name, (_, _, options, tiles) in EXACT.items() for tile in tiles
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, tile", EVERY)
+def test_attention_and_its_gradients_are_the_plain_attention(name, tile, monkeypatch):
+    set_tiles(monkeypatch, tile)
+    shape, mask, options, _ = EXACT[name]
+    for backend in ("math",) if "softcap" in options else ("math", "fused"):
+        found, truth = compared(*draw(**shape), mask, backend=backend, **options)
+        assert worst(found, truth) < 1e-12
+    if name in examples(8):  # zeros would not pass, but for dv through lse, which is 0
+        norms = [x.detach().norm() for x in truth[2:]]
+        assert norms.pop(5) == 0 and min(norms) > 1 and relative(0 * truth[2], truth[2]) == 1
+
+
+STRIDES = {
+    "last two exchanged": lambda x: x.mT.contiguous().mT,
+    "tokens first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "every second number": lambda x: torch.stack((x, 0 * x), -1).flatten(-2)[..., ::2],
+}
+
+
+@quick
+@both
+@pytest.mark.parametrize("name", STRIDES)
+def test_strides_do_not_matter(backend, name):
+    """Of inputs, and of upstream gradients, of which an expanded one has a stride of 0."""
+    leaves, dout = draw(20, width=6)
+    for mask, upstream in ((Mask.causal(20), dout), (None, torch.ones(()).expand(dout.shape))):
+        truth = attend(*leaves, mask, backend=backend)[0]
+        want = grad_of(truth, leaves, upstream.contiguous().double())
+        views = [STRIDES[name](x.detach()).requires_grad_() for x in leaves]
+        assert all(torch.equal(a, b) for a, b in zip(views, leaves, strict=True))
+        out = attend(*views, mask, backend=backend)[0]
+        upstream = STRIDES[name](dout) if mask else upstream.double()
+        assert worst((out, *grad_of(out, views, upstream)), (truth, *want)) < 1e-14
+
+
+@quick
+@both
+def test_expanded_inputs_get_the_sum_of_the_gradients(backend):
+    leaves, dout = draw(13, heads=4, groups=4)
+    one = [x.detach()[:1, :1].clone().requires_grad_() for x in leaves]
+    pair = attend(*(x.expand(2, 4, -1, -1) for x in one), Mask.causal(13), backend=backend)
+    truth = plain_attention(*one, Mask.causal(13).dense())
+    want = grad_of(truth[0], one, dout.sum((0, 1), keepdim=True))
+    truth = [x.expand(2, 4, *x.shape[2:]) for x in truth]
+    assert worst((*pair, *grad_of(pair[0], one, dout)), (*truth, *want)) < 1e-12
+
+
+@quick
+def test_a_second_derivative_is_refused():
+    leaves, dout = draw(5)
+    for function in (attend, functools.partial(ring.ring_attention, return_lse=True)):
+        with pytest.raises(NotImplementedError, match="second derivative"):
+            grad_of(function(*leaves)[0], leaves[0], dout, create_graph=True)
+
+
+@quick
+@both
+def test_nothing_is_written_into_arguments(backend):
+    leaves, dout = draw(12)
+    before = [x.detach().clone() for x in (*leaves, dout)]
+    out, lse = attend(*leaves, examples(12, 4)["blocks"], backend=backend)
+    before += out.detach().clone(), lse.detach().clone()
+    out.backward(dout)
+    merge(out, lse, out, lse)
+    assert all(torch.equal(a, b) for a, b in zip((*leaves, dout, out, lse), before, strict=True))
+
+
+def errors_of_both(dtype, mask):
+    """Errors of out, dq, dk, dv against float64: ours, and SDPA's at this dtype."""
+    leaves, dout = draw(512, heads=8, groups=2, width=64, batch=1, dtype=dtype)
+    sdpa = functools.partial(scaled_dot_product_attention, attn_mask=mask.dense(), enable_gqa=True)
+
+    def run(attention, tensors, upstream):
+        out = attention(*tensors)
+        return [x.detach() for x in (out, *grad_of(out, tensors, upstream))]
+
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    truth = run(lambda *x: plain_attention(*x, mask.dense())[0], exact, dout.double())
+    ours = run(lambda *x: attend(*x, mask)[0], leaves, dout)
+    assert all(x.dtype == dtype for x in ours)
+    assert attend(*leaves, mask)[1].dtype == torch.float32
+    results = ours, run(sdpa, leaves, dout)
+    return [[relative(a, b) for a, b in zip(x, truth, strict=True)] for x in results]
+
+
+@pytest.mark.parametrize("mask", [Mask.causal(512), Mask.causal(512, window=200)])
+@pytest.mark.parametrize(
+    "dtype, most", [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)]
+)
+def test_low_precision_stays_within_twice_the_error_of_sdpa(dtype, most, mask):
+    ours, rival = errors_of_both(dtype, mask)
+    assert max(a / b for a, b in zip(ours, rival, strict=True)) <= most
+
+
+DEAD = torch.arange(40) % 5 == 2
+GEN = torch.Generator().manual_seed(0)
+SEE_NOTHING = {  # masks in which some queries see nothing
+    "blocks": Mask.blocks(torch.arange(40) // 7, ~DEAD),
+    "dense": (torch.rand(2, 4, 40, 40, generator=GEN) > 0.7) & ~DEAD[:, None],
+}
+
+
+@quick
+@both
+@pytest.mark.parametrize("kind", SEE_NOTHING)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_sees_nothing_is_zero_whatever_arrives(dtype, kind, backend, tile):
+    leaves, dout = draw(40, dtype=dtype)
+    mask = as_mask(SEE_NOTHING[kind]).slice(ALL, ALL)  # without boxes of another tile
+    clean = grad_of(attend(*leaves, mask, backend=backend)[0], leaves, dout)
+    most = {torch.float64: 1e-12, torch.bfloat16: 1e-2}.get(dtype, 1e-3)  # the way may be another
+    arriving = torch.tensor([1.0, 1e300, math.inf, math.nan], dtype=torch.float64).repeat(2)
+    dout[:, :, DEAD] = arriving[:, None].to(dtype)
+    out, lse = attend(*leaves, mask, backend=backend)
+    assert (out[:, :, DEAD] == 0).all() and (lse[:, :, DEAD] == -math.inf).all()
+    assert lse[:, :, ~DEAD].isfinite().all()
+    grads = grad_of(out, leaves, dout, retain_graph=True)
+    assert worst(grads, [x.double() for x in clean]) < most
+    dlse = noise(lse.shape).to(lse)
+    dlse[:, :, DEAD] = arriving.to(lse)
+    grads += grad_of((out, lse), leaves, (dout, dlse))
+    assert not any(x[:, :, DEAD].any() for x in grads[::3])
+    assert all(x.isfinite().all() for x in grads)
+
+
+PAD = torch.arange(40) % 9 == 4
+PADDED = {
+    "padding": Mask.padding(~PAD),
+    "padding, all see": Mask.padding(~PAD, causal=False),
+    "documents": Mask.documents(doc_ids=torch.where(PAD, -1, torch.arange(40) // 15)),
+    "blocks": Mask.blocks(torch.arange(40) // 7, ~PAD),
+    "dense": Mask.padding(~PAD).dense(),
+}
+
+
+@quick
+@both
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e300])
+@pytest.mark.parametrize("kind", PADDED)
+def test_garbage_in_pad_reaches_nothing(kind, poison, backend, tile):
+    """In q, k, v and both upstream gradients at once: every result is equal to the last bit."""
+    leaves, dout = draw(40)
+    mask = as_mask(PADDED[kind]).slice(ALL, ALL)  # without boxes of another tile
+
+    def run(fill):
+        tensors = [x.detach().masked_fill(PAD[:, None], fill).requires_grad_() for x in leaves]
+        dlse = noise(dout.shape[:3]).masked_fill(PAD, fill)
+        upstream = dout.masked_fill(PAD[:, None], fill), dlse
+        pair = attend(*tensors, mask, backend=backend)
+        through_out = grad_of(pair[0], tensors, upstream[0], retain_graph=True)
+        return [*pair, *through_out, *grad_of(pair, tensors, upstream)]
+
+    clean, found = run(0.5), run(poison)
+    assert all(torch.equal(a, b) for a, b in zip(found, clean, strict=True))
+    out, lse, *grads = found
+    assert not any(x[:, :, PAD].any() for x in (out, *grads))
+    assert (lse[:, :, PAD] == -math.inf).all() and lse[:, :, ~PAD].isfinite().all()
+    assert all(grad[:, :, ~PAD].any() for grad in grads)
+
+
+@both
+@pytest.mark.parametrize("poison", shortened([math.nan, math.inf, -math.inf], math.nan, math.inf))
+@pytest.mark.parametrize("case", ["future", "document", "window"])
+def test_what_is_not_finite_stays_out_of_other_tiles_and_is_not_hidden(case, poison, backend, tile):
+    """Rows that share no tile with a bad query or key are clean; rows that see it are not."""
+    at = torch.arange(40)
+    bad, mask, reached, clean = {
+        "future": (30, Mask.causal(40), at >= 30, at < 0),
+        "document": (12, Mask.documents(doc_ids=at // 10), (at // 10 == 1) & (at >= 12), at < 10),
+        "window": (20, Mask.causal(40, window=8), (at >= 20) & (at < 28), at < 12),
+    }[case]
+    clean = clean & (tile <= 10)
+    leaves, dout = draw(40)
+    truth = attend(*leaves, mask, backend=backend)[0]
+    upstream = torch.where(clean[:, None], dout, 0.0)
+    want = grad_of(truth, leaves, upstream, retain_graph=True)[0]
+    of_all = grad_of(truth, leaves, dout)
+    for which in range(3):
+        tensors = [x.detach().clone() for x in leaves]
+        tensors[which][:, :, bad] = poison
+        tensors = [x.requires_grad_() for x in tensors]
+        out, lse = attend(*tensors, mask, backend=backend)
+        dq = grad_of(out, tensors, upstream, retain_graph=True)[0]
+        pairs = (out, truth), (dq, want)
+        assert all(worst([a[:, :, clean]], [b[:, :, clean]]) < 1e-12 for a, b in pairs)
+        if which == 2 or math.isnan(poison):  # never hidden
+            shown = at == bad if which == 0 else reached
+            assert not out[:, :, shown].isfinite().all(-1).any()
+            assert which == 2 or lse[:, :, shown].isnan().all()
+
+        # Whatever arrives from upstream: a document has tiles of its own, unless a tile is longer.
+        grads = grad_of(out, tensors, dout)
+        if case == "document" and math.isnan(poison):
+            assert grads[0][:, :, bad].isnan().all()
+            others = [[x[:, :, at // 10 != 1] for x in some] for some in (grads, of_all)]
+            assert tile > 10 or worst(*others) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_selective_checkpointing_keeps_is_not_changed(dtype):
+    """A kernel's own results are kept for the backward, and later boxes of the same rows merge."""
+    flash = getattr(torch.ops.aten, FLASH).default
+    contexts = functools.partial(ckpt.create_selective_checkpoint_contexts, [flash])
+    mask = Mask.causal(512).slice(indices(512, 0, 2), ALL)
+    leaves, dout = draw(256, 512, dtype=dtype)
+    run = lambda *qkv: attend(*qkv, mask)[0]  # noqa: E731
+    kept = ckpt.checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
+    pairs = zip(grad_of(kept, leaves, dout), grad_of(run(*leaves), leaves, dout), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("overflown", [slice(0, 3), slice(3, 6)])
+def test_a_row_of_minus_inf_has_no_mass(overflown, monkeypatch):
+    """All its scores overflow downwards in one tile of keys: the other tile alone is the result."""
+    set_tiles(monkeypatch, 3, most=3)
+    q, k, v = (x.detach() for x in draw(6, groups=4, dtype=torch.float32)[0])
+    q = q.abs() * 1e10
+    k *= 1e-10  # so that their lse is small, and a mass of exp(0) would count
+    k[:, :, overflown] = -1e30
+    others = torch.ones(6, dtype=torch.bool)
+    others[overflown] = False
+    truth = attend(q, k[:, :, others], v[:, :, others], backend="math")
+    pair = attend(q, k, v, backend="math")
+    assert all(torch.equal(a, b) for a, b in zip(pair, truth, strict=True))
+    assert pair[1].isfinite().all()
+
+
+@quick
+@both
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_scores_of_1e5_in_either_order_stay_finite(dtype, order, backend, tile):
+    leaves, dout = draw(40, dtype=dtype)
+    with torch.no_grad():
+        leaves[0][..., 0] = 100.0
+        leaves[1][..., 0] = torch.linspace(-3000 * order, 3000 * order, 40)
+    pair = attend(*leaves, Mask.causal(40), backend=backend)
+    truth = plain_attention(*(x.double() for x in leaves), Mask.causal(40).dense())
+    assert pair[1].abs().max() > 1e4
+    assert all(x.isfinite().all() for x in (*pair, *grad_of(pair[0], leaves, dout)))
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    assert worst(pair, truth) < bound
+
+
+# merge ---------------------------------------------------------------------------------------
+
+
+@quick
+def test_merge_of_dead_rows_has_clean_values_and_gradients():
+    gen = torch.Generator().manual_seed(0)
+    out1, out2 = (torch.randn(5, 3, generator=gen, dtype=torch.float64) for _ in range(2))
+    lse1, lse2 = (torch.randn(5, generator=gen, dtype=torch.float64) * 3 for _ in range(2))
+    tensors = [x.requires_grad_() for x in (out1, lse1, out2, lse2)]
+    assert torch.autograd.gradcheck(merge, tensors)
+
+    # Row 0 is dead in both sets, row 1 in the first, row 2 in the second; row 3 is nearly so.
+    lse1, lse2 = lse1.detach().clone(), lse2.detach().clone()
+    lse1[[0, 1]], lse2[[0, 2]] = -math.inf, -math.inf
+    lse1[3], lse2[3] = 1e5, -1e5
+    tensors[1], tensors[3] = lse1.requires_grad_(), lse2.requires_grad_()
+    out, lse = merge(*tensors)
+    assert torch.equal(out[1:4], torch.stack((out2[1], out1[2], out1[3])))
+    assert (out[0] == 0).all() and lse[0] == -math.inf and lse[1] == lse2[1] and lse[3] == 1e5
+    grads = grad_of((out, lse), tensors, (torch.randn_like(out), torch.ones_like(lse)))
+    assert all(grad.isfinite().all() and (grad[0] == 0).all() for grad in grads)
+    assert grads[1][1] == 0 and grads[3][2] == 0
+
+
+@quick
+@pytest.mark.parametrize("a, b, c", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_parts_and_their_gradients_merge_to_the_whole_in_any_order(a, b, c):
+    leaves, dout = draw(11, 24)
+    mask, (q, k, v) = Mask.causal(24).slice(slice(4, 15), slice(24)), leaves  # dead beyond key 14
+    parts = []
+    for keys in (slice(0, 3), slice(3, 9), slice(9, 24)):
+        parts.append(attend(q, k[:, :, keys], v[:, :, keys], mask.slice(slice(None), keys)))
+    assert (parts[2][1] == -math.inf).any() and (parts[0][1] > -math.inf).all()
+    upstream = dout, noise(dout.shape[:3])
+    truth = plain_attention(*leaves, mask.dense())
+    want = grad_of(truth, leaves, upstream, retain_graph=True)
+    assert all(grad.norm() > 1 for grad in want)
+    for pair in (
+        merge(*merge(*parts[a], *parts[b]), *parts[c]),
+        merge(*parts[a], *merge(*parts[b], *parts[c])),
+    ):
+        assert worst(pair, truth) < 1e-14
+        assert worst(grad_of(pair, leaves, upstream, retain_graph=True), want) < 1e-12
+
+
+@quick
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_merge_takes_parts_in_low_precision_and_gives_their_dtype(dtype):
+    gen = torch.Generator().manual_seed(0)
+    out1, out2, dout = torch.randn(3, 6, 4, generator=gen).to(dtype)
+    lse1, lse2, dlse = torch.randn(3, 6, generator=gen)
+    given = [x.requires_grad_() for x in (out1, lse1, out2, lse2)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    pair, truth = merge(*given), merge(*exact)
+    found = *pair, *grad_of(pair, given, (dout, dlse))
+    assert [x.dtype for x in found] == [dtype, torch.float32] * 3
+    want = grad_of(truth, exact, (dout.double(), dlse.double()))
+    assert worst(found, (*truth, *want)) < 4 * torch.finfo(dtype).eps
+
+
+@quick
+def test_the_backend_is_fused_where_the_kernel_can_and_says_why_not():
+    def is_fused(x, **options):
+        with Watch() as watch:
+            attend(x, x, x, **options)
+        return bool(watch.calls(FLASH))
+
+    q = torch.zeros(1, 2, 3, 5)
+    other = torch.empty(1, 2, 3, 64, device="meta", dtype=torch.bfloat16)
+    assert is_fused(q) and is_fused(q.half())
+    assert not is_fused(q, softcap=1.0) and not is_fused(q, backend="math")
+    for x, options, text in ((q, dict(softcap=1.0), "softcap"), (other, {}, "meta")):
+        with pytest.raises(ValueError, match=text):
+            attend(x, x, x, backend="fused", **options)
+
+
+def bad(**changes):
+    shapes = {"q": (2, 4, 5, 8), "k": (2, 2, 5, 8), "v": (2, 2, 5, 8)} | changes
+    return [torch.zeros(shapes[name]) for name in "qkv"]
+
+
+@quick
+@pytest.mark.parametrize(
+    "tensors, options, text",
+    [
+        (bad(q=(2, 4, 8)), {}, r"expected q \(B, H, q, D\).*\(2, 4, 8\)"),
+        (bad(v=(2, 2, 6, 8)), {}, "k and v of one shape"),
+        (bad(q=(1, 4, 5, 8)), {}, "batch and head size"),
+        (bad(q=(2, 4, 5, 16)), {}, "batch and head size"),
+        (bad(q=(2, 3, 5, 8)), {}, "multiple of key heads"),
+        (bad(q=(2, 0, 5, 8)), {}, "multiple of key heads"),
+        (bad(q=(2, 4, 5, 513), k=(2, 2, 5, 513), v=(2, 2, 5, 513)), {}, "1 to 512"),
+        ([*bad()[:2], bad()[2].double()], {}, "one dtype"),
+        ([x.long() for x in bad()], {}, "one dtype"),
+        (bad(), {"mask": Mask.causal(6)}, r"a mask of \(5, 5\) queries and keys, got \(6, 6\)"),
+        (bad(), {"mask": Mask.causal(5, batch=3)}, "batch 3"),
+        (bad(), {"mask": torch.ones(2, 3, 5, 5, dtype=torch.bool)}, "3 heads"),
+        (bad(), {"mask": torch.ones(5, 5)}, "expected a Mask or a bool tensor"),
+        (bad(), {"mask": "causal"}, "expected a Mask or a bool tensor"),
+        (bad(), {"scale": -1.0}, "expected a positive number or None as scale"),
+        (bad(), {"softcap": math.inf}, "expected a positive number or None as softcap"),
+        (bad(), {"backend": "flash"}, "as backend, got"),
+    ],
+)
+def test_bad_input_is_refused_with_what_came(tensors, options, text):
+    with pytest.raises(ValueError, match=text):
+        attend(*tensors, **options)
+
+
+def test_a_compiled_model_calls_attention_outside_its_graphs():
+    leaves, dout = draw(12)
+
+    def model(q, k, v):
+        return ring.ring_attention(2 * q, k, v, mask=Mask.causal(12)) + attend(q, k, v)[0]
+
+    compiled = grad_of(torch.compile(model, backend="aot_eager")(*leaves), leaves, dout)
+    assert worst(compiled, grad_of(model(*leaves), leaves, dout)) < 1e-14
+
+
+AT = torch.arange(4096)
+LARGE = {
+    "causal": lambda: Mask.causal(4096),
+    "documents": lambda: Mask.documents(doc_ids=AT // 300),
+    "blocks": lambda: Mask.blocks(AT // 77, AT % 50 != 3),
+    "padding": lambda: Mask.padding(AT % 7 != 2),
+    "tree": lambda: Mask.tree(torch.where((AT < 1000) | (AT >= 2500), 4096, 2500)),
+    "window": lambda: Mask.causal(4096, window=1000),
+}
+
+
+@pytest.mark.parametrize("kind", shortened(LARGE, "causal", "padding", "tree"))
+def test_nothing_of_size_s_by_s_is_allocated(kind):
+    given = dict(heads=1, groups=1, batch=1, dtype=torch.float32)
+    leaves, dout = draw(4096, width=16, **given)
+    for backend in ("math", "fused"):
+        with Watch() as watch:
+            attend(*leaves, LARGE[kind](), backend=backend)[0].backward(dout)
+        assert watch.largest <= 4096 * 4096 // 16
+
+    # The watch sees what the definition allocates.
+    leaves, dout = draw(512, **given)
+    with Watch() as watch:
+        plain_attention(*leaves, Mask.causal(512).dense())[0].backward(dout)
+    assert watch.largest >= 512 * 512
+
+
+@pytest.mark.parametrize("mask", [None, Mask.full(4096), Mask.causal(4096)])
+def test_a_causal_or_full_mask_is_one_call_on_cuda(mask, monkeypatch):
+    """Counted here with the sizes of CUDA: one call forward, one backward, without a bias."""
+    monkeypatch.setattr("full.attend.TILES", {name: TILES["cuda"] for name in TILES})
+    q, k, v = (torch.randn(1, 1, 4096, 8, requires_grad=True) for _ in range(3))
+    with Watch() as watch:
+        attend(q, k, v, mask)[0].sum().backward()
+    causal = mask is not None and not mask.dense().all()
+    for name in (FLASH, f"{FLASH}_backward"):  # is_causal is the last of the arguments
+        given = [(args[-1] is True, kw.get("attn_mask")) for args, kw in watch.calls(name)]
+        assert given == [(causal, None)]
+
+
+def test_partial_tiles_are_made_once_and_kept_up_to_a_bound(monkeypatch):
+    """Of documents that fit no tile: layers and directions share masks, and the rest are remade."""
+    made, real = [], Mask.dense
+    monkeypatch.setattr(Mask, "dense", lambda mask: made.append(mask.shape) or real(mask))
+    set_tiles(monkeypatch, 16, partial=16, most=16)
+    leaves, dout = draw(64)
+
+    def three_layers(room):
+        monkeypatch.setattr("full.attend.KEPT_PAIRS", room)
+        mask = Mask.documents(doc_ids=[i // 5 for i in range(64)])
+        made.clear()
+        for _ in range(3):
+            grads = grad_of(attend(*leaves, mask)[0], leaves, dout)
+        return grads, len(made), mask
+
+    want, once, mask = three_layers(KEPT_PAIRS)
+    tiles = [box.kind for box in boxes(mask, attention.TILES["cpu forward"])]
+    assert once == tiles.count(PARTIAL) > 3
+
+    # Room for two tiles, and for none: 3 layers make the others, forward and backward.
+    for room, kept in ((512, 2), (0, 0)):
+        grads, count, _ = three_layers(room)
+        assert count == kept + 6 * (once - kept)
+        assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))

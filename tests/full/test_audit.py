@@ -1,0 +1,692 @@
+"""audit.py: honest runs pass, and what is wrong with a run is the first row outside.
+
+A run is made once and changed by a digit; or it is made with a fault planted in its process. Then
+the audit, which has no part in either, is held to the row that it must name.
+"""
+
+import json
+import pkgutil
+import re
+import shutil
+import stat
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import LOOKUP, ROOT, shortened
+from oracles import LiveBytes
+from test_ranks import as_script
+from test_rollout import Chat, checkpoint, folder  # noqa: F401, two fixtures
+from test_run import GET, SHARD, _main, begin, contents, end, flip_a_bit, good, killed
+from test_run import runs_made_once
+
+from full import byhand
+from full.__main__ import main
+from full.audit import Case, RunFiles, audited, groups_again, play_again
+from full.byhand import Recorded, State, step_by_hand
+from full.checkpoint import write_checkpoint
+from full.config import Config
+from full.expected import Exact, Rounding, clip_margins, order
+from full.metrics import METRICS
+from full.optimizer import training_tensors
+from full.run import build, locked
+from full.text import make_task
+from full.trainer import Trainer
+
+TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
+TINY += "--lr 0.02 --lr-warmup 0 --eval-every 3 --eval-prompts 6 --save-every 1 --keep 9 --out run"
+RUN = f"{TINY} --steps 4 --kl-coef 0.05 --clip-high 0.02 --clip-low 0.02"
+ONE = f"{RUN} --minibatches 1"  # with one update there is no second one to see what the first did
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory):
+    """The directory of a run with these flags, made once for each."""
+    run = runs_made_once(tmp_path_factory)
+    return lambda flags=RUN, world=1: run(flags, world)
+
+
+@pytest.fixture
+def audit_of(capsys):
+    """audit_of(run, ..): the text of `audit run --all ..`, and its table.
+
+    {key: (recorded, by hand, difference, allowed, verdict)}
+    """
+
+    def audit(run, *argv):
+        assert main(["audit", str(run), "--all", *argv]) == 0
+        text = capsys.readouterr().out
+        return text, rows_of(text)
+
+    return audit
+
+
+@pytest.fixture
+def copied(honest, tmp_path):
+    """copied(flags): a copy of an honest run, to be changed."""
+    return lambda flags=RUN: Path(shutil.copytree(honest(flags), tmp_path / "run"))
+
+
+@pytest.fixture
+def case_of(tmp_path):
+    """case_of(run, step): the Case of a step."""
+
+    def make(run, step):
+        files = RunFiles(run)
+        task = make_task(files.config)
+        case = Case(files, task, step, tmp_path, files.rollouts(step, task.vocab_size))
+        case.find_states(print)
+        return case
+
+    return make
+
+
+def assert_right(report):
+    assert report.wrong is None, [row for row in report.rows if not row.ok]
+
+
+# What honest runs show -------------------------------------------------------------------------
+
+
+def rows_of(text):
+    """{key: (recorded, by hand, difference, allowed, verdict)} of a printed table."""
+    found = re.findall(r"^(\S+) +(\S+) +(\S+) +(\S+) +(\S+)  (ok|OUTSIDE)$", text, re.M)
+    return {key: (*map(float, rest), verdict) for key, *rest, verdict in found}
+
+
+def test_the_audit_of_an_honest_run(honest, audit_of):
+    """Every metric that the step determines has a row; the tokens of a group sum to the loss."""
+    run = honest()
+    before = contents(run)
+    text, rows = audit_of(run, "--step", "2")
+    assert contents(run) == before
+    assert text.splitlines()[-1] == "audit of step 2: ok" and "step-00000003" in text
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[2])
+    undetermined = {"step", "logprob_gap/identical", "memory/peak"}
+    undetermined |= {name for name in line if name.startswith("seconds/")}
+    assert rows.keys() & line.keys() == line.keys() - undetermined
+    assert list(rows) == [key for key in order() if key in rows]
+    assert all(verdict == "ok" for *_, verdict in rows.values())
+    loss = rows["loss/token_mean"]
+    assert abs(loss[1]) > 1e-4 and 0 < loss[2] <= loss[3] < 1e-5
+    assert rows["ratio/clipped_fraction"][0] > 0.01 and rows["kl/token_mean"][0] > 1e-5
+
+    # The token table: the parts of this group, and what the others add.
+    parts = [float(x) for x in re.findall(r"^ .* (?:yes|no) +\S+ +(\S+e\S+)$", text, re.M)]
+    sums = re.search(r"this group (\S+) \+ the other groups (\S+) = (\S+),", text)
+    own, others, total = map(float, sums.groups())
+    assert sum(parts) == pytest.approx(own, abs=1e-6) and abs(own) > 1e-5
+    assert own + others == pytest.approx(total) and total == pytest.approx(loss[1], abs=1e-14)
+
+
+def test_the_command_says_what_it_needs_or_why_it_cannot(honest, tmp_path):
+    for argv in ([str(honest()), "--step", "2"], ["nowhere"]):
+        code, _, err = as_script("full", "audit", *argv, cwd=tmp_path)
+        assert code == (2 if argv == ["nowhere"] else 0), err
+        refused = f"error: {argv[0]} cannot be audited" in err
+        assert refused == (argv == ["nowhere"]) and refused == ("GB of memory" not in err)
+
+
+def test_a_group_can_be_spelled_out_and_the_default_step_is_behind_a_checkpoint(honest, audit_of):
+    """models.full_definition gives a group's tokens the same numbers; step 3 has an evaluation."""
+    text, rows = audit_of(honest(RUN + " --dtype float64 --save-every 3 --steps 5"), "--group", "1")
+    assert "audit of step 3: ok" in text and text.count("group 1, rollout ") == 8
+    assert max(row[2] for row in rows.values()) < 1e-12
+    assert all(row[3] < 1e-11 for row in rows.values())
+    assert "not compared" in text and "parameters" not in rows
+
+
+def test_the_closed_part_is_a_whole_step(honest, process_group, case_of):
+    """A State does what an Exact does, to the last bit."""
+    case = case_of(honest(), 2)
+    weights = []
+    for kind in (Exact, State):
+        full = case.state(Exact, torch.float64)
+        state = full
+        if kind is State:
+            state = kind(*(getattr(full, field.name) for field in fields(kind)))
+        groups = groups_again(case.config, case.task, 2, case.lines)
+        step_by_hand(case.config, [*groups.values()], state, 0.02)
+        weights.append(torch.cat([p.detach().flatten() for p in state.model.parameters()]))
+    before = case.state(Exact, torch.float64).model
+    before = torch.cat([p.detach().flatten() for p in before.parameters()])
+    assert torch.equal(*weights) and not torch.equal(weights[1], before)
+
+
+@pytest.mark.quick
+def test_adamw_by_hand_computes_in_float32_and_stores_in_bfloat16():
+    """torch's AdamW in float32, from the same stored numbers; both ends are rounded once."""
+    model = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    p = model.weight
+    m, v = torch.randn_like(p), torch.rand_like(p)
+    p.grad = torch.randn_like(p)
+    state = State(model, {"weight": p}, {"weight": [4, m, v]})
+    wide = p.detach().float().requires_grad_()
+    theirs = torch.optim.AdamW([wide], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    theirs.state[wide] = dict(step=torch.tensor(4.0), exp_avg=m.float(), exp_avg_sq=v.float())
+    wide.grad = p.grad.float()
+    theirs.step()
+    state.adamw(SimpleNamespace(beta2=0.95, weight_decay=0.1), 0.1, 1.0)
+    stored = theirs.state[wide]
+    steps, *moments = state.moments["weight"]
+    assert steps == 5
+    pairs = zip((p, *moments), (wide, stored["exp_avg"], stored["exp_avg_sq"]), strict=True)
+    for found, exact in pairs:
+        # Two orders of float32 operations may fall on two sides of where bfloat16 rounds.
+        assert found.dtype == torch.bfloat16
+        assert (found != exact.bfloat16()).double().mean() < 0.01
+
+
+@pytest.mark.parametrize("key, value", [("tokens", [0, 99]), ("logprobs", [0.0]), ("sampled", None),
+                                        ("advantage", [0.0]), ("rewards", [[0]]), ("group", [0])])
+def test_a_line_that_is_not_a_rollout_is_refused(copied, key, value):
+    path = copied() / "rollouts.jsonl"
+    line = json.loads(path.read_text().splitlines()[0]) | {key: value}
+    path.write_text(json.dumps(line))
+    with pytest.raises(ValueError, match="line 1 is not a rollout"):
+        RunFiles(path.parent).rollouts(0, 4)
+
+
+CLIPPED = dict(objective="clip", clip_low=0.2, clip_high=0.3, dual_clip=0,
+               cispo_bound=5)  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("changes, margins", [
+    ({}, [0.3, -0.2]), (dict(dual_clip=3), [0.3, -0.2, -1.9]), (dict(objective="cispo"), [-3.9]),
+    (dict(objective="gmpo"), [0.25, -0.25]), (dict(objective="sapo"), []),
+])  # fmt: skip
+def test_a_margin_is_the_distance_from_each_bound(changes, margins):
+    """Of a token with a ratio of 1.1; for gmpo its logarithm, here 0.05."""
+    s = SimpleNamespace(terms=[dict(r=1.1)], lp=[-1.0], old=[-1.05])
+    found = clip_margins(SimpleNamespace(**CLIPPED | changes), s)
+    assert found == pytest.approx(margins)
+
+
+@pytest.mark.quick
+def test_many_numbers_are_allowed_what_the_largest_is():
+    """8 times the distance of the two precisions, and a unit in the last place of the largest."""
+    rounding = Rounding.of("float32", 8)
+    row = rounding.row_of_many("key", [1e-12, 2e-12], [1e-3, 2e-3], [1e-3, 2e-3 + 1e-9])
+    assert (row.recorded, row.by_hand, row.difference) == (0, 2e-12, 2e-12)
+    assert row.allowed == pytest.approx(8e-9 + 2e-3 * 2**-23)
+
+
+# Settings that a file or a precision has a part in; measure_grpo.STEPS has all the others.
+SETTINGS = {
+    "critic, long warm-up": "--advantage gae --kl-coef 0.05 --kl-in reward --kl k1 --lr-warmup 9",
+    "forks": "--forks 2 --fork-turns 2 --advantage per_branch --dtype float64",
+    "proximal": "--proximal --importance-cap 1.001 --generator-dtype bfloat16 --temperature 0.8",
+    "filter": "--overlong filter --aggregation constant --max-new-tokens 8 --minibatches 3",
+    "bfloat16": "--dtype bfloat16",
+    "entropy alone": "--advantage gae --aggregation sequence_mean",  # step 0 has no reward
+    "demonstrations": f"--task {LOOKUP} --size 2 --demos 3 --kl-coef 0.1 "
+    "--entropy-coef 0.02",
+}  # fmt: skip
+QUICK = "critic, long warm-up", "forks", "proximal", "filter", "entropy alone"
+
+
+@pytest.mark.parametrize("name", shortened(SETTINGS, *QUICK))
+def test_settings_are_audited(honest, process_group, name):
+    """At the step behind the newest checkpoint, and at one with a checkpoint behind it."""
+    run = honest(f"{TINY} --steps 3 {SETTINGS[name]}")
+    for step in (0, 2):
+        report = audited(run, step, task=LOOKUP if LOOKUP in SETTINGS[name] else "")
+        assert_right(report)
+        allowed = {row.key: row.allowed for row in report.rows}
+        if "float64" in SETTINGS[name]:
+            assert max(row.difference for row in report.rows) < 1e-12
+        elif name != "bfloat16" and step > 0:  # the critic's first advantages are rounding
+            assert allowed["loss/token_mean"] < 1e-5
+
+
+@pytest.mark.parametrize("flags", ["--dtype float64", "--plan t2 --heads 4"])
+def test_runs_of_several_ranks_are_audited_by_one(honest, process_group, flags):
+    assert_right(audited(honest(f"{TINY} --steps 3 {flags}", 2), 2))
+
+
+def test_a_run_that_learns_from_a_teacher_is_audited(honest, process_group):
+    """Under tensor parallelism A is the teacher's log-prob less the sampler's, too."""
+    teacher = honest(f"{TINY} --steps 2 --seed 5 --heads 4") / "hf"
+    flags = f"{TINY} --steps 3 --dtype float64 --objective reinforce --minibatches 1 --plan t2"
+    flags = f"{flags} --heads 4 --lr 5e-3 --entropy-coef 0 --teacher {teacher}"
+    run = honest(flags, 2)
+    report = audited(run, 2)
+    assert_right(report)
+    assert max(row.difference for row in report.rows) < 1e-10
+    first, *_, last = map(json.loads, (run / "metrics.jsonl").open())
+    name = "advantage/token_mean"  # an estimate of -KL(policy, teacher)
+    assert abs(last[name]) < abs(first[name])
+
+
+def test_it_goes_on_to_a_step_without_a_checkpoint(honest, process_group, copied):
+    run = copied()
+    for n in (2, 3):
+        shutil.rmtree(run / f"step-{n:08d}")
+    report = audited(run, 3)
+    assert any("on to step 3 by the ordinary code" in text for text in report.intro)
+    assert report.wrong is None
+    exact = {row.key: row for row in audited(honest(), 3).rows}
+    again = {row.key: row for row in report.rows}
+    assert again["loss/token_mean"].allowed > 5 * exact["loss/token_mean"].allowed
+    assert again["loss/token_mean"].difference == exact["loss/token_mean"].difference
+
+    # Without recorded rollouts it samples again.
+    (run / "rollouts.jsonl").rename(run / "gone")
+    report = audited(run, 1)
+    assert report.wrong is None and any("sampled again" in text for text in report.intro)
+    (run / "gone").rename(run / "rollouts.jsonl")
+
+    # Where one process makes another run, it says so.
+    edit_line(run, 1, "reward/mean", lambda x: x + 1e-3)
+    with pytest.raises(ValueError, match="reward/mean of step 1 is .* audit a step right after"):
+        audited(run, 3)
+
+
+def test_a_killed_and_resumed_run_is_audited(honest, tmp_path, process_group):
+    """Lines of rollouts.jsonl are cut on resume, and written again."""
+    flags = f"{TINY} --steps 5 --save-every 2"
+    killed(tmp_path, flags, GET, 4)
+    with (tmp_path / "run" / "rollouts.jsonl").open("a") as file:
+        file.write('{"step": 3, "group"')
+    good(tmp_path, "--resume --out run")
+    text = (tmp_path / "run" / "rollouts.jsonl").read_text()
+    assert text == (honest(flags) / "rollouts.jsonl").read_text()
+    steps = [json.loads(line)["step"] for line in text.splitlines()]
+    assert {step: steps.count(step) for step in steps} == {0: 32, 2: 32, 4: 32}
+    for step in (2, 4):
+        assert audited(tmp_path / "run", step).wrong is None
+
+
+@pytest.mark.quick
+def test_rollouts_are_logged_all_or_none_or_some(honest):
+    def counts(flags):
+        path = honest(flags) / "rollouts.jsonl"
+        steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        return {step: steps.count(step) for step in steps}
+
+    flags = f"{TINY} --steps 3 --save-every 2 --eval-every 2"
+    assert counts(flags) == {0: 32, 1: 8, 2: 32}
+    assert counts(f"{flags} --log-rollouts all") == {0: 32, 1: 32, 2: 32}
+    assert counts(f"{flags} --log-rollouts none") == {}
+
+
+@pytest.mark.quick
+def test_the_page_stands_alone(honest, tmp_path, audit_of):
+    """No script, no address but its own; each trained token has its equations and a link."""
+    page = tmp_path / "page.html"
+    printed, rows = audit_of(honest(), "--step", "2", "--html", str(page))
+    text = page.read_text()
+    assert not re.search(r"<script|https?:|src=|@import|url\(", text)
+    assert all(row in text for row in rows) and "audit of step 2: ok" in text
+    shown = re.findall(r'<td><a class="token([^"]*)" id="(\w+)" href="#(\w+)"([^>]*)>', text)
+    assert all(name == link for _, name, link, _ in shown)
+    trained = [name for _, name, _, shade in shown if "rgba" in shade]
+    clips = re.findall(r"^ .* (yes|no) +\S+ +\S+e\S+$", printed, re.M)
+    assert len(trained) == len(clips)
+    assert 0 < clips.count("yes") == sum("clips" in kinds for kinds, *_ in shown)
+    assert len(trained) == text.count("(7) w l / Z = ") == text.count("(2) r = exp(now - old)")
+    assert len(trained) == text.count("-min(r A, clip(r, ")
+    assert sum("shared" in kinds for kinds, *_ in shown) > 7
+    assert text.count("clipped</div>") + text.count("clipped\n") == sum(
+        "clips" in kinds for kinds, *_ in shown)  # fmt: skip
+
+
+def test_a_summary_has_the_rows_that_are_outside(process_group, copied, capsys):
+    run = copied()
+    assert main(["audit", str(run), "--step", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"^(\d+) of \1 numbers are within what rounding explains; nearest", out, re.M)
+    assert not rows_of(out) and "rollout 0" not in out and out.endswith("audit of step 2: ok\n")
+    said = r"32 rollouts of \d+ tokens, .*: about \d.\d minutes and 0.5 GB of memory\n"
+    said += "comparing the parameters, entry by entry\n"
+    assert re.fullmatch(said, err)
+    edit_line(run, 2, "grad_norm", digit)
+    assert main(["audit", str(run), "--step", "2"]) == 1
+    out, _ = capsys.readouterr()
+    assert list(rows_of(out)) == ["grad_norm"] and "audit of step 2: grad_norm is outside" in out
+
+
+@pytest.mark.parametrize("name", ["", "--kl-coef 0.05 --compute-dtype bfloat16"])
+def test_memory_is_at_most_six_times_the_weights(honest, process_group, name):
+    """In float64: weights, gradient, two moments, and room. Mixed precision has masters besides."""
+    run = honest(f"{TINY} --steps 2 --layers 3 --hidden 128 --minibatches 2 {name}")
+    files = RunFiles(run)
+    model = build(files.config, make_task(files.config))[0]
+    weights = 8 * sum(p.numel() for p in model.parameters())
+    del model
+    with LiveBytes() as live:
+        assert audited(run, 1).wrong is None
+    assert 4 * weights < live.peak < 6 * weights, live.peak / weights
+
+
+def test_what_the_audit_does_not_know_is_said_in_one_line(
+    process_group, copied, monkeypatch, capsys
+):
+    run = copied()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[2]["new/metric"] = 1.0
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = audited(run, 2)
+    assert report.wrong is None and report.intro[-1] == (
+        "the audit does not know new/metric: add the definition to `metrics_by_hand` in "
+        "full/expected.py")
+    config = RunFiles(run).config
+    for table, name in (("OBJECTIVES", config.objective), ("ADVANTAGES", config.advantage)):
+        with monkeypatch.context() as patch:
+            patch.delitem(getattr(byhand, table), name)
+            assert main(["audit", str(run), "--step", "2"]) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert f"the audit does not know {name!r}: add it to {table} in full/byhand.py" in last
+
+
+PROXIMAL = "--device cpu --layers 2 --hidden 48 --heads 4 --prompts 8 --group 8 --eval-prompts 7 "
+PROXIMAL += "--lr-decay constant --lr-warmup 0 --steps 5 --save-every 2 --keep 9 --proximal "
+PROXIMAL += "--importance-cap 2 --out run"
+
+
+def test_a_ratio_of_1_may_be_off_by_the_rounding_of_two_forwards(process_group, copied):
+    """With --proximal the first ratios are of two log-probs, which round apart; by hand of one.
+
+    By how much they do depends on the machine's kernels, so the size is written into the file.
+    """
+    run = copied(PROXIMAL)
+    for apart, wrong in ((1.2e-6, None), (1e-4, "ratio/max_first")):
+        edit_line(run, 4, "ratio/max_first", lambda x, apart=apart: 1 + apart)
+        report = audited(run, 4)
+        (row,) = [row for row in report.rows if row.key == "ratio/max_first"]
+        assert report.wrong == wrong and row.by_hand == 1 and 1.2e-6 < row.allowed < 2e-5
+
+
+# The default run, and what flags make of it ------------------------------------------------------
+
+LONG = "--device cpu --out run --timeout 600 --steps 21 --save-every 20"
+WAYS = {  # a row of the table in full/RESULTS.md -> ranks, flags
+    "one process": (1, ""), "float64": (1, "--dtype float64"), "two ranks": (2, ""),
+    **{f"`{plan}`": (2, plan) for plan in ("--plan t2", "--plan c2", "--plan p2")},
+    **{f"`{flags}`": (1, flags) for flags in (
+        "--tree sparse", "--tree dta --chunk-tokens 2048", "--advantage gae", "--kl-coef 0.05",
+        "--compute-dtype bfloat16")},
+    "`--forks 2 --fork-turns 2`": (1, "--forks 2 --fork-turns 2 --advantage per_branch"),
+    "`--proximal --importance-cap 2`, sampled in bfloat16": (
+        1, "--proximal --importance-cap 2 --generator-dtype bfloat16"),
+    "two ranks, `fsdp`": (2, "--data-parallel fsdp"),
+    "two ranks, `zero1`": (2, "--data-parallel zero1"),
+    "two ranks, `zero1`, `--compute-dtype bfloat16`": (
+        2, "--data-parallel zero1 --compute-dtype bfloat16"),
+    "killed in step 17 and resumed": (1, "killed"), "a checkpoint on JSONL": (1, "jsonl"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WAYS)
+def test_the_default_run_made_in_any_way_is_audited(folder, process_group, name):  # noqa: F811
+    """`-s` shows a row of the table in full/RESULTS.md."""
+    world, flags = WAYS[name]
+    if flags == "killed":
+        killed(folder, f"{LONG} --save-every 5", GET, 18)
+        good(folder, f"--resume {LONG} --save-every 20")
+    elif flags == "jsonl":
+        task = "--task jsonl --data questions.jsonl --model DIR --prompts 8 --group 4"
+        good(folder, f"{LONG} {task} --max-new-tokens 12 --lr 1e-3")
+    else:
+        good(folder, f"{LONG} {flags}", world)
+    report = audited("run")
+    assert report.step == 20
+    assert_right(report)
+    rows = {row.key: row for row in report.rows}
+    share = {key: row.difference / row.allowed for key, row in rows.items() if row.difference}
+    closest = max(share, key=share.get)
+    cells = [rows[key].difference for key in ("loss/token_mean", "grad_norm", "parameters")]
+    apart = {key: row.difference for key, row in rows.items() if key in ROUNDED}
+    worst = max(apart, key=apart.get)
+    print(f"\n| {name} | {cells[0]:.1e} | {cells[1]:.1e} | {cells[2]:.1e} | "
+          f"{apart[worst]:.1e}, `{worst}` | {share[closest]:.0%} of it, `{closest}` |")  # fmt: skip
+
+
+ROUNDED = {"sampling", "rollouts/advantage", "value/token_mean", "value/explained_variance"}
+OF_UPDATES = [name for name, x in METRICS.items() if x.over_updates in ("mean", "max")]
+ROUNDED |= {*OF_UPDATES, *(f"{name}_first" for name in OF_UPDATES)}
+ROUNDED |= {"logprob_gap/max", "logprob_gap/mean", "advantage/token_mean", "advantage/token_std"}
+
+
+# Changes to a run's files ----------------------------------------------------------------------
+
+
+def edit_line(run, step, key, change, name="metrics.jsonl"):
+    """Change a number of a step's line, or of a list the first number that is not 0."""
+    lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
+    line = next(line for line in lines if line["step"] == step and np.any(line[key]))
+    if isinstance(line[key], list):
+        place = next(n for n, x in enumerate(line[key]) if np.any(x))
+        line[key][place] = change(line[key][place])
+    else:
+        line[key] = change(line[key])
+    (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def edit_tensor(run, step, name, factor):
+    """Multiply a tensor of a checkpoint, and seal it again, as somebody who means it would."""
+    files = RunFiles(run, "")
+    path = run / f"step-{step:08d}"
+    model, generator, _ = build(files.config, make_task(files.config))
+    trainer = Trainer(files.config, model, generator=generator)
+    trainer.load_checkpoint(path)
+    tensors = training_tensors(trainer.model, trainer.optimizer)
+    with torch.no_grad():
+        tensors[name].view(-1)[3] *= factor
+    state = json.loads((path / "state.json").read_text())
+    rest = {key: value for key, value in state.items() if key not in ("files", "seal")}
+    write_checkpoint(path, tensors, rest)
+
+
+def digit(x):
+    """The same number but for its fourth digit."""
+    return x * (1 + 1e-3)
+
+
+def in_line(key, change=digit, file="metrics.jsonl"):
+    """A change of a number in step 2's line of a file."""
+    return lambda run: edit_line(run, 2, key, change, file)
+
+
+def in_rollout(key, change=digit):
+    return in_line(key, change, "rollouts.jsonl")
+
+
+def in_config(key, value):
+    def change(run):
+        stored = json.loads((run / "config.json").read_text())
+        assert stored[key] != value
+        (run / "config.json").write_text(json.dumps(stored | {key: value}))
+
+    return change
+
+
+def in_tensor(step, name, factor):
+    return lambda run: edit_tensor(run, step, name, factor)
+
+
+CHANGES = {  # what is changed, and the first row that must be outside
+    "reward": (in_line("reward/mean"), "reward/mean"),
+    "advantage": (in_line("advantage/token_std"), "advantage/token_std"),
+    "loss": (in_line("loss/token_mean"), "loss/token_mean"),
+    "policy's loss": (in_line("loss/policy_token_mean"), "loss/policy_token_mean"),
+    "entropy": (in_line("entropy/token_mean"), "entropy/token_mean"),
+    "kl": (in_line("kl/token_mean"), "kl/token_mean"),
+    "clipped": (in_line("ratio/clipped_fraction", lambda x: x + 0.01), "ratio/clipped_fraction"),
+    "norm": (in_line("grad_norm"), "grad_norm"),
+    "evaluation": (in_line("eval/solved", lambda x: x + 1 / 6), "eval/solved"),
+    "a token": (in_rollout("tokens", lambda x: (x + 1) % 3), "rollouts/tokens"),
+    "a sampled log-prob": (in_rollout("logprobs"), "logprob_gap/max"),
+    "an advantage": (in_rollout("advantage"), "rollouts/advantage"),
+    "a reward": (in_rollout("rewards", lambda x: [x[0], x[1] + 0.1]), "rollouts/rewards"),
+    "--lr": (in_config("lr", 0.021), "lr"),
+    "--temperature": (in_config("temperature", 1.2), "sampling"),
+    "--entropy-coef": (in_config("entropy_coef", 0.021), "loss/token_mean_first"),
+    "--clip-high": (in_config("clip_high", 0.01), "ratio/clipped_fraction"),
+    "--kl": (in_config("kl", "k1"), "kl/token_mean_first"),
+    "--max-grad-norm": (in_config("max_grad_norm", 1e-3), "parameters"),
+    "--beta2": (in_config("beta2", 0.98), "parameters"),
+    "a weight": (in_tensor(2, "model.lm_head.weight", 1.001), "logprob_gap/max"),
+    "a moment": (in_tensor(2, "optimizer.lm_head.weight.exp_avg", 1.01), "parameters"),
+    "a weight behind": (in_tensor(3, "model.lm_head.weight", 1.001), "parameters"),
+}
+COMMON = "loss", "clipped", "norm", "a token", "--lr", "--entropy-coef", "a weight", "a moment"
+
+
+@pytest.mark.parametrize("name", shortened(CHANGES, *COMMON))
+def test_a_changed_digit_is_named(process_group, copied, name):
+    change, key = CHANGES[name]
+    run = copied(ONE if key == "parameters" else RUN)
+    change(run)
+    assert audited(run, 2).verdict == f"audit of step 2: {key} is outside"
+
+
+def test_a_turn_that_is_missing_has_reward_0(process_group, copied):
+    path = copied() / "rollouts.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    short = [line | {"rewards": [x for x in line["rewards"] if x[1]]} for line in lines]
+    assert short != lines
+    path.write_text("".join(json.dumps(line) + "\n" for line in short))
+    assert audited(path.parent, 2).wrong is None
+
+
+# Planted faults --------------------------------------------------------------------------------
+
+
+# A setting that a run ignores is a change of its configuration, above. These are other slips.
+
+
+def _shifted_mask(real, *args, **how):
+    groups = real(*args, **how)
+    for t in (t for group in groups for t in group):
+        t.mask = t.sampled = np.concatenate([[False], t.mask[:-1]])
+    return groups
+
+
+def _doubled_gradient(real, trainer, *args, **how):
+    found = real(trainer, *args, **how)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        for p in trainer.model.parameters():
+            if p.grad is not None:
+                p.grad *= 2
+    return found
+
+
+def _old_weights(real, trainer):
+    return trainer.policy_version if trainer.policy_version > 2 else real(trainer)
+
+
+FAULTS = {  # function, change(function, its arguments), ranks, flags, the first row outside
+    "divided by another count": (
+        "full.trainer.loss_denominator", lambda real, masks, **how: real(masks, **how) + 1, 1, ONE,
+        "loss/policy_token_mean"),
+    "a mask shifted by one": ("full.batches.play", _shifted_mask, 1, RUN, "rollouts/sampled"),
+    "a gradient doubled on one rank": (
+        "full.trainer.Trainer.forward_backward", _doubled_gradient, 2, ONE, "grad_norm"),
+    "old weights in the sampler": (  # of another dtype: else it has the policy's own memory
+        "full.trainer.Trainer.push_weights", _old_weights, 1,
+        f"{RUN} --generator-dtype bfloat16", "sampling"),
+}  # fmt: skip
+
+
+def _planted(rank, world, port, cwd, log, flags, fault):
+    name, change, *_ = FAULTS[fault]
+    owner, _, function = name.rpartition(".")
+    owner = pkgutil.resolve_name(owner)
+    real = getattr(owner, function)
+    setattr(owner, function, lambda *args, **how: change(real, *args, **how))
+    _main(rank, world, port, cwd, log, flags, None)
+
+
+@pytest.mark.parametrize("fault", shortened(FAULTS, *list(FAULTS)[:3]))
+def test_a_planted_fault_is_named(tmp_path, process_group, fault):
+    _, _, world, flags, key = FAULTS[fault]
+    (tmp_path / "here").mkdir()
+    codes, _, err = end(*begin(tmp_path / "here", flags, world, fault, _planted))
+    assert codes == [0] * world, err
+    assert audited(tmp_path / "here" / "run", 2).verdict == f"audit of step 2: {key} is outside"
+
+
+# What cannot be audited ------------------------------------------------------------------------
+
+
+def refusal(capsys, *argv):
+    assert main(["audit", *map(str, argv)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "cannot be audited" in err
+    return err
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("tokens, differs", [([9], 0), ([9, 4], 1), ([1], 3), ([1, 2, 3, 4], 0)])
+def test_tokens_past_the_end_and_missing_tokens_are_counted(tokens, differs):
+    """A lone 9 ends a rollout of `Chat`; another one goes on to the limit, here 4 tokens."""
+    task = Chat()
+    s = Recorded(0, 0, [0, 1, *tokens], [], [], [], False)
+    play_again(Config(max_new_tokens=4), task, *task.prompt(None, 1, False), s)
+    assert s.differs == differs
+
+
+@pytest.mark.quick
+def test_what_cannot_be_audited_says_why(copied, tmp_path, capsys):
+    run, step = copied(), ("--step", 2)
+    assert "no config.json" in refusal(capsys, tmp_path)
+    assert "no step 4: its lines are of 0 to 3" in refusal(capsys, run, "--step", 4)
+    assert "groups of step 2 are 0 to 3" in refusal(capsys, run, *step, "--group", 4)
+    flip_a_bit(run / "step-00000002" / SHARD)
+    assert f"step-00000002: {SHARD} is damaged" in refusal(capsys, run, *step)
+    (run / "rollouts.jsonl").write_text('{"step": 3, "group": 0, "rollout": 0}\n')
+    assert "rollouts.jsonl line 1 is not a rollout" in refusal(capsys, run, "--step", 3)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for text, message in [
+        ("".join(lines[1:]), "line 1 of metrics.jsonl is of step 1"), ("", "holds no whole line")
+    ]:
+        (run / "metrics.jsonl").write_text(text)
+        assert message in refusal(capsys, run)
+
+
+TASK = """
+from pathlib import Path
+from train_grpo import Guess
+open("imported", "a").close()
+class Mine(Guess):
+    def reply(self, state, answer):
+        if Path("broken").exists():
+            raise KeyError("gone")
+        return super().reply(state, answer)
+"""
+
+
+@pytest.mark.quick
+def test_no_file_that_the_run_names_is_imported(tmp_path, monkeypatch, capsys):
+    """And nothing in the directory is written: it may be read-only, and in use."""
+    (tmp_path / "mine.py").write_text(TASK)
+    good(tmp_path, f"{TINY} --steps 2 --task mine.py:Mine")
+    monkeypatch.chdir(tmp_path)
+    Path("imported").unlink()
+    assert "give it again, as --task FILE.py:Mine" in refusal(capsys, "run")
+    assert not Path("imported").exists()
+    modes = {path: path.stat().st_mode for path in [Path("run"), *Path("run").rglob("*")]}
+    before = contents(Path("run"))
+    with locked("run"):
+        for path, mode in modes.items():
+            path.chmod(mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
+        assert main(["audit", "run", "--task", "mine.py:Mine"]) == 0
+        for path, mode in modes.items():
+            path.chmod(mode)
+    assert contents(Path("run")) == before and Path("imported").exists()
+
+    # What the task raises is named with its line, after the traceback.
+    capsys.readouterr()
+    Path("broken").touch()
+    assert main(["audit", "run", "--task", "mine.py:Mine"]) == 2
+    *trace, last = capsys.readouterr().err.splitlines()
+    assert trace[0] == "Traceback (most recent call last):" and trace[-1] == "KeyError: 'gone'"
+    found = re.search(r"KeyError: 'gone' \(.*mine.py, line 8, in reply\)$", last)
+    assert found and last.startswith("error: run cannot be audited: ")

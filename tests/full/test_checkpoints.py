@@ -1,0 +1,627 @@
+"""Checkpoints: strict, whole or not at all, one tensor at a time, sharded, multimodal."""
+
+import contextlib
+import copy
+import functools
+import json
+import math
+import os
+import re
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, complaint_of
+from test_models import model_of
+from test_ranks import ranks
+
+from full import hf
+from full.__main__ import main
+from full.check import TINY, relative_error, tiny
+from full.files import read_json_lines
+from full.hf import load_hf, save_hf
+from full.logprobs import all_gather_logits, token_logprobs
+from full.model_config import read_json
+from full.parallelize import parallelize
+from full.places import full, local
+from full.plans import Grid, Plan
+from full.transformer import Transformer
+from models import FULL
+pytest.importorskip("safetensors", reason="tests/requirements.txt is not installed")
+
+import safetensors.torch  # noqa: E402
+
+NORM = "model.norm.weight"
+EXPERTS = "model.layers.1.mlp.experts."
+INDEX = "model.safetensors.index.json"
+
+
+def stored(folder, model_type="qwen3", dtype=torch.float32, **changes):
+    """A model, saved, and the file of its weights."""
+    model = model_of(model_type, dtype, **changes)
+    save_hf(model, folder)
+    return model, folder / "model.safetensors"
+
+
+def names_in(path):
+    with safetensors.safe_open(path, framework="pt") as reader:
+        return list(reader.keys())
+
+
+def rewrite(path, edit):
+    """edit(tensors) are the tensors of a file from now on."""
+    safetensors.torch.save_file(edit(safetensors.torch.load_file(path)), path)
+
+
+def rewrite_header(path, edit):
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    text = json.dumps(edit(json.loads(data[8 : 8 + size]))).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
+def rewrite_bytes(path, edit):
+    path.write_bytes(edit(path.read_bytes()))
+
+
+def rewrite_json(path, edit):
+    path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+
+
+def remove(path, _):
+    path.unlink()
+
+
+def write_config(path, text):
+    path.with_name("config.json").write_text(text)
+
+
+def without(tensors, name):
+    return {k: v for k, v in tensors.items() if k != name}
+
+
+def spoiled(tensors, name, place, value):
+    tensors[name].view(-1)[place] = value
+    return tensors
+
+
+def recast(tensors, name, dtype):
+    return tensors | {name: torch.ones(tensors[name].shape).to(dtype)}
+
+
+def same(model, other):
+    return all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def complaint_of_load(folder, model_type="qwen3", **options):
+    """The one line of what a load raises, which leaves a model that it was to fill as it was."""
+    model = Transformer(tiny(model_type)).init_weights(9)
+    before = copy.deepcopy(model)
+    said = complaint_of(load_hf, folder, model=model, **options)
+    assert same(before, model)
+    return said
+
+
+# Refused, and nothing is half loaded -----------------------------------------------------------
+
+
+def fuse(tensors):
+    """Stack the experts of a layer, as transformers 5 stores them."""
+    gate, up, down = (
+        torch.stack([tensors.pop(f"{EXPERTS}{e}.{kind}_proj.weight") for e in range(6)])
+        for kind in ("gate", "up", "down"))  # fmt: skip
+    both = torch.cat([gate, up], 1)
+    return tensors | {f"{EXPERTS}gate_up_proj": both, f"{EXPERTS}down_proj": down}
+
+
+def fuse_half(tensors):
+    return fuse(tensors) | {f"{EXPERTS}gate_up_proj": torch.zeros(6, 16, 24)}
+
+
+STORED_AS = {
+    "I8": torch.int8, "I64": torch.int64, "BOOL": torch.bool, "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+DAMAGE = {  # what is said: what is done to a file of qwen3_moe
+    r"1 tensors do not fit its config.json: model.norm.weight missing for \(24,\)":
+        (rewrite, lambda tensors: without(tensors, NORM)),
+    r"1 tensors do not fit .*: extra.weight \(2,\) for no parameter":
+        (rewrite, lambda tensors: tensors | {"extra.weight": torch.ones(2)}),
+    r"rotary_emb.cos \(5,\) for no parameter":
+        (rewrite, lambda tensors: tensors | {"model.rotary_emb.cos": torch.ones(5)}),
+    r"gate_up_proj \(6, 16, 24\) for \(6, 32, 24\)": (rewrite, fuse_half),
+    r"4 tensors .*o_proj.weight missing for \(24, 40\).*p_proj.weight \(24, 40\) for no parameter":
+        (rewrite_header, lambda header: {
+            k.replace("o_proj", "p_proj"): v for k, v in header.items()}),
+    r"model.norm.weight \(2, 12\) for \(24,\)":
+        (rewrite_header, lambda header: header | {NORM: header[NORM] | {"shape": [2, 12]}}),
+    "not a safetensors file: .*offset":
+        (rewrite_header, lambda header: header | {NORM: header[NORM] | {"data_offsets": [0, 8]}}),
+    "not a safetensors file": (rewrite_header, lambda header: [1]),
+    "model.safetensors is truncated": (rewrite_bytes, lambda data: data[:-7]),
+    "or not a safetensors file: .*header":
+        (rewrite_bytes, lambda data: b"\x10" + bytes(7) + b"not json at all!" + data),
+    "model.safetensors is missing": (remove, None),
+    "JSON of another kind: expected an object, got a list": (write_config, "[]"),
+    "config.json is not JSON": (write_config, "{"),
+    **{f"{name} is stored as {kind}; expected one of F64, F32, F16, BF16":
+       (rewrite, functools.partial(recast, name=name, dtype=dtype))
+       for kind, dtype in STORED_AS.items() for name in (NORM, f"{EXPERTS}0.up_proj.weight")},
+}  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("complaint", DAMAGE)
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_half_loaded(tmp_path, complaint):
+    damage, how = DAMAGE[complaint]
+    _, path = stored(tmp_path, "qwen3_moe")
+    damage(path, how)
+    found = [complaint_of(load_hf, tmp_path), complaint_of_load(tmp_path, "qwen3_moe"),
+             complaint_of(load_hf, tmp_path, dtype=torch.float32)]  # fmt: skip
+    for said in found:
+        assert re.search(complaint, said) and said.startswith(str(tmp_path))
+
+
+@pytest.mark.quick
+def test_a_bad_later_file_leaves_the_model_untouched(tmp_path):
+    save_hf(model_of(dtype=torch.float32), tmp_path, max_shard_bytes=8000)
+    last = max(tmp_path.glob("*.safetensors"))
+    whole = last.read_bytes()
+    rewrite(last, lambda tensors: tensors | {"extra": torch.ones(1)})
+    assert re.search("its files disagree about .*extra", complaint_of_load(tmp_path))
+    last.write_bytes(whole[:-9])
+    assert f"{last.name} is truncated" in complaint_of_load(tmp_path)
+    last.unlink()
+    assert f"{last.name} is missing" in complaint_of_load(tmp_path)
+
+
+@pytest.mark.quick
+def test_a_model_of_another_configuration_is_not_filled(tmp_path):
+    assert "config.json" in complaint_of(load_hf, tmp_path)
+    stored(tmp_path)
+    rope = Transformer(tiny(rope_parameters={FULL: {"rope_theta": 5e5}}))
+    assert "rope_parameters" in complaint_of(load_hf, tmp_path, model=rope)
+    assert "not both" in complaint_of_load(tmp_path, dtype=torch.float64)
+    assert "cannot say" in complaint_of(save_hf, Transformer(tiny(qkv_bias=True)), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", hf.DTYPES.values())
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, dtype, value):
+    _, path = stored(tmp_path, "qwen3_moe", dtype)
+    sound = path.read_bytes()
+    for name in ("model.embed_tokens.weight", f"{EXPERTS}5.up_proj.weight"):
+        for place in (0, 17, -1):  # wherever it is in a vector that the processor takes at once
+            path.write_bytes(sound)
+            rewrite(path, lambda t, name=name, place=place: spoiled(t, name, place, value))
+            said = complaint_of(load_hf, tmp_path)
+            assert said.startswith(f"{path}: {name} has weights that are NaN, or not finite in")
+
+
+def test_weights_beyond_the_models_dtype_are_refused(tmp_path):
+    _, path = stored(tmp_path)
+    rewrite(path, lambda tensors: spoiled(tensors, NORM, 5, 1e5))
+    load_hf(tmp_path)
+    said = complaint_of(load_hf, tmp_path, dtype=torch.float16)
+    assert f"{NORM} has weights that are NaN, or not finite in torch.float16" in said
+
+
+def _found_by_one(rank, folder):
+    """What each rank says where only the last shard of a tensor, or one rank's disk, is bad."""
+    plan, size = Plan(tp=2), dict(vocab_size=53)  # the second rank has the last rows
+    grid = Grid(plan)
+    first, second, third = (
+        parallelize(Transformer(tiny(**size)).init_weights(0), plan, device_mesh=grid)
+        for _ in range(3)
+    )
+    said = [complaint_of(load_hf, folder, model=first)]
+    here = folder if rank == 0 else folder / "nothing"
+    said.append(complaint_of(load_hf, here, model=second))
+    # The disk is full on the rank that writes: the others would wait for its tensors.
+    with no_file_beyond(3000 if rank == 0 else 10**9):
+        said.append(complaint_of(save_hf, third, folder, max_shard_bytes=8000, error=OSError))
+    return said
+
+
+def test_what_one_rank_finds_all_ranks_raise(tmp_path):
+    folder = tmp_path / "hf"
+    _, file = stored(folder)
+    rewrite(file, lambda tensors: spoiled(tensors, "model.embed_tokens.weight", -1, math.nan))
+    first, second = ranks(tmp_path, 2, _found_by_one, folder)
+    assert first == second
+    found, missing, unwritten = first
+    assert found.startswith(f"rank 1: {file}: model.embed_tokens.weight has weights that are NaN")
+    assert missing.startswith(f"rank 1: no {folder / 'nothing'}")
+    assert unwritten.startswith(f"rank 0: cannot write {folder / 'model-00001-of-'}")
+    assert "is missing" in complaint_of(load_hf, folder)  # neither the old weights nor new ones
+
+
+@contextlib.contextmanager
+def no_file_beyond(size):
+    """The kernel refuses to let any file of this process grow beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+DEEP = dict(num_hidden_layers=40)  # with a file for each tensor, the index is the largest file
+
+
+@pytest.mark.parametrize("changes, shard, size, named", [
+    (dict(vocab_size=99), 10**9, 3000, "model.safetensors"),  # the only file of weights
+    (dict(vocab_size=99), 10**9, 0, "model.safetensors"),
+    (dict(vocab_size=40, intermediate_size=99), 8000, 9000, "model-00005-of-00016.safetensors"),
+    ({}, 10**9, 10**9, "config.json"),
+    (DEEP, 1, 20_000, INDEX),
+])  # fmt: skip
+def test_a_full_disk_is_an_oserror_that_names_the_file(tmp_path, changes, shard, size, named):
+    stored(tmp_path)
+    if named == "config.json":
+        (tmp_path / named).unlink()
+        (tmp_path / named).symlink_to("/dev/full")
+    model = Transformer(tiny(**changes)).double().init_weights(0)
+    with no_file_beyond(size):
+        said = complaint_of(save_hf, model, tmp_path, max_shard_bytes=shard, error=OSError)
+    assert said.startswith(f"cannot write {tmp_path / named}: ")
+    if "model" in named:
+        complaint_of(load_hf, tmp_path)  # the old weights are not taken for the new ones
+
+
+# What is loaded --------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("model_type", TINY)
+def test_a_new_checkpoint_leaves_nothing_of_the_old_one(tmp_path, model_type):
+    model = model_of(model_type)
+    save_hf(model, tmp_path, max_shard_bytes=4000)
+    many = len(list(tmp_path.glob("model-*")))
+    other, _ = stored(tmp_path, "gemma3_text")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["config.json", "model.safetensors"] and same(other, load_hf(tmp_path))
+    save_hf(model, tmp_path, max_shard_bytes=40_000)
+    assert 1 < len(list(tmp_path.glob("model-*"))) < many
+    assert not (tmp_path / "model.safetensors").exists()
+    save_hf(model, tmp_path / "whole")
+    for folder in (tmp_path, tmp_path / "whole"):
+        again = load_hf(folder)
+        assert same(model, again) and again.config == model.config
+    names = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert all(name.endswith((".safetensors", ".json")) for name in names)
+
+
+DTYPES = {  # fields of config.json, the dtype of one tensor among bfloat16 ones, of the model
+    "as config.json says": ({"dtype": "bfloat16"}, torch.float32, torch.bfloat16),
+    "in the older spelling": ({"torch_dtype": "float16"}, torch.float32, torch.float16),
+    "both, the newer one first":
+        ({"dtype": "bfloat16", "torch_dtype": "float16"}, torch.float32, torch.bfloat16),
+    "the widest": ({"dtype": None}, torch.float32, torch.float32),
+    "the widest, as auto says nothing": ({"dtype": "auto"}, torch.float32, torch.float32),
+    "the widest, as int8 is not a model's": ({"dtype": "int8"}, torch.float32, torch.float32),
+    "the widest of two half precisions": ({}, torch.float16, torch.float32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DTYPES)
+def test_a_checkpoint_of_several_dtypes_is_loaded_in_one(tmp_path, case):
+    fields, other, want = DTYPES[case]
+    for name in ("lm_head.weight", "model.embed_tokens.weight", NORM):
+        model, path = stored(tmp_path, dtype=torch.bfloat16)
+        rewrite(path, lambda t, name=name: t | {name: t[name].to(other)})
+        rewrite_json(tmp_path / "config.json", lambda raw: without(raw, "dtype") | fields)
+        loaded = load_hf(tmp_path)
+        assert {p.dtype for p in loaded.parameters()} == {want} and same(model.to(want), loaded)
+        given = load_hf(tmp_path, dtype=torch.float64)
+        assert {p.dtype for p in given.parameters()} == {torch.float64}
+
+
+def test_a_multimodal_config_names_the_dtype_of_its_text_model(tmp_path):
+    stored(tmp_path, "gemma3_text")
+    path = tmp_path / "config.json"
+    text = json.loads(path.read_text()) | {"dtype": "float16"}
+    for more, want in ({}, torch.float16), ({"dtype": "bfloat16"}, torch.bfloat16):
+        path.write_text(json.dumps({"model_type": "gemma3", "text_config": text} | more))
+        assert load_hf(tmp_path).head_weight.dtype == want
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_the_text_model_of_a_multimodal_checkpoint(tmp_path, old):
+    transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
+    text = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                head_dim=8, num_attention_heads=4, num_key_value_heads=2, sliding_window=4,
+                sliding_window_pattern=2)  # fmt: skip
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                  image_size=16, patch_size=8)  # fmt: skip
+    config = dict(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    config = transformers.Gemma3Config(**config)
+    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p += 0.1 * torch.randn_like(p)
+    theirs.save_pretrained(tmp_path)
+    path, begin = tmp_path / "model.safetensors", "language_model.model."
+    if not old:  # as transformers 4.52 and later write them
+        rewrite(path, lambda t: {
+            "model." + k.replace(begin, "language_model."): v for k, v in t.items()})  # fmt: skip
+    begin = "language_model." if old else "model.language_model."
+    assert any(name.startswith(begin) for name in names_in(path))
+    tokens = torch.randint(1, 60, (2, 11))
+    got, want = load_hf(tmp_path)(tokens), theirs(input_ids=tokens).logits
+    assert relative_error(got, want) < 1e-5
+    save_hf(load_hf(tmp_path), tmp_path / "text")
+    assert load_hf(tmp_path / "text")(tokens).equal(got)
+
+
+FORMS = {  # a model, and how its file says the same in another way
+    "fused experts": ("qwen3_moe", {}, fuse),
+    "frequencies, as in old files of Llama": ("llama", {}, lambda tensors: tensors | {
+        f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.rand(5) for n in range(2)}),
+    "a tied matrix twice": ("llama", dict(tie_word_embeddings=True), lambda tensors: tensors | {
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
+}  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms_of_a_file_are_the_same_model(tmp_path, form):
+    model_type, changes, edit = FORMS[form]
+    model, path = stored(tmp_path, model_type, **changes)
+    rewrite(path, edit)
+    assert same(model, load_hf(tmp_path))
+    index = {"weight_map": dict.fromkeys(names_in(path), path.name)}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    assert same(model, load_hf(tmp_path))
+
+
+@pytest.mark.quick
+def test_filling_a_model_zeroes_what_no_checkpoint_holds(tmp_path):
+    policy, _ = stored(tmp_path, "qwen3_moe")
+    model = Transformer(tiny("qwen3_moe", router_bias_rate=0.1)).init_weights(5).add_value_head()
+    with torch.no_grad():
+        model.score.weight.fill_(7.0)
+        for buffer in model.buffers():
+            buffer.fill_(7)
+    load_hf(tmp_path, model=model)
+    buffers = list(model.buffers())
+    assert buffers and not any(buffer.any() for buffer in buffers) and not model.score.weight.any()
+    found = dict(model.named_parameters())
+    assert all(torch.equal(p, found[name]) for name, p in policy.named_parameters())
+
+
+# One tensor at a time, and each rank its part --------------------------------------------------
+
+
+@contextlib.contextmanager
+def bytes_read():
+    """Collect the bytes of each tensor, or part of a tensor, that is read from a file."""
+    sizes, opened = [], safetensors.safe_open
+
+    class Counted:
+        """An open file, or a slice of it, whose reads are noted."""
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def get_slice(self, name):
+            return Counted(self.inner.get_slice(name))
+
+        def __getitem__(self, cut):
+            found = self.inner[cut]
+            sizes.append(found.nbytes)
+            return found
+
+    with mock.patch.object(safetensors, "safe_open", lambda *x, **how: Counted(opened(*x, **how))):
+        yield sizes
+
+
+def _anonymous():
+    """Bytes of this process that are no file's: what it allocated and uses."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])
+
+
+def _peak(rank, folder):
+    """Bytes that loading adds at most, watched from a thread, and that it leaves."""
+    stop, most, before = threading.Event(), [0], _anonymous()
+
+    def watch():
+        while not stop.is_set():
+            most[0] = max(most[0], _anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    model = load_hf(folder)
+    stop.set()
+    thread.join()
+    return most[0] - before, _anonymous() - before, sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_loading_needs_the_model_and_at_most_its_largest_tensor(tmp_path):
+    config = tiny(vocab_size=4096, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4)
+    model = Transformer(config).init_weights(0)
+    save_hf(model, tmp_path / "hf")
+    ((most, left, size),) = ranks(tmp_path, 1, _peak, tmp_path / "hf")
+    largest = max(p.nbytes for p in model.parameters())
+    assert size > 200e6 and left > 0.95 * size
+    assert most < size + largest + 20e6
+
+
+def _shards(rank, folder, model_type, text, options):
+    """Load into a model of a plan. The whole parameters, the bytes that this rank read and those
+    that it has, and the files of the model saved again."""
+    plan = Plan.parse(text)
+    model = Transformer(tiny(model_type)).double()
+    model = parallelize(model, plan, device_mesh=Grid(plan), **options)
+    with bytes_read() as sizes:
+        load_hf(folder, model=model)
+    own = sum(local(p).nbytes for p in model.parameters())
+    save_hf(model, f"{folder}-again", max_shard_bytes=20_000)
+    dist.barrier()
+    whole = {name: full(p, model.part.places[name]) for name, p in model.named_parameters()}
+    return whole, sum(sizes), own, os.listdir(f"{folder}-again")
+
+
+@pytest.mark.parametrize("text, options, model_type", [
+    ("d2t2", dict(mode="fsdp"), "qwen3"), ("(attn:d2t2|ffn:e2t2)", {}, "qwen3_moe")])
+def test_each_rank_reads_its_part_and_save_gathers_them(tmp_path, text, options, model_type):
+    truth = model_of(model_type)
+    save_hf(truth, tmp_path / "hf")
+    results = ranks(tmp_path, 4, _shards, tmp_path / "hf", model_type, text, options)
+    size = sum(p.nbytes for p in truth.parameters())
+    for whole, read, own, files in results:
+        for name, p in truth.named_parameters():
+            assert torch.equal(whole[name], p.detach()), name
+        assert read == own < 0.8 * size and INDEX in files
+    assert same(truth, load_hf(tmp_path / "hf-again"))
+
+
+def _vocabulary(rank, sizes, dtype):
+    """The largest error of log-probs, entropies and gradients, and what a target outside gives."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 6, generator=generator).to(dtype) for n in (11, sum(sizes)))
+    targets = torch.randint(sum(sizes), (11,), generator=generator)
+    upstream = torch.randn(2, 11, generator=generator)
+    start = sum(sizes[:rank])
+    rows = slice(start, start + sizes[rank])
+    # Ranks may cut their tokens into different numbers of chunks, as shards of a vocabulary do.
+    split = dict(group=dist.group.WORLD, vocab_start=start, chunk=4 + rank)
+    worst = 0.0
+    for options in ({}, dict(temperature=0.7, softcap=2.0)):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        v = weight[rows].clone().requires_grad_()
+        here = torch.stack(token_logprobs(h, v, targets, **split, **options))
+        whole = torch.stack(token_logprobs(h, w, targets, chunk=4, **options))
+        got = torch.autograd.grad((here * upstream).sum(), (h, v))
+        want = torch.autograd.grad((whole * upstream).sum(), (h, w))
+        for a, b in (here, whole), (got[0], want[0]), (got[1], want[1][rows]):
+            worst = max(worst, relative_error(a.detach(), b.detach()))
+    lost = token_logprobs(hidden, weight[rows], targets + 1000, group=dist.group.WORLD)
+    parts = -(-sum(sizes) // len(sizes))  # logits are for rows as `parallelize` deals them out
+    z_BSV = torch.randn(2, 3, sum(sizes), generator=generator)
+    own = z_BSV[..., rank * parts : (rank + 1) * parts]
+    assert all_gather_logits(own, dist.group.WORLD, sum(sizes)).equal(z_BSV)
+    return worst, lost[0].eq(-torch.inf).all().item()
+
+
+@pytest.mark.parametrize("sizes", [[5, 7], [9, 3], [4, 4, 5]])
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+def test_vocabulary_parallel_equals_one_process(tmp_path, sizes, dtype, bound):
+    for error, lost in ranks(tmp_path, len(sizes), _vocabulary, sizes, dtype):
+        assert error < bound and lost
+
+
+# Files from somebody else ----------------------------------------------------------------------
+
+JSON_DAMAGE = {  # a part of the message, and the file's bytes
+    "utf-8": b'{"a": "\xff"}',
+    "Expecting": b"{",
+    "recursion": b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "digits": b'{"a": ' + b"9" * 5000 + b"}",
+    "a list": b"[]",
+    "a int": b"5",
+    "a NoneType": b"null",
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("complaint", JSON_DAMAGE)
+def test_a_damaged_json_file_is_named(tmp_path, complaint):
+    path = tmp_path / "some.json"
+    path.write_bytes(JSON_DAMAGE[complaint])
+    said = complaint_of(read_json, path)
+    kind = r"JSON of another kind: expected an object, got" if "a " in complaint else "not JSON: .*"
+    assert re.match(rf"{re.escape(str(path))} is {kind}.*{complaint}", said)
+    path.write_bytes(b'{"good": 1}\n\n' + JSON_DAMAGE[complaint] + b'\n{"good": 2}\n')
+    said = complaint_of(read_json_lines, path, skip_torn_last=True)
+    assert said.startswith(f"{path} line 3 holds no JSON object: ") and complaint in said
+
+
+def test_a_json_file_that_cannot_be_read_is_named(tmp_path):
+    loop, no = tmp_path / "loop", tmp_path / "no"
+    loop.symlink_to(loop)
+    said = complaint_of(read_json, no, what="a run's config")
+    assert said == f"no {no}; expected a run's config"
+    for read in (read_json, read_json_lines):
+        assert complaint_of(read, no).startswith(f"no {no}; expected ")
+        assert complaint_of(read, tmp_path) == f"cannot read {tmp_path}: Is a directory"
+        assert complaint_of(read, loop).startswith(f"cannot read {loop}: ")
+    good = {"a": "é \U0001f600 \u2028", "b": [1.5, None, True], "c": {"d": 10**30}}
+    (tmp_path / "good").write_text(json.dumps(good))
+    assert read_json(tmp_path / "good") == good
+
+
+def test_only_a_last_line_without_an_end_counts_as_torn(tmp_path):
+    path, whole = tmp_path / "metrics.jsonl", b'{"step": 1}\n{"text": "\xe2\x80\xa8"}\n'
+    both = [(1, {"step": 1}), (2, {"text": "\u2028"})]
+    for torn in (b"", b'{"st', b"7", b"\xc3", b"\0\0\0"):
+        path.write_bytes(whole + torn)
+        assert read_json_lines(path, skip_torn_last=True) == both
+        if torn:
+            assert "line 3" in complaint_of(read_json_lines, path)
+            path.write_bytes(whole + torn + b"\n")
+            assert "line 3" in complaint_of(read_json_lines, path, skip_torn_last=True)
+    path.write_bytes(whole[:-1])  # whole, but for its end
+    assert read_json_lines(path, skip_torn_last=True) == both
+
+
+def test_an_index_cannot_lead_out_of_its_directory(tmp_path):
+    outside, inside = tmp_path / "outside", tmp_path / "inside"
+    model, path = stored(outside)
+    inside.mkdir()
+    (inside / "config.json").write_bytes((outside / "config.json").read_bytes())
+    (inside / "sub").symlink_to(outside)
+    names, index = names_in(path), inside / INDEX
+    files = ("../outside/model.safetensors", str(path), "sub/model.safetensors", "..", "", "a\0b",
+             "..\\outside\\model.safetensors", 5, None, ["a"])  # fmt: skip
+    wrong = [(file, dict.fromkeys(names, file)) for file in files]
+    for got, weight_map in [*wrong, *((x, x) for x in ([], {}, "x", None))]:
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        said = complaint_of(load_hf, inside)
+        assert said == (f"{index}: weight_map: expected names of files in this directory, "
+                        f"got {got!r}")  # fmt: skip
+    (inside / "link.safetensors").symlink_to(path)  # as in Hugging Face's cache
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "link.safetensors")}))
+    assert same(model, load_hf(inside))
+
+
+# inspect ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_inspect_says_what_would_be_loaded_or_in_one_line_what_is_wrong(tmp_path, capsys):
+    _, path = stored(tmp_path, "qwen3_moe", torch.bfloat16)
+    more = {"extra": torch.ones(2), "model.rotary_emb.inv_freq": torch.ones(5)}
+    rewrite(path, lambda tensors: without(tensors, NORM) | more)
+    main(["inspect", str(tmp_path)])
+    out = capsys.readouterr().out
+    said = "missing ['model.norm.weight'], refused ['extra'], not of the text model 1 tensors"
+    assert said in out and "not loaded" in out
+    assert "experts.0.up_proj.weight" in out and "-> model.layers.1.mlp.experts.up_proj" in out
+    assert f"{EXPERTS}5.up_proj.weight" in out and '"num_experts": 6' in out and "BF16" in out
+    assert main(["inspect", str(tmp_path / "nothing")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("no ") and said.count("\n") == 1 and "Traceback" not in said
+
+
+def test_a_closed_pipe_ends_inspect_quietly(tmp_path):
+    save_hf(model_of(num_hidden_layers=40), tmp_path)
+    end, start = os.pipe()
+    os.close(end)  # `| head` that has gone already
+    command = [sys.executable, "-m", "full", "inspect", str(tmp_path)]
+    pipes = dict(stdout=start, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, cwd=ROOT, timeout=120, **pipes)
+    os.close(start)
+    assert done.returncode == 141 and done.stderr == ""

@@ -1,0 +1,466 @@
+"""`eval`, `chat` and `export`, and OUT/hf: what becomes of a run's weights.
+
+Runs are processes of their own, as in test_run.py; the commands are called in this one. Of
+checkpoints in the released form transformers is the oracle: what it loads, and what it answers.
+"""
+
+import io
+import itertools
+import json
+import math
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, slow
+from test_ranks import as_script
+from test_rollout import Chat, random_model
+from test_rollout import checkpoint, folder  # noqa: F401, fixtures
+from test_run import _main, _task, cli, contents, good, json_lines, killed, refused
+
+from full.__main__ import main
+from full.config import Config
+from full.generate import generate
+from full.hf import load_hf
+from full.talk import Answer, evaluated, pass_at_k, wilson
+from full.text import Text, make_task
+
+SMALL = "--size 3 --turns 3 --device cpu --layers 1 --hidden 32 --heads 2 --prompts 12 --group 8 "
+SMALL += "--lr 0.007 --lr-warmup 0 --lr-decay constant --eval-every 3 --eval-prompts 6 --out run "
+SMALL += "--max-new-tokens 8 --generator-dtype bfloat16 --save-every 3 --keep 9 --steps"
+ASK = "--task guess --size 3 --turns 3 --eval-prompts 6 --max-new-tokens 8".split()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of 9 steps that solves 0, 1/3 and 2/3 of its prompts at its three checkpoints."""
+    pytest.importorskip("safetensors", reason="checkpoints are safetensors")
+    folder = tmp_path_factory.mktemp("commands")
+    good(folder, f"{SMALL} 9")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory):
+    """A directory with a run of a task from a file, whose import leaves a file `imported`."""
+    folder = tmp_path_factory.mktemp("named")
+    good(folder, _task(folder, top="open('imported', 'w')"))
+    (folder / "imported").unlink()
+    return folder
+
+
+def call(capsys, *argv):
+    """Code, standard output and standard error of a command that is called in this process."""
+    capsys.readouterr()
+    code = main([str(word) for word in argv])
+    return code, *capsys.readouterr()
+
+
+class Said(io.StringIO):
+    """A standard input, whose methods can be replaced."""
+
+
+def said(monkeypatch, text):
+    monkeypatch.setattr(sys, "stdin", Said(text))
+
+
+def figures_of(out):
+    return json.loads(out.splitlines()[-1])
+
+
+def test_transformers_is_imported_only_where_text_is(tmp_path):
+    """Neither by --help nor by a run on token ids, its audit or its export."""
+    # The server of ranks may have imported transformers for other tests.
+    program = f"""
+import sys
+for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+    del sys.modules[name]
+sys.path.insert(0, "{ROOT}")
+from full.__main__ import main
+try: main(sys.argv[1:])
+finally: print("transformers" in sys.modules)
+"""
+    (tmp_path / "program.py").write_text(program)
+    small = f"{SMALL.replace('--prompts 12', '--prompts 2')} 1"
+    for flags in ("--help", small, "audit run", "export run again"):
+        code, out, err = as_script("program.py", *flags.split(), cwd=tmp_path)
+        assert code == 0 and out.splitlines()[-1] == "False", err
+
+
+def test_the_greedy_figure_is_the_runs_own(run, capsys):
+    lines = json_lines(run / "metrics.jsonl")
+    solved = {line["step"] + 1: line["eval/solved"] for line in lines if "eval/solved" in line}
+    assert len(set(solved.values())) == 3, solved
+    for step, value in solved.items():
+        _, out, _ = call(capsys, "eval", run, "--step", step, "--samples", 2)
+        assert figures_of(out)["solved"][0] == value and f"step-{step:08d}" in out
+    newest = call(capsys, "eval", run, "--samples", 2)
+    assert newest == (0, out, "")
+    _, of_directory, _ = call(capsys, "eval", run / "hf", "--samples", 2, *ASK)
+    assert of_directory.splitlines()[1:] == out.splitlines()[1:]
+
+
+def test_an_evaluation_is_a_function_of_its_seed(run, capsys):
+    same = [call(capsys, "eval", run, "--step", 6, *more)
+            for more in ([], ["--batch-rows", 8], ["--device", "cpu", "--seed", 0])]  # fmt: skip
+    assert same[0] == same[1] == same[2] and same[0][0] == 0
+    other = call(capsys, "eval", run, "--step", 6, "--seed", 1)
+    colder = call(capsys, "eval", run, "--step", 6, "--temperature", 0.5)
+    wider = call(capsys, "eval", run, "--step", 6, "--dtype", "float64")
+    assert len({result[1] for result in (same[0], other, colder, wider)}) >= 3
+    assert figures_of(other[1])["pass@1"] != figures_of(same[0][1])["pass@1"]
+    assert re.search(r"6 held-out prompts, 3 different; 8 samples each .* seed 0\n", same[0][1])
+    assert same[0][1].count("\nprompt: ?\nanswer: ") == 3
+
+
+def test_pass_at_k_and_wilsons_interval_are_what_they_are_by_definition():
+    """The mean over all choices of k samples; chances that are 1.96 deviations from the mean."""
+    for count, solved in itertools.product(range(1, 7), range(7)):
+        outcomes = [n < solved for n in range(count)]
+        for k in range(1, count + 1):
+            chosen = [any(some) for some in itertools.combinations(outcomes, k)]
+            assert pass_at_k(min(solved, count), count, k) == pytest.approx(np.mean(chosen))
+    assert pass_at_k(1, 4000, 2000) == pytest.approx(0.5)
+
+    for mean, count in itertools.product((0.0, 0.1, 0.5, 1.0), (1, 7, 200)):
+        low, high = wilson(mean, count)
+        assert 0 <= low <= mean <= high <= 1
+        assert (low == 0) == (mean == 0) and (high == 1) == (mean == 1)
+        for p in (low, high):
+            if 0 < p < 1:
+                deviations = abs(mean - p) / math.sqrt(p * (1 - p) / count)
+                assert deviations == pytest.approx(1.959964)
+
+
+class Graded(Chat):
+    """A task in which any token ends an answer; answers to prompt n get the rewards of row n."""
+
+    end, threads = tuple(range(10)), False
+
+    def __init__(self, rewards):
+        self.rewards = [iter(row) for row in rewards]
+
+    def prompt(self, rng, index, held_out):
+        state = min(index, len(self.rewards) - 1)
+        return state, [state]
+
+    def reply(self, state, answer):
+        return state, None, next(self.rewards[state])
+
+
+def test_figures_are_of_the_groups_that_were_played(process_group):
+    """Of 4 samples of three prompts 4, 1 and 0 are solved, and the third prompt comes twice."""
+    greedy = [1], [0], [0, 0]
+    sampled = [1, 1, 2, 1], [0, 0.9, 0, 1], [0, 0, 0.5, 0, 0, 0, 0, 0.5]
+    task = Graded(first + others for first, others in zip(greedy, sampled))
+    figures, different, shown = evaluated(Config(eval_prompts=4), task, random_model(10), 4)
+    values = {name: value for name, (value, *_) in figures.items()}
+    assert values == {"solved": 0.25, "pass@1": 5 / 16, "pass@2": 1.5 / 4, "pass@4": 0.5}
+    assert different == 3 and figures["pass@1"] == (5 / 16, *wilson(5 / 16, 3))
+    assert [(prompt, reward) for prompt, _, reward in shown] == [("0", 1), ("1", 0), ("2", 0)]
+
+
+REFUSED = {
+    "eval {run} --samples 0": "--samples must be positive, got 0",
+    "eval {run} --step 4": "no such checkpoint; those that it holds are of: 3, 6, 9",
+    "eval {run} --temperature 0": "--temperature must be positive",
+    "eval {run} --size 4": "is of another model",
+    "eval {run} --max-new-tokens 40000": "exceed the 32768 positions",
+    "eval {run} --all-lines": "--all-lines is for --task jsonl, not guess",
+    "eval {run}/hf": "say what to ask it: --task NAME",
+    "eval {run}/hf --task guess --step 3": "--step is of a run",
+    "eval {run}/hf --task guess": "the task has 11 tokens, ",
+    "eval {run}/step-00000003": "expected the directory of a run, or of a checkpoint",
+    "eval {run} --task echo.py:Echo": "echo.py: no such file",
+    "export {run} new --task echo.py:Echo": "needs none",
+    "chat {run}": "has no tokenizer, because it began without --model",
+    "chat {run}/hf": "has no tokenizer.json",
+    "chat {run} --max-new-tokens 0": "--max-new-tokens must be positive",
+    "export {run} {run}": "is not empty",
+    "export {run} {run}/lock": "is not empty",
+    "export {run}/hf new": "is not a run",
+    "export {run} new --step 4": "those that it holds are of: 3, 6, 9",
+    "export nothing new": "no nothing/config.json; expected",
+    "export {run} old": "old.tmp is there",
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_a_mistake_is_one_line_and_nothing_is_written(run, tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    Path("old.tmp").mkdir()
+    said(monkeypatch, "?\n")
+    before = contents(run)
+    code, out, err = call(capsys, *command.format(run=run).split())
+    assert (code, out) == (2, "") and REFUSED[command] in err.splitlines()[-1], err
+    assert contents(run) == before and [x.name for x in tmp_path.iterdir()] == ["old.tmp"]
+
+
+BY_ARGPARSE = {  # the command -> exit code, and what is said
+    "eval --help": (0, "weights [of a run: its generator's; of a directory: as stored]"),
+    "chat --help": (0, "weights [of a run: its generator's; of a directory: as stored]"),
+    "eval RUN --dtype float8": (2, "argument --dtype: invalid choice"),
+    "chat RUN --dtype float8": (2, "argument --dtype: invalid choice"),
+    **{f"eval RUN {flag} 3": (2, f"unrecognized arguments: {flag}")  # they would do nothing
+       for flag in ("--lr", "--steps", "--model", "--advantage", "--out")},
+    **{f"{words} 3": (2, f"unrecognized arguments: {words.split()[-1]}")  # no abbreviations
+       for words in ("eval RUN --dtyp", "chat RUN --dtyp", "export RUN new --ste",
+                     "audit RUN --ste")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", BY_ARGPARSE)
+def test_flags_that_a_command_does_not_have_are_refused(capsys, command):
+    code, text = BY_ARGPARSE[command]
+    with pytest.raises(SystemExit, match=f"{code}"):
+        main(command.split())
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert text in said
+    assert code == 2 or said.count("--dtype {float32,float64,bfloat16}") == 2
+
+
+def test_commands_are_one_process(run):
+    for command in ("eval run", "export run new"):
+        refused(run.parent, command, "is one process: start it without torchrun", world=2)
+
+
+def test_a_file_that_a_run_names_is_imported_only_if_it_is_given(named, monkeypatch, capsys):
+    monkeypatch.chdir(named)
+    for command in (["eval", "run"], ["export", "run", "new"]):
+        code, _, err = call(capsys, *command)
+        assert code == 2 and "give it again, as --task FILE.py:Mine" in err, err
+    call(capsys, "chat", "run")
+    call(capsys, "eval", "run/hf", "--task", "guess", "--size", 1)
+    assert not Path("imported").exists() and not Path("new").exists()
+
+    code, out, err = call(capsys, "eval", "run", "--task", "task.py:Mine", "--samples", 4)
+    assert code == 0 and Path("imported").exists(), err
+    assert "prompt: [0]\n" in out
+    assert figures_of(out).keys() == {"solved", "pass@1", "pass@2", "pass@4"}
+    assert call(capsys, "export", "run", "new", "--task", "task.py:Mine")[0] == 0
+    assert contents(Path("new")) == contents(Path("run/hf"))
+
+
+def test_transformers_reads_the_weights_of_a_task_of_symbols(run):
+    """The tokens have no text, so the directory has no tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    files = {"config.json", "model.safetensors"}
+    assert {x.name for x in (run / "hf").iterdir()} == files
+    model = load_hf(run / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.bfloat16)
+    with torch.no_grad():
+        logits = [x.float()(torch.tensor([[3, 0, 6, 4]])) for x in (model, theirs)]
+    torch.testing.assert_close(logits[1].logits, logits[0])
+
+    # And a run begins with them.
+    good(run.parent, f"{SMALL.replace('--out run', '--model run/hf --out again')} 1")
+    assert {x.name for x in (run.parent / "again" / "hf").iterdir()} == files
+
+
+def test_the_newest_checkpoint_exported_is_what_the_run_wrote(run, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for name in ("new/below", "empty"):
+        code, out, _ = call(capsys, "export", run, tmp_path / name)
+        assert code == 0 and "step-00000009" in out
+        assert contents(tmp_path / name) == contents(run / "hf")
+    code, _, _ = call(capsys, "export", run, tmp_path / "older", "--step", 3)
+    names = {name for name, raw in contents(tmp_path / "older").items()
+             if raw != contents(run / "hf")[name]}  # fmt: skip
+    assert code == 0 and names == {"model.safetensors"}
+
+
+def test_a_kill_while_the_directory_is_written_leaves_none(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "hf")
+    for where in (("shutil.rmtree", 2), ("pathlib.Path.rename", 1)):
+        killed(tmp_path, "--resume --out run", *where)
+        assert (tmp_path / "run" / "hf.tmp").exists() and not (tmp_path / "run" / "hf").exists()
+    good(tmp_path, "--resume --out run")
+    assert contents(tmp_path / "run") == contents(run)
+
+
+def _without_safetensors(*args):
+    sys.modules["safetensors"] = None
+    _main(*args)
+
+
+def test_without_safetensors_a_run_says_how_to_export(tmp_path, capsys, monkeypatch):
+    flags = SMALL.replace("--prompts 12", "--prompts 2")
+    codes, (out,), _ = cli(tmp_path, f"{flags} 1", main=_without_safetensors)
+    (line,) = [line for line in out.splitlines() if "pip install safetensors" in line]
+    command = re.search(r"python -m full (export run run/hf)", line)[1]
+    assert codes == [0] and not (tmp_path / "run" / "hf").exists()
+    monkeypatch.chdir(tmp_path)
+    assert call(capsys, *command.split())[0] == 0
+    assert call(capsys, "eval", "run/hf", "--samples", 1, *ASK)[0] == 0
+
+
+def test_the_model_that_a_run_began_with_is_named_if_it_is_gone(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text()) | {"model": "nowhere"}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    for command in ("eval", "chat", "export"):
+        directory = ["new"] if command == "export" else []
+        code, _, err = call(capsys, command, tmp_path / "run", *directory)
+        assert code == 2 and "nowhere" in err, err
+    assert "put it back" in err
+
+
+@pytest.fixture
+def talker(checkpoint, tmp_path):  # noqa: F811
+    """A checkpoint without a chat template, with room for a conversation."""
+    folder = shutil.copytree(checkpoint, tmp_path / "talker")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 4096}))
+    return folder
+
+
+@pytest.fixture
+def chat(monkeypatch, capsys):
+    """Code, standard output and standard error of a conversation in which this text is said."""
+    def chat(directory, text, *flags):
+        said(monkeypatch, text)
+        return call(capsys, "chat", directory, *flags)
+
+    return chat
+
+
+def test_a_pipe_is_answered_a_line_a_line(talker, chat):
+    greedy = "--temperature", 0, "--max-new-tokens", 8
+    code, out, err = chat(talker, "What is 1?\n\nAnd 2?\nAnd 3?\n", *greedy)
+    assert code == 0 and out.endswith("\n") and err.count("cut off after 8 tokens") <= 3
+    assert "no chat template, so each line is plain text" in err and "> " not in out
+    unended = "What is 1?\n\nAnd 2?\nAnd 3?"  # the last line without its end
+    assert chat(talker, unended, *greedy)[:2] == (0, out)
+    short = "--max-new-tokens", 4, "--seed"
+    told = [chat(talker, "?\n?\n?\n", *short, seed)[1] for seed in (0, 0, *range(1, 5))]
+    assert told[0] == told[1] and len(set(told)) > 2
+    code, out, err = chat(talker, "?\n", "--system", "Be brief.")
+    assert (code, out) == (2, "") and "--system needs a chat template" in err
+
+
+def test_what_is_no_text_ends_a_pipe_and_not_a_terminal(talker, chat, monkeypatch):
+    code, _, err = chat(talker, "?\n\udcff\n?\n", "--max-new-tokens", 1)
+    assert code == 2 and err.count("cut off") <= 1 and "can't encode character" in err
+    monkeypatch.setattr(Said, "isatty", lambda self: True)
+    code, out, err = chat(talker, "?\n\udcff\n?\n", "--max-new-tokens", 1)
+    assert code == 0 and out.count("> ") == 4 and "can't encode character" in err
+    assert out[-1] == "\n"
+
+
+def test_ctrl_c_ends_a_conversation_with_0(talker, chat, monkeypatch):
+    """While it waits for a line, and while it answers."""
+    def interrupt(*args, **how):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Answer, "append", interrupt)
+    assert chat(talker, "?\n")[:2] == (0, "\n")
+    monkeypatch.setattr(Said, "readline", interrupt)
+    assert chat(talker, "?\n")[:2] == (0, "\n")
+
+
+def test_a_conversation_beyond_the_models_positions_is_a_sentence(checkpoint, chat):  # noqa: F811
+    """48 positions: a later answer is cut off by them, and no other one fits."""
+    lines = "What is 3 and 3?\n" * 9
+    code, out, err = chat(checkpoint, lines, "--max-new-tokens", 12, "--temperature", 0)
+    assert code == 2 and "no chat template, so each line is plain text" in err, err
+    assert 1 < out.count("\n") < 9
+    assert re.search(r"error: the conversation has \d+ tokens, and the model has 48 positions", err)
+    assert "(cut off after " in err
+
+
+def test_a_character_is_printed_once_all_its_bytes_are_there(capsys):
+    of_bytes = SimpleNamespace(decode=lambda tokens: bytes(tokens).decode(errors="replace"))
+    answer = Answer([7], [], of_bytes)
+    printed = []
+    for byte in "aé\u4e2d🙂!".encode() + b"\xf0\x9f":
+        answer.append(byte, 0.0)
+        printed.append(capsys.readouterr().out)
+    assert printed == ["a", "", "é", "", "", "\u4e2d", "", "", "", "🙂", "!", "", ""]
+    answer.print_whole(ended=True)
+    assert capsys.readouterr().out == "\ufffd" and answer.printed == "aé\u4e2d🙂!\ufffd"
+
+
+REWARD = """
+def reward(text, row):
+    return float((len(text) + int(row["answer"])) % 2)
+"""
+ROAD = "--task jsonl --data rows.jsonl --reward odd.py:reward --prompts 2 --group 2 --lr 1e-3 "
+ROAD += "--lr-warmup 0 --lr-decay constant --eval-prompts 8 --max-new-tokens 6 --device cpu"
+
+
+# The default suite has a small one; behind `-m slow` are 5 to 20 million parameters a family.
+FAMILIES = "qwen2", "qwen3", "qwen3_moe", "gemma3"
+ROADS = [("gemma3", dict(layers=2, width=64)), *slow(*((family, {}) for family in FAMILIES))]
+
+
+@pytest.mark.parametrize("family, size", ROADS)
+def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
+    family, size, tmp_path, chat, monkeypatch, capsys
+):
+    """Train, load, evaluate, talk: each as transformers has it."""
+    released = pytest.importorskip("released", reason="tests/requirements.txt is not installed")
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    released.make(family, "released", **size)
+
+    # Random weights hardly ever draw an end, and greedily they repeat themselves. Here the token
+    # that they say first ends an answer, and so do two tokens of three.
+    turn = [{"role": "user", "content": "What is 3 and 3?"}]
+    text = Text("released")
+    greedy = dict(max_new_tokens=1, temperature=0.0)
+    (row,) = generate(load_hf("released"), [text.prompt(turn)], **greedy)
+    ends = [n for n in range(text.vocab_size) if (n - row.tokens[-1]) % 3 != 1]
+    path = Path("released/generation_config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ends}))
+    Path("odd.py").write_text(REWARD)
+    rows = [json.dumps({"question": f"What is {n}?", "answer": f"{n // 2}"}) for n in range(200)]
+    Path("rows.jsonl").write_text("\n".join(rows) + "\n")
+    good(tmp_path, f"{ROAD} --model released --out run --steps 3")
+
+    # Whatever is said has the tokens of their template; below, their answers show their numbers.
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("run/hf", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("run/hf")
+    text = Text("run/hf")
+    prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
+    assert prompt == text.prompt(turn)
+
+    def answer(tokens):
+        """Their greedy answer to a row."""
+        row = theirs.generate(
+            torch.tensor([tokens]), max_new_tokens=6, do_sample=False, repetition_penalty=1.0,
+            eos_token_id=list(text.end), pad_token_id=0)  # fmt: skip
+        return row[0, len(tokens) :].tolist()
+
+    # The evaluation's greedy figure, and the answers of its samples' prompts.
+    code, out, err = call(capsys, "eval", "run", "--reward", "odd.py:reward", "--samples", 1)
+    assert code == 0, err
+    task = make_task(Config(**json.loads(Path("run/config.json").read_text())))
+    rewards = []
+    for n in range(8):
+        state, tokens = task.prompt(None, n, True)
+        said_by_theirs = answer(tokens)
+        ended = said_by_theirs[-1] in text.end
+        rewards.append(task.reply(state, said_by_theirs)[2] if ended else 0.0)
+    assert figures_of(out)["solved"][0] == np.mean(rewards)
+    assert len(set(rewards)) == 2 or family == "qwen3"  # whose weights repeat a token, with no end
+
+    # Two turns of a conversation: the second row is the first, the answer, and what is said next.
+    lines = "What is 3 and 3?\nAnd 4?\n"
+    code, out, err = chat("run/hf", lines, "--temperature", 0, "--max-new-tokens", 6)
+    first = answer(prompt)
+    turns = [*turn, {"role": "assistant", "content": ""}, {"role": "user", "content": "And 4?"}]
+    second = answer([*prompt, *first, *text.next_turn(turns, first[-1])])
+    assert (code, out) == (0, f"{text.decode(first)}\n{text.decode(second)}\n"), err
+
+    # A file of its own is asked line by line, however short it is.
+    Path("few.jsonl").write_text("\n".join(rows[:3]) + "\n")
+    ask = "--task jsonl --data few.jsonl --all-lines --reward odd.py:reward --max-new-tokens 6"
+    code, out, err = call(capsys, "eval", "run/hf", *ask.split(), "--samples", 3)
+    assert code == 0 and "jsonl, 3 prompts, 3 different; 3 samples each" in out, err
+    assert list(figures_of(out)) == ["solved", "pass@1", "pass@2", "pass@3"]

@@ -1,0 +1,484 @@
+"""The conformance kit finds planted faults, each in the right property, and passes right losses.
+
+Other code bases: their losses, ours in their trainers, and the measurement against TRL's step.
+"""
+
+import importlib.util
+import json
+import re
+import shutil
+import sys
+from functools import partial
+from types import ModuleType, SimpleNamespace
+
+import adapters
+import conformance
+import pytest
+import torch
+from conftest import ROOT
+from test_ranks import as_script
+from test_rollout import checkpoint  # noqa: F401, a fixture
+
+CLIP = dict(objective="clip", clip_low=0.2, clip_high=0.28)
+GSPO, GMPO = CLIP | dict(objective="gspo"), CLIP | dict(objective="gmpo")
+CISPO = CLIP | dict(objective="cispo", clip_high=1.0)
+SAPO, DPPO = dict(objective="sapo"), dict(objective="dppo", clip_low=0.15, clip_high=0.15)
+SEQUENCES = dict(aggregation="sequence_mean")
+
+
+def verdicts(loss, settings):
+    """Names of the properties that fail; each failure says why and has an example."""
+    rows = conformance.conformance(loss, settings)
+    assert len(rows) == 12 and all(row["verdict"] in ("passed", "failed") for row in rows)
+    failed = [row for row in rows if row["verdict"] == "failed"]
+    assert all(row["why"] and row["example"] for row in failed)
+    return {row["property"] for row in failed}
+
+
+# Right losses, as a trainer would write them ---------------------------------------------------
+# An option of a loss is a slip of it, see below.
+
+
+def weighted(l, batch):
+    """Sum of the tokens' losses with the weights of the aggregation."""
+    weight = 1.0
+    if batch.settings["aggregation"] == "sequence_mean":
+        weight = 1 / batch.mask.sum(-1, keepdim=True).clamp(min=1)
+    return (weight * torch.where(batch.mask, l, 0.0)).sum() / batch.Z
+
+
+def log_ratio(batch):
+    return torch.where(batch.mask, batch.lp - batch.old, 0.0)
+
+
+def ratio(batch):
+    return log_ratio(batch).exp()
+
+
+def gain(r, batch, low=0.2, high=0.28, bound=torch.minimum):
+    A = batch.advantage
+    return bound(r * A, r.clamp(1 - low, 1 + high) * A)
+
+
+def mean_ratio(d, batch):
+    """The ratio of a sequence."""
+    return (d.sum(-1, keepdim=True) / batch.mask.sum(-1, keepdim=True).clamp(min=1)).exp()
+
+
+def clip(batch, **slip):
+    return weighted(-gain(ratio(batch), batch, **slip), batch)
+
+
+def clip_of_logits(batch):
+    """As the file's help says for a loss that takes logits."""
+    lp = torch.where(batch.mask, batch.lp, -1.0)
+    logits = torch.stack([lp, torch.log1p(-lp.exp())], -1)
+    return clip(SimpleNamespace(**vars(batch) | dict(lp=logits.log_softmax(-1)[..., 0])))
+
+
+def reinforce(batch, weight=1.0):
+    return weighted(-weight * batch.advantage * batch.lp, batch)
+
+
+def cispo(batch, detach=torch.detach):
+    return reinforce(batch, detach(ratio(batch).clamp(0.8, 2.0)))
+
+
+def gspo(batch, ratio_of=mean_ratio):
+    r = ratio_of(log_ratio(batch), batch)
+    return weighted(-gain(r, batch).expand_as(batch.lp), batch)
+
+
+def sapo(batch, tau_neg=1.05):
+    r, A = ratio(batch), batch.advantage
+    tau = torch.where(A > 0, 1.0, tau_neg)
+    return weighted(-4 / tau * torch.sigmoid(tau * (r - 1)) * A, batch)
+
+
+def gmpo(batch):
+    d, A = log_ratio(batch), batch.advantage
+    d = torch.where(A > 0, d.clamp(max=0.28), torch.where(A < 0, d.clamp(min=-0.2), d))
+    return weighted((-mean_ratio(d, batch) * A).expand_as(d), batch)
+
+
+def dppo(batch, two_sided=False):
+    p, q, A = batch.lp.exp(), batch.old.exp(), batch.advantage
+    far = torch.where(A > 0, p - q > 0.15, q - p > 0.15)
+    far = (p - q).abs() > 0.15 if two_sided else far
+    return reinforce(batch, torch.where(far, 0.0, ratio(batch).clamp(max=20.0)).detach())
+
+
+OURS = dict(
+    clip=CLIP, dual_clip=CLIP | dict(dual_clip=3.0), cispo=CISPO | dict(clip_low=1.0), gspo=GSPO,
+    gmpo=GMPO, sapo=SAPO, reinforce=dict(objective="reinforce"), dppo=DPPO,
+)  # fmt: skip
+RIGHT = {
+    **{f"ours {name}": (adapters.ours, settings) for name, settings in OURS.items()},
+    "clip": (clip, CLIP), "clip by sequence": (clip, CLIP | SEQUENCES),
+    "clip of logits": (clip_of_logits, CLIP),
+    "reinforce": (reinforce, dict(objective="reinforce")), "cispo": (cispo, CISPO),
+    "gspo": (gspo, GSPO), "gspo by sequence": (gspo, GSPO | SEQUENCES), "sapo": (sapo, SAPO),
+    "gmpo": (gmpo, GMPO), "gmpo by sequence": (gmpo, GMPO | SEQUENCES), "dppo": (dppo, DPPO),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_loss_passes_all(name):
+    assert verdicts(*RIGHT[name]) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["sequence_mean", "constant"])
+@pytest.mark.parametrize("name", OURS)
+def test_our_loss_passes_all_under_each_aggregation(name, how):
+    assert verdicts(adapters.ours, OURS[name] | dict(aggregation=how)) == set()
+
+
+def needs(name):
+    return pytest.mark.skipif(not importlib.util.find_spec(name), reason=f"{name} is not installed")
+
+
+NAN = {"padding content": "with lp nan"}  # a mask is multiplied
+MILD = {"padding content": "contents of usual size pass"}
+FAILURES = {  # for each of adapters.CASES, as in the table of full/RESULTS.md
+    adapters.verl: [{}, {}, NAN, NAN, {}, NAN, NAN, NAN, NAN | {
+        "micro-batches": "2.000 times", "order and ranks": "0.750 times",
+        "global count": "in 3 other"}, NAN],
+    adapters.trl: 7 * [MILD] + [MILD | {"empty sequence": "the loss is"}],
+    adapters.openrlhf: 4 * [NAN],
+}  # fmt: skip
+THEIRS = [
+    pytest.param(adapter, settings, failures, marks=needs(adapter.__name__))
+    for adapter, cases in adapters.CASES.items()
+    for settings, failures in zip(cases, FAILURES[adapter], strict=True)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter, settings, failures", THEIRS)
+def test_the_losses_of_other_code_bases_are_what_the_table_says(adapter, settings, failures):
+    """Of verl 0.9.1, TRL 1.16.0 and OpenRLHF 0.11.2."""
+    passed, failed = adapters.outcome(adapter, settings)
+    assert failed.keys() == failures.keys() and passed == 12 - len(failed)
+    for name, words in failures.items():
+        assert words in failed[name]
+
+
+@pytest.mark.slow
+@needs("trl")
+@pytest.mark.parametrize("how", ["dapo token_mean", "grpo sequence_mean"])
+def test_trls_trainer_adds_micro_batches_up_as_its_adapter_says(tmp_path, how):
+    """The gradient in each step of a real run, with two micro-batches, is the definition's."""
+    import bench_trl
+    import datasets
+    import transformers
+    import trl
+
+    # A tiny model in float64. Answers end at many tokens, so that the two counts differ.
+    loss_type, aggregation = how.split()
+    options = SimpleNamespace(model="", prompts=1, prompt=4)
+    _, model, tokenizer, _ = bench_trl.build(options, str(tmp_path))
+    model.resize_token_embeddings(258)
+    model.double().generation_config.eos_token_id = list(range(40))
+    batches, log_probs, gradients, errors, ratios = [], [], [], [], []
+
+    # Wrapped functions of the trainer note what it trains on, and its gradient in the log-probs.
+    def forward(*args, **options):
+        found = trainers_forward(*args, **options)
+        if found[0].requires_grad:
+            log_probs.append(found[0].detach())
+            found[0].register_hook(gradients.append)
+        return found
+
+    def compute(model, inputs):
+        batches.append(inputs)
+        return compute_loss(model, inputs)
+
+    class Compare(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **options):
+            sequences = []
+            for inputs, lp in zip(batches, log_probs, strict=True):
+                old, mask = inputs["old_per_token_logps"], inputs["completion_mask"]
+                rows = zip(inputs["advantages"], lp, old, mask)
+                sequences += [conformance.Sequence(*(x.tolist() for x in row)) for row in rows]
+                ratios.append(float((lp - old).abs().max()))
+            c = conformance.settings_of(adapters.trl, dict(aggregation=aggregation))
+            want = torch.tensor(conformance.definition(c, sequences)[1][:-1])
+            errors.append(float((torch.cat(gradients) - want).norm() / want.norm()))
+            counts = {int(inputs["completion_mask"].sum()) for inputs in batches}
+            assert len(batches) == len(counts) == 2
+            for noted in (batches, log_probs, gradients):
+                noted.clear()
+
+    text = [{"prompt": f"w{i} w{i + 50}"} for i in range(16)]
+    trainer = trl.GRPOTrainer(
+        model, lambda completions, **_: [float(sum(map(ord, x)) % 7) for x in completions],
+        trl.GRPOConfig(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4,
+            gradient_accumulation_steps=2, max_completion_length=6, max_steps=2, num_iterations=2,
+            learning_rate=2e-2, beta=0.0, loss_type=loss_type, epsilon=0.2, epsilon_high=0.28,
+            max_grad_norm=0, lr_scheduler_type="constant", gradient_checkpointing=False, bf16=False,
+            report_to=[], save_strategy="no", logging_strategy="no", use_cpu=True,
+            disable_tqdm=True,
+        ),
+        datasets.Dataset.from_list(text), processing_class=tokenizer, callbacks=[Compare()],
+    )  # fmt: skip
+    trainers_forward = trainer._get_per_token_logps_and_entropies
+    compute_loss = trainer._compute_loss
+    trainer._get_per_token_logps_and_entropies, trainer._compute_loss = forward, compute
+    trainer.train()
+    assert max(errors) < 1e-5 and max(ratios) > 0.3  # advantages are float32
+
+
+def summary_of(*words, cwd):
+    """The last line of a run of bench_trl.py that ended well."""
+    code, out, err = as_script(ROOT / "tests/bench/bench_trl.py", *words, "--rounds", "1", cwd=cwd)
+    assert code == 0, err[-2000:]
+    return json.loads(out.splitlines()[-1])
+
+
+@needs("trl")
+def test_trl_gives_our_loss_and_gradient_on_its_own_batch(tmp_path):
+    summary = summary_of(*"--prompt 24 --completion 6 --group 4".split(), cwd=tmp_path)
+    assert summary["ok"] and summary["gradient"] < 1e-5 and abs(summary["loss"]) < 1e-5
+
+
+@needs("trl")
+def test_a_checkpoint_is_measured_on_its_own_prompts(checkpoint, tmp_path):  # noqa: F811
+    """Several prompts a step, and memory: at least weights and moments, ours with two copies."""
+    directory = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    template = "{{ messages[0]['content'] }} answer:"
+    (directory / "tokenizer_config.json").write_text(json.dumps(dict(chat_template=template)))
+    size = "--prompts 3 --completion 4 --group 2".split()
+    summary = summary_of("--model", f"{directory}", *size, cwd=tmp_path)
+    assert summary["ok"] and summary["prompts"] == 3 and summary["prompt"] > len("answer:") / 2
+
+    # In float32; a checkpoint has the weights in float64.
+    weights = (directory / "model.safetensors").stat().st_size / 2 / 2**20
+    for ours, theirs in summary["memory"].values():
+        assert ours > 4 * weights and theirs > 3 * weights
+
+
+# Our loss in other code bases ------------------------------------------------------------------
+
+
+def recipe(name):
+    """What the section of full/RECIPES.md defines for a package, as a dict."""
+    page = (ROOT / "full" / "RECIPES.md").read_text()
+    section = page.split("## Our loss in other code bases")[1].split("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.S)
+    found = {}
+    exec(next(text for text in blocks if f"from {name}." in text or f"from {name} " in text), found)
+    return found
+
+
+@pytest.mark.slow
+@needs("verl")
+def test_our_loss_in_verl_passes_all(monkeypatch):
+    recipe("verl")
+    monkeypatch.setitem(adapters.VERL_MODES, "clip", "ours")
+    assert verdicts(adapters.verl, {}) == set()
+
+
+@pytest.mark.slow
+@needs("trl")
+def test_our_loss_in_trl_passes_all(monkeypatch):
+    monkeypatch.setattr("trl.trainer.grpo_trainer.GRPOTrainer", recipe("trl")["Trainer"])
+    assert verdicts(adapters.trl, {}) == set()
+
+
+def stand_in(monkeypatch, name, **what):
+    """Put a module in place of one that cannot be installed here."""
+    module = ModuleType(name)
+    vars(module).update(what)
+    parts = name.split(".")
+    for n in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:n]), ModuleType(parts[n - 1]))
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_our_loss_for_slime_passes_all(monkeypatch):
+    """slime's forward is a stand-in; the caller divides by the tokens of the step."""
+    stand_in(
+        monkeypatch, "slime.backends.megatron_utils.loss",
+        get_log_probs_and_entropy=lambda logits, **_: (None, {"log_probs": [*logits]}),
+    )  # fmt: skip
+    their_loss = recipe("slime")["loss"]
+
+    def loss(batch):
+        lists = dict.fromkeys(("unconcat_tokens", "total_lengths", "response_lengths"))
+        lists |= dict(log_probs=[*batch.old], advantages=[*batch.advantage])
+        lists["loss_masks"] = [*batch.mask]
+        args = SimpleNamespace(eps_clip=0.2, eps_clip_high=0.28)
+        return their_loss(args, lists, batch.lp, None)[0] / batch.tokens
+
+    assert verdicts(loss, CLIP) == set()
+
+
+def test_our_loss_for_prime_rl_passes_all(monkeypatch):
+    """prime-rl calls it for one sequence after another and divides by the tokens of the step."""
+    stand_in(monkeypatch, "prime_rl.trainer.rl.loss", LossOutputs=SimpleNamespace)
+    their_loss = recipe("prime_rl")["loss"]
+
+    def loss(batch):
+        total = 0.0
+        for lp, old, A, mask in zip(batch.lp, batch.old, batch.advantage, batch.mask):
+            inputs = SimpleNamespace(
+                trainer_logprobs=lp, inference_logprobs=old, advantages=A / 2, loss_mask=mask,
+                loss_weights=torch.full_like(lp, 2.0),
+            )  # fmt: skip
+            total = total + their_loss(inputs, clip_high=0.28).loss
+        return total / batch.tokens
+
+    assert verdicts(loss, CLIP) == set()
+
+
+# Wrong losses ----------------------------------------------------------------------------------
+
+
+def clipped_loss(batch):
+    return -gain(ratio(batch), batch)
+
+
+def mean_over_trained(batch, count=1):
+    """By the tokens of this micro-batch, not of the step."""
+    total = torch.where(batch.mask, clipped_loss(batch), 0.0).sum()
+    return total / (batch.mask.sum().clamp(min=1) * count)
+
+
+def dual_clip_for_both_signs(batch):
+    return weighted(-torch.maximum(gain(ratio(batch), batch), 1.2 * batch.advantage), batch)
+
+
+def multiplied_mask(batch):
+    l = -gain((batch.lp - batch.old).exp(), batch)
+    return (l * batch.mask).sum() / batch.Z
+
+
+def spread_of_the_batch(batch):
+    spread = 0.1 + batch.advantage[batch.mask].std(correction=0) if batch.mask.any() else 1.0
+    return weighted(clipped_loss(batch) / spread, batch)
+
+
+def padding_counted(batch):
+    share = batch.mask.sum() / batch.mask.numel()
+    return clip(batch) * share * batch.Z / batch.tokens
+
+
+def padding_trained(batch):
+    return -gain((batch.lp - batch.old).exp(), batch).sum() / batch.Z
+
+
+def only_the_end_masked(batch):
+    trained = batch.mask.flip(-1).cumsum(-1).flip(-1) > 0
+    r = torch.where(trained, batch.lp - batch.old, 0.0).exp()
+    return torch.where(trained, -gain(r, batch), 0.0).sum() / batch.Z
+
+
+def mean_of_an_empty_row(batch):
+    l = torch.where(batch.mask, clipped_loss(batch), 0.0)
+    return (l.sum(-1) / batch.mask.sum(-1)).sum() / batch.Z
+
+
+def no_graph_without_tokens(batch):
+    return clip(batch) if batch.mask.any() else torch.zeros(())
+
+
+def rows_weighted_by_place(batch):
+    place = torch.arange(len(batch.lp), dtype=batch.lp.dtype)[:, None]
+    return weighted(clipped_loss(batch) * (1 + 0.1 * place), batch)
+
+
+def result_in_bfloat16(batch):
+    return clip(batch).to(torch.bfloat16) if batch.lp.dtype == torch.float32 else clip(batch)
+
+
+def autocast(batch):
+    if batch.lp.dtype != torch.float32:
+        return clip(batch)
+    d = log_ratio(batch).bfloat16().to(torch.float32)
+    return weighted(-gain(d.exp(), batch), batch)
+
+
+def advantage_in_place(batch):
+    batch.advantage.mul_(batch.mask).clamp_(max=1.0)
+    return clip(batch)
+
+
+CALLS = []
+
+
+def remembered(batch):
+    CALLS.append(batch)
+    return clip(batch) * (1 + 1e-9 * len(CALLS))
+
+
+def mean_of_rows(batch):
+    """GMPO as a mean over the rows of the micro-batch: many times too large with many of them."""
+    d, A = log_ratio(batch), batch.advantage
+    d = torch.where(A > 0, d.clamp(max=0.28), d.clamp(min=-0.2))
+    s = (d.sum(-1) / (batch.mask.sum(-1) + 1e-8)).exp()
+    A = torch.where(batch.mask, A, 0.0).sum(-1) / (batch.mask.sum(-1) + 1e-8)
+    return (-s * A).mean()
+
+
+OFF = {"value", "gradient"}
+LOCAL = {"micro-batches", "order and ranks", "global count"}
+EDGES = {"clip edges, signs"}
+WIDTH = {"micro-batches", "order and ranks", "padding", "masked tokens"}
+SPLIT = {"micro-batches", "order and ranks"}
+WRONG = {  # a loss, its settings, the properties that fail
+    "mean of means": (
+        lambda batch: mean_over_trained(batch, batch.micro_batches * batch.ranks), CLIP, LOCAL),
+    "local count": (mean_over_trained, CLIP, LOCAL),
+    "count of a rank": (
+        lambda batch: clip(batch) * batch.ranks, CLIP, {"order and ranks", "global count"}),
+    "wrong sign": (lambda batch: -clip(batch), CLIP, OFF | EDGES),
+    "worse of two": (partial(clip, bound=torch.maximum), CLIP, OFF | EDGES),
+    "both sides clipped": (
+        lambda batch: weighted(-ratio(batch).clamp(0.8, 1.28) * batch.advantage, batch),
+        CLIP, OFF | EDGES),
+    "bounds swapped": (partial(clip, low=0.28, high=0.2), CLIP, OFF | EDGES),
+    "not clipped": (
+        lambda batch: weighted(-ratio(batch) * batch.advantage, batch), CLIP, OFF | EDGES),
+    "dual clip for both signs": (dual_clip_for_both_signs, CLIP | dict(dual_clip=1.2), OFF | EDGES),
+    "multiplied mask": (multiplied_mask, CLIP, {"padding content"}),
+    "detached ratio": (
+        lambda batch: weighted(-gain(ratio(batch).detach(), batch), batch),
+        CLIP, {"gradient", "empty sequence"} | EDGES),
+    "spread of the batch": (spread_of_the_batch, CLIP, OFF | SPLIT),
+    "padding counted": (padding_counted, CLIP, OFF | WIDTH | {"empty sequence"}),
+    "padding trained": (
+        padding_trained, CLIP, OFF | LOCAL | WIDTH | {"padding content", "empty sequence"}),
+    "only the end masked": (only_the_end_masked, CLIP, {"masked tokens"}),
+    "mean of an empty row": (mean_of_an_empty_row, CLIP | SEQUENCES, {"empty sequence"}),
+    "no graph without tokens": (no_graph_without_tokens, CLIP, {"empty sequence"}),
+    "rows weighted by place": (rows_weighted_by_place, CLIP, OFF | SPLIT | EDGES),
+    "result in bfloat16": (result_in_bfloat16, CLIP, {"dtype"}),
+    "autocast": (autocast, CLIP, {"dtype"}),
+    "remembered": (remembered, CLIP, {"second call"}),
+    # No A of the clip edges is above 1.
+    "advantage in place": (advantage_in_place, CLIP, OFF | {"second call"}),
+    "summed sequence ratio": (
+        partial(gspo, ratio_of=lambda d, batch: d.sum(-1, keepdim=True).exp()), GSPO, OFF),
+    "padded sequence ratio": (
+        partial(gspo, ratio_of=lambda d, batch: d.mean(-1, keepdim=True).exp()), GSPO, OFF | WIDTH),
+    "gradient through the weight": (
+        partial(cispo, detach=lambda w: w), CISPO, {"gradient"} | EDGES),
+    "one tau": (partial(sapo, tau_neg=1.0), SAPO, OFF | EDGES),
+    "mean of rows": (mean_of_rows, GMPO | SEQUENCES, LOCAL | {"empty sequence"}),
+    "both directions": (partial(dppo, two_sided=True), DPPO, OFF | EDGES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_planted_fault_fails_the_right_properties(fault):
+    loss, settings, expected = WRONG[fault]
+    assert verdicts(loss, settings) == expected
+
+
+def test_the_command_prints_a_row_for_each_property(capsys):
+    """0 if all pass, 1 if one fails."""
+    how = [f"{ROOT}/tests/adapters.py:ours", "objective=gspo", "aggregation=sequence_mean"]
+    assert conformance.main(how) == 0
+    assert capsys.readouterr().out.count("passed") >= 12

@@ -1,0 +1,531 @@
+"""The task of text: prompts in a checkpoint's own words, conversations, rewards, demonstrations.
+
+Checkpoints are those of `released`, in the published formats. What transformers renders and encodes
+is the truth about every row; `Script` of test_rollout says tokens that are known beforehand.
+"""
+
+import functools
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import shortened
+
+from full import talk
+from full.__main__ import main
+from full.audit import audited
+from full.config import Config
+from full.rollouts import DEMO_PROMPT, Sampler, demonstrations, draw_prompts, play
+from full.talk import Answer
+from full.tasks import is_finite_number, is_held_out
+from full.text import Text, make_task
+transformers = pytest.importorskip("transformers", reason="text needs transformers")
+pytest.importorskip("safetensors", reason="checkpoints are safetensors")
+pytest.importorskip("trl", reason="has the published chat templates")
+import released  # noqa: E402
+from test_rollout import Script  # noqa: E402
+from test_run import TINY, good, json_lines, refused  # noqa: E402
+
+FAMILIES = "qwen2", "qwen3", "gemma3"
+INSTRUCTION = Config.instruction
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """The directory of a family's checkpoint, made once; `base`: without a chat template."""
+    made = {}
+
+    def make(family, base=False):
+        if (family, base) not in made:
+            path = tmp_path_factory.mktemp(family) / "DIR"
+            made[family, base] = released.make(family, path, layers=2, width=32, template=not base)
+        return made[family, base]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def by_transformers(directory):
+    """The tokens of a conversation by transformers' apply_chat_template."""
+    loaded = {}
+
+    def tokens(family, messages, answer=False):
+        if family not in loaded:
+            loaded[family] = transformers.AutoTokenizer.from_pretrained(directory(family))
+        text = loaded[family].apply_chat_template(
+            messages, add_generation_prompt=not answer, tokenize=False)  # fmt: skip
+        return loaded[family](text, add_special_tokens=False)["input_ids"]
+
+    return tokens
+
+
+def message(role, text):
+    return {"role": role, "content": text}
+
+
+user, assistant, system = (functools.partial(message, x) for x in ("user", "assistant", "system"))
+QUESTIONS = [{"question": f"{n} + {n}?", "answer": f"so\n#### {2 * n}"} for n in range(40)]
+# 40 conversations that are held out or not by their hash, each of its own kind.
+HISTORY = [user("Hi."), assistant(" Hello. "), user("2 + 2?")]
+TWICE = [user("2 + 2?"), user("And 3 + 3?"), user("No, 4 + 4?")]
+
+
+def numbered(messages, answer="#### 4", count=40):
+    """Rows that differ in the text of their first message."""
+    rows = []
+    for n in range(count):
+        first = messages[0] | {"content": f"{n}: {messages[0]['content']}"}
+        rows.append({"messages": [first, *messages[1:]], "answer": answer})
+    return rows
+
+
+def write(path, rows):
+    """A file of rows; a row may also be a line that is none."""
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("".join(line + "\n" for line in lines))
+    return str(path)
+
+
+REWARDS = """
+def close(text, row):
+    row["answer"] = row["answer"] + "!"
+    return 1 if text == row["answer"] else len(text) / 100
+
+def broken(text, row):
+    return {}["nothing"]
+
+def leaves(text, row):
+    raise SystemExit(0)
+
+def nothing(text, row):
+    return None
+
+def infinite(text, row):
+    return float("inf")
+
+def word(text, row):
+    return "1.0"
+"""
+FILES = {
+    "rewards.py": REWARDS, "one.py": "def one(text):\n    return 1.0\n",
+    "none.py": "import nothing_of_this_name",
+}  # fmt: skip
+
+
+@pytest.fixture
+def task_of(directory, tmp_path, monkeypatch):
+    """task_of(model, rows, ..): a Jsonl task.
+
+    model: a family, or a directory. base: the family's checkpoint without a chat template.
+    """
+    monkeypatch.chdir(tmp_path)
+    for name, source in FILES.items():
+        Path(name).write_text(source)
+
+    def make(model="qwen2", rows=QUESTIONS, *, base=False, **options):
+        how = dict(task="jsonl", data=write(Path("rows.jsonl"), rows), max_new_tokens=60)
+        how["model"] = str(model if isinstance(model, Path) else directory(model, base))
+        return make_task(Config(**how | options).check())
+
+    return make
+
+
+def prompts(task):
+    """{what is asked: prompt tokens} of every line, held out or not."""
+    return {line.shown: line.prompt for lines in task.rows.values() for line in lines}
+
+
+def opened(task):
+    """The state and the prompt of the first rollout."""
+    return task.prompt(np.random.default_rng(0), 0, False)
+
+
+def say(task, state, text):
+    return task.reply(state, [*task.text.encode(text), task.end[0]])
+
+
+# 1. Prompts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", shortened(released.FAMILIES, *FAMILIES))
+@pytest.mark.parametrize("said", ["", "Be brief."])
+def test_prompts_are_the_checkpoints_own(task_of, by_transformers, family, said):
+    """A row's own system message stands."""
+    own = numbered([system("Be kind."), user("Hi.")])
+    conversations = [*numbered(HISTORY), *own]
+    task = task_of(family, [*QUESTIONS, *conversations], system=said)
+    found = prompts(task)
+    before = [system(said)] if said else []
+    for row in QUESTIONS:
+        messages = [*before, user(f"{row['question']}\n{INSTRUCTION}")]
+        assert found[row["question"]] == by_transformers(family, messages)
+    for row in conversations:
+        messages = row["messages"] if row in own else [*before, *row["messages"]]
+        tokens = found[json.dumps(row["messages"], sort_keys=True)]
+        assert tokens == by_transformers(family, messages)
+    assert not task.note and task.template == "chat"
+
+
+@pytest.mark.parametrize("family, bos", [("qwen2", ""), ("gemma3", "<bos>")])
+def test_plain_text_begins_with_bos_once_and_is_never_wrapped(task_of, family, bos):
+    def shown(template, **options):
+        task = task_of(family, template=template, **options)
+        return task.show(prompts(task)["7 + 7?"])
+
+    mark = {"qwen2": "<|im_start|>", "gemma3": "<start_of_turn>"}[family]
+    assert shown("raw") == f"{bos}7 + 7?\n{INSTRUCTION}\n"
+    assert shown("raw", instruction="") == f"{bos}7 + 7?\n"
+    assert shown("Q: {question} A:") == f"{bos}Q: 7 + 7? A:"
+    assert shown("{question}, {question}", instruction="") == f"{bos}7 + 7?, 7 + 7?"
+    assert shown(mark + "user\n{question}") == f"{bos}{mark}user\n7 + 7?"
+    assert shown(f"{bos}Q: {{question}}") == f"{bos}Q: 7 + 7?"
+
+
+def test_without_a_chat_template_prompts_are_plain_text_and_a_note_says_so(task_of):
+    task = task_of(base=True)
+    assert task.show(prompts(task)["7 + 7?"]) == f"7 + 7?\n{INSTRUCTION}\n"
+    assert "DIR has no chat template: prompts are plain text (--template raw)" in task.note
+    assert not task_of(base=True, template="raw").note
+
+
+# 2. Conversations that are played ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_conversation_is_played_in_the_template_and_rewarded_at_its_end(
+    task_of, by_transformers, family
+):
+    task = task_of(family, numbered(TWICE[:2]), system="Be brief.")
+    _, prompt = opened(task)
+    (line,) = [line for line in task.rows[False] if line.prompt is prompt]
+
+    # The whole row, as transformers renders it; both answers are the policy's, with their ends.
+    answers = ["four", "#### 4"]
+    messages = [*line.messages, assistant(answers[0]), user("And 3 + 3?")]
+    row = [*by_transformers(family, messages), *task.text.encode(answers[1]), task.end[0]]
+    first = [*prompt, *task.text.encode(answers[0]), task.end[0]]
+    last = len(row) - len(task.text.encode(answers[1])) - 1
+    assert row[: len(first)] == first
+    script = [*first, *[5] * (last - len(first)), *row[last:]]  # what it says meanwhile is lost
+
+    start = [(0, (line, ()), line.prompt)]
+    config = Config(group=1, max_new_tokens=60, temperature=0)
+    sampler = Sampler(Script(script, vocab=task.vocab_size))
+    [[t]] = play(config, task, sampler, start, key=(0, 0))
+    sampled = [*range(len(prompt), len(first)), *range(last, len(row))]
+    assert (t.tokens, t.truncated) == (row, False)
+    assert t.turn_rewards == [(len(first) - 2, 0.0), (len(row) - 2, 1.0)]
+    assert np.flatnonzero(t.mask).tolist() == [place - 1 for place in sampled]
+
+
+def test_a_state_is_shared_by_forks_and_never_changed(task_of):
+    task = task_of("gemma3", numbered(TWICE))
+    state, _ = opened(task)
+    one, other = say(task, state, "four")[0], say(task, state, "five")[0]
+    assert state[1] == () and (one[1], other[1]) == (("four",), ("five",))
+    for fork in (one, other):
+        now, reply, reward = say(task, fork, "eight")
+        assert "No, 4 + 4?" in task.show(reply) and reward == 0.0
+        assert say(task, now, "#### 4")[1:] == (None, 1.0)
+
+
+def test_a_conversation_needs_room_for_what_is_said_and_an_end_of_each_answer(task_of):
+    rows = numbered(TWICE[:2])
+    task = task_of(rows=rows)
+    count = len(say(task, opened(task)[0], "")[1])
+    task_of(rows=rows, max_new_tokens=count + 2)
+    with pytest.raises(ValueError, match=f"{count} tokens are said after the policy's answers"):
+        task_of(rows=rows, max_new_tokens=count + 1)
+
+
+def test_every_tenth_conversation_is_held_out_by_its_hash(task_of):
+    task = task_of("qwen2", numbered(HISTORY) + numbered(TWICE))
+    for held_out, lines in task.rows.items():
+        for line in lines:
+            asked = json.dumps(line.row["messages"], sort_keys=True)
+            assert is_held_out(asked.encode()) == held_out
+    # Whether a row brings its answer along makes no difference.
+    rows = [row | {"messages": [*row["messages"], assistant("4")]} for row in numbered(HISTORY)]
+    answered = task_of("qwen2", rows)
+    assert {line.shown for line in answered.rows[True]} < {line.shown for line in task.rows[True]}
+
+
+# 3. Rewards ----------------------------------------------------------------------------------
+
+FAILING = {
+    "broken": r"KeyError: 'nothing' \(.*rewards.py, line 7, in broken\),",
+    "leaves": r"sys.exit\(0\) \(.*rewards.py, line 10, in leaves\),",
+    "nothing": r"rewards.py:nothing gave None", "infinite": r"rewards.py:infinite gave inf",
+    "word": r"rewards.py:word gave '1.0'",
+}  # fmt: skip
+FAR = "so\n#### 1,234"  # the answer of a row, and what the default reward says to others
+NEAR = {"#### 1234.0": 1.0, "1234": 0.0, "#### 12": 0.0, "#### 1\n#### 1234": 1.0, "": 0.0}
+
+
+@pytest.fixture
+def rewarding(task_of):
+    """rewarding(**options): what the task says to an answer to line 8, also if its row had one."""
+
+    def make(**options):
+        task = task_of(**options)
+        (line,) = [line for lines in task.rows.values() for line in lines if line.shown == "7 + 7?"]
+
+        def reward(text, answer="so\n#### 14"):
+            state = line._replace(row=line.row | {"answer": answer})
+            return say(task, (state, ()), text)[2]
+
+        return reward
+
+    return make
+
+
+def test_a_reward_of_a_file_gets_the_text_and_a_row_of_its_own(rewarding):
+    asked = rewarding(reward="rewards.py:close")
+    for _ in range(2):  # what it changed is forgotten
+        assert asked("so\n#### 14!") == 1.0 and asked("four") == 0.04
+    assert isinstance(asked("so\n#### 14!"), float)
+    asked = rewarding()
+    assert {text: asked(text, FAR) for text in NEAR} == NEAR
+    assert asked("#### Paris ", "Paris") == 1.0
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_reward_that_fails_names_its_line_and_the_row(rewarding, name):
+    asked = rewarding(reward=f"rewards.py:{name}")
+    with pytest.raises(ValueError, match=f"{FAILING[name]} for the .* 'four' to .*jsonl line 8"):
+        asked("four")
+
+
+def test_a_number_of_numpy_is_one():
+    numbers = [np.True_, np.float32(0.5), np.array(0.5), np.array([1]), np.int8(1)]
+    assert all(map(is_finite_number, [True, 1, 0.5, *numbers]))
+    others = [None, "1", np.nan, np.float32("inf"), np.array([1, 2]), np.array("a"), [1]]
+    assert not any(map(is_finite_number, others))
+
+
+# 4. Demonstrations ---------------------------------------------------------------------------
+
+
+def learned(task, count=4, groups=()):
+    """Demonstrations as a run's supervised steps make them."""
+    config = task.config
+    starts = draw_prompts(config, task, DEMO_PROMPT, 0, groups or range(count))
+    return demonstrations(task, starts, (0, 4, 1), config.max_new_tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_learned_is_the_template_with_the_answers(
+    task_of, by_transformers, family, process_group
+):
+    """One turn in full by transformers, up to the end of the turn; answers before it are shown."""
+    said = numbered([user("Hi."), assistant(" So. ")])
+    task = task_of(family, said, demos=1)
+    (t,) = learned(task, 1)
+    shown = task.show(t.tokens)
+    (asked,) = [x["messages"] for x in said if f"\n{x['messages'][0]['content']}" in shown]
+    truth = by_transformers(family, asked, answer=True)
+    assert t.tokens == truth[: len(t.tokens)] and t.tokens[-1] == task.end[0]
+    assert task.show(truth[len(t.tokens) :]) == "\n"
+    prompt = len(by_transformers(family, asked[:1]))
+    assert t.mask.tolist() == [n >= prompt for n in range(1, len(t.tokens))] and t.reward == 0.0
+
+    # Of a conversation the last answer is learned.
+    demo = [system("Be kind."), user("2 + 2?"), assistant("four"), user("3 + 3?"), assistant("six")]
+    (t,) = learned(task_of(family, numbered(demo), demos=1), 1)
+    spoken = [task.show([token]) for token, on in zip(t.tokens[1:], t.mask) if on]
+    thoughts = "<think>\n\n</think>\n\n" if family == "qwen3" else ""
+    assert "".join(spoken) == f"{thoughts}six{task.show([task.end[0]])}"
+
+
+def test_lines_of_the_data_are_learned_as_they_are_played(task_of, process_group):
+    rows = numbered([*HISTORY, assistant("#### 4")])
+    task = task_of("qwen2", [*QUESTIONS, *rows], demos=1)
+    shown = [task.show(t.tokens) for t in learned(task, 30)]
+    assert all(t.reward == 1.0 and t.mask[-1] for t in learned(task, 30))
+    history = [text for text in shown if "Hello." in text]
+    assert 0 < len(history) < 30
+    assert all(text.endswith("assistant\n#### 4<|im_end|>") for text in history)
+    t = learned(task_of("qwen2", template="Q: {question} A:", demos=1), 1)[0]
+    assert re.fullmatch(r"Q: (\d+) \+ \1\? A:so\n#### \d+<\|im_end\|>", task.show(t.tokens))
+
+
+SYSTEM_FIRST = """\
+{%- if messages[0].role != 'system' %}{{ raise_exception('a system first') }}{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_a_demonstration_is_counted_with_the_mark_that_ends_it(task_of, directory, process_group):
+    """Its template's mark is not the first end: a template of another form is asked in vain."""
+    model = Path(shutil.copytree(directory("qwen2"), "DIR"))
+    mark, document = Text(model).end
+    (model / "chat_template.jinja").write_text(SYSTEM_FIRST)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [document, mark]}))
+    said = [system("Be kind."), user("2 + 2?"), assistant("four")]
+    how = dict(rows=numbered(said), system="Be kind.", demos=1)
+    task = task_of(model, **how)
+    (t,) = learned(task, 1)
+    assert task.end == (document, mark) and t.tokens[-1] == mark and document not in t.tokens
+    count = int(t.mask.sum())
+    task_of(model, **how, max_new_tokens=count)
+    with pytest.raises(ValueError, match=f"a demonstration of {count} tokens is over"):
+        task_of(model, **how, max_new_tokens=count - 1)
+
+
+# 5. What is refused --------------------------------------------------------------------------
+
+
+def line(row, answer="4"):
+    """Rows with a bad one at the end, which is without an answer if it has none."""
+    if isinstance(row, list):
+        row = {"messages": row, "answer": answer}
+    return dict(rows=[*QUESTIONS, row])
+
+
+def demo(answer):
+    """Rows to learn, of which one has this answer."""
+    rows = [row | {"answer": answer} if n in (7, 8) else row for n, row in enumerate(QUESTIONS)]
+    return dict(rows=rows, demos=1)
+
+
+def rows(*first, **options):
+    return dict(rows=[*first], **options)
+
+
+LINE, DEMO = "rows.jsonl line 41: ", r"rows.jsonl line \d+: "
+LATE = "message 3 is the assistant's, after an answer that the policy has to give"
+SYSTEM = "--system needs --template chat"
+REFUSED = [
+    # Lines that cannot be played.
+    ("rows.jsonl line 41 holds no JSON object: Expecting property name", line("{")),
+    ("rows.jsonl line 41 holds no JSON object: it is a str", line('"text"')),
+    ("rows.jsonl line 41 holds no JSON object: it is a list", line("[1]")),
+    (LINE + r"a prompt of \d+ ", line({"question": "word " * 40000, "answer": "1"})),
+    (LINE + "its answer is empty", line({"question": "2 + 2?", "answer": " "})),
+    (LINE + "its answer is empty", line({"question": "2 + 2?", "answer": "so\n#### "})),
+    (LINE + "its answer is empty", line([user("2 + 2?")], "")),
+    (LINE + "it holds no messages, a list", line([])),
+    (LINE + "message 1 has no role", line(["Hi."])),
+    (LINE + "message 2 has no role", line([user("Hi."), message("asistant", "a")])),
+    (LINE + "message 3 has no role", line([*HISTORY[:2], {"role": "user"}])),
+    (LINE + "message 2 is the system's", line([user("Hi."), system("Be kind.")])),
+    (LINE + ".*end with no user's", line([assistant("Hi.")])),
+    (LINE + LATE, line([user("a"), user("b"), assistant("c"), user("d")])),
+    (LINE + "it holds no answer, a string", line([user("Hi.")], 4)),
+    (LINE + ".*roles must alternate", line([assistant("Hi."), user("2 + 2?")])),
+    (LINE + ".*tokens are said after the policy's ans", line([user("a"), user("why " * 60)])),
+    (LINE + "it holds token 4000, '<image_soft_token>'; the model's last token is 3999",
+     line({"question": "What is on <image_soft_token>?", "answer": "4"})),
+    # Demonstrations that cannot be learned.
+    (DEMO + r"a demonstration of \d+ tokens is over --max-new-tokens 60", demo("four " * 60)),
+    (DEMO + ".*holds a mark that would end it", demo("4<end_of_turn>5")),
+    (DEMO + "it holds token 4000", demo("4 <image_soft_token>")),
+    (DEMO + "it holds no demonstration", rows(*numbered(HISTORY), demos=1)),
+    (DEMO + "it holds no demonstration", rows(*numbered([*TWICE, assistant("8")]), demos=1)),
+    # Files.
+    ("rows.jsonl line 1: it holds no answer, a string",
+     rows(*({"question": row["question"]} for row in QUESTIONS))),
+    ("line 1: it holds no answer, a string", rows({"question": "?", "answer": 1})),
+    (r"line 1: it holds no question, a string, and no messages; it has \['q', 'answer'\]",
+     rows({"q": "?", "answer": "1"})),
+    ("line 1: it holds both a question and messages",
+     rows({"question": "?", "messages": [user("?")], "answer": "1"})),
+    ("too small to hold every tenth prompt out", rows(QUESTIONS[0])),
+    ("line 1: .* only --template chat can say", rows(*numbered(HISTORY), template="raw")),
+    ("--instruction follows a question; .*rows.jsonl has none",
+     rows(*numbered(HISTORY), instruction="Go.")),
+    ("--template chat: .*DIR has no chat template", dict(base=True, template="chat")),
+    ("--system: .*DIR has no chat template", dict(base=True, system="Be kind.")),
+    ("--reward gone.py:f: gone.py: no such file", dict(reward="gone.py:f")),
+    ("rewards.py has no function 'gone'", dict(reward="rewards.py:gone")),
+    ("one.py:one cannot be called with .text, row.: too many", dict(reward="one.py:one")),
+    ("ModuleNotFoundError.*none.py, line 1", dict(reward="none.py:f")),
+    # Flags.
+    ("--template must be chat, raw or a text with {question}, got 'hello'", dict(template="hello")),
+    (SYSTEM, dict(template="{question}", system="Be kind.")),
+    (SYSTEM, dict(template="raw", system="Be kind.")),
+    ("--instruction needs a --template without {question}",
+     dict(template="{question}", instruction="Go.")),
+    ("--reward needs --task jsonl", dict(task="guess", data="", reward="a.py:f")),
+    ("--data needs --task jsonl", dict(task="guess")),
+]
+
+
+@pytest.mark.parametrize("message, options", REFUSED, ids=[message for message, _ in REFUSED])
+def test_what_cannot_be_played_or_learned_is_named(task_of, message, options):
+    with pytest.raises(ValueError, match=message):
+        task_of(**dict(model="gemma3") | options)
+
+
+def test_an_instruction_may_stand_among_conversations_and_a_reward_need_no_answer(task_of):
+    task_of(rows=[*QUESTIONS, *numbered(HISTORY)], instruction="Go.")
+    task_of(rows=[{"question": row["question"]} for row in QUESTIONS], reward="rewards.py:nothing")
+
+
+def test_what_a_checkpoint_lacks_is_named(task_of, directory):
+    config = Path(shutil.copy(directory("qwen2") / "config.json", "."))
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        task_of(Path())
+    shutil.copy(directory("qwen2") / "tokenizer.json", ".")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": None}))
+    with pytest.raises(ValueError, match="nothing ends a turn"):
+        task_of(Path())
+
+
+# 6. Runs -------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
+    directory, tmp_path, monkeypatch, capsys, process_group
+):
+    """A base model, so that the run has to say how its prompts are made."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(directory("qwen2", base=True), "DIR")
+    # Random weights draw few ends, so more tokens are: none that an answer to be learned has.
+    said = {x for row in QUESTIONS for x in Text("DIR").encode(row["answer"])}
+    ends = {"eos_token_id": [*{*range(0, 3000, 9)} - said]}
+    Path("DIR/generation_config.json").write_text(json.dumps(ends))
+    write(Path("rows.jsonl"), QUESTIONS)
+    Path("rewards.py").write_text("open('imported', 'w')\n" + REWARDS)
+    flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --demos 9 "
+    flags += "--max-new-tokens 24 --prompts 2 --group 2 --minibatches 1 "
+    flags += "--save-every 1 --out run --steps 1 --reward rewards.py"
+    out, _ = good(tmp_path, f"{flags}:close")
+    assert out.count("DIR has no chat template: prompts are plain text (--template raw)") == 1
+
+    # The run names the file, and nobody imports it for that.
+    Path("imported").unlink()
+    again = "--resume --out run --steps 2"
+    for command in (again, f"{again} --reward rewards.py:word", "audit run"):
+        assert main(command.split()) == 2 and not Path("imported").exists()
+        assert "give it again, as --reward FILE.py:close" in capsys.readouterr().err
+    good(tmp_path, f"{again} --reward rewards.py:close")
+    lines = json_lines(Path("run/rollouts.jsonl"))
+    rewards = {reward for line in lines for _, reward in line["rewards"]}
+    assert len(rewards) > 1 and rewards < {n / 100 for n in range(999)}
+    assert audited("run", 1, reward="rewards.py:close").wrong is None
+
+    # An evaluation has the run's settings, but for those of its supervised start.
+    evaluate = "eval run --samples 1 --eval-prompts 2 --reward rewards.py:close"
+    assert main(evaluate.split()) == 0
+
+    # `chat` puts a line into the prompts that the run was trained on, though no flag named them.
+    rows, begin = [], Answer.__init__
+    monkeypatch.setattr(Answer, "__init__", lambda answer, row, *how: (
+        rows.append([*row]) or begin(answer, row, *how)))  # fmt: skip
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"0 + 0?\nAnd 1?\n")))
+    assert main("chat run --temperature 0 --max-new-tokens 2".split()) == 0
+    assert "each line is put into the run's prompt, --template 'raw'" in capsys.readouterr().err
+    first, second = (Text("DIR").decode(row, special=True) for row in rows)
+    assert first == f"0 + 0?\n{INSTRUCTION}\n" and second.endswith(f"And 1?\n{INSTRUCTION}\n")
+
+    # A run does not go on with other questions.
+    write(Path("rows.jsonl"), QUESTIONS[1:] + QUESTIONS[:1])
+    refused(tmp_path, f"{again.replace('2', '3')} --reward rewards.py:close",
+            "rows.jsonl (--data) is not what it was when run began")  # fmt: skip

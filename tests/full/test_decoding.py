@@ -1,0 +1,261 @@
+"""Generation: slots, turns and forks change no token, and the cache holds what it needs."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from oracles import Watch, bytes_of
+from test_ranks import ranks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import models
+from full.check import tiny_model
+from full.generate import KVCache, forward_with_cache, generate, prefill
+from full.plans import Grid, Plan
+from full.weights import split_for_decoding
+from models import FULL, SLIDING, Row, generate as simple_generate
+
+CASES = {
+    **{name: (name, {}) for name in ("qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe")},
+    "o bias": ("qwen3", dict(o_bias=True, qkv_bias=True)),
+    "softcap": ("gemma3_text", dict(final_logit_softcapping=1.5)),
+    "sliding qwen": ("qwen2", dict(layer_types=(SLIDING, FULL), sliding_window=3)),
+    "one key head": ("qwen3", dict(num_attention_heads=3, num_key_value_heads=1)),
+}
+STARTS = {
+    "shared": [[1, 2, 3, 4, 5, 6, 7], [8], [1, 2, 3, 4, 5, 6, 7], [9, 10, 11], [8]],
+    "distinct": [[1, 2, 3, 4, 5, 6, 7], [8], [1, 2, 3], [9, 10, 11], [8, 1]],
+}
+QUICK = "gemma3_text", "qwen3"  # the others are in the default suite
+NAMES = [pytest.param(name, marks=[pytest.mark.quick] * (name in QUICK)) for name in CASES]
+ENDS = tuple(range(1, 53, 3))  # a third of the vocabulary
+NEW = 16
+
+
+def model_of(name):
+    model_type, changes = CASES[name]
+    return tiny_model(model_type, seed=3, **changes)
+
+
+class Talk(Row):
+    """A conversation that forks at the end of its first turn, and has at most three."""
+
+    def __init__(self, prompt, draws, place=(0,)):
+        super().__init__(prompt, draws)
+        self.place, self.turns = place, 0
+
+    def reply(self):
+        """Queue the next turn, and return whether there is one."""
+        self.turns += 1
+        self.queue.extend([5, 6, 7, 50][: len(self.tokens) % 5])
+        return self.turns < 3 - self.place[0] % 3
+
+    def fork(self):
+        if not self.reply():
+            return []
+        other = copy.deepcopy(self)
+        other.draws = other.draws[::-1]
+        self.place, other.place = (*self.place, 0), (*self.place, 1)
+        return [self, other] if self.turns == 1 else [self]
+
+    def most_forks(self):
+        return 1 if self.turns else 2
+
+
+def talks(starts="shared"):
+    draws = torch.rand(5, NEW, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    rows = zip(STARTS[starts], draws.tolist(), strict=True)
+    rows = [Talk(prompt, own, (n,)) for n, (prompt, own) in enumerate(rows)]
+    rows[1].queue.extend([4, 2])  # tokens that nobody sampled end no turn
+    return rows
+
+
+def require_same(rows, truth):
+    def told(row):
+        return row.tokens, row.mask, row.truncated, row.turns, row.new
+
+    assert [told(row) for row in rows] == [told(row) for row in truth]
+    for a, b in zip(rows, truth):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-12, rel=0)
+
+
+@pytest.fixture
+def caches(monkeypatch):
+    """All caches that are fed one token a row, with the number of rows of each forward."""
+    fed, forward = [], forward_with_cache
+
+    def watched(model, cache, tokens, counts=None):
+        logits = forward(model, cache, tokens, counts)
+        if counts is None:
+            fed.append((len(cache.lengths), max(x.shape[1] for x in cache.layers.values())))
+        return logits
+
+    monkeypatch.setattr("full.generate.forward_with_cache", watched)
+    return fed
+
+
+@pytest.mark.parametrize("temperature", [0.7, 0])
+@pytest.mark.parametrize("starts", STARTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_slots_and_turns_give_the_rows_of_the_core(name, starts, temperature, caches):
+    model, options = model_of(name), dict(max_new_tokens=NEW, temperature=temperature, end=ENDS)
+    truth = talks(starts)
+    simple_generate(model, truth, **options, after=Talk.reply)
+    assert len({row.new for row in truth}) > 1
+    options |= dict(after=lambda row: [row] if row.reply() else [])
+    for slots in (None, 1, 2, 3):
+        caches.clear()
+        require_same(generate(model, talks(starts), slots=slots, **options), truth)
+        assert all(rows <= stored <= (slots or 5) for rows, stored in caches)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0])
+@pytest.mark.parametrize("starts", STARTS)
+@pytest.mark.parametrize("name", CASES)
+def test_forks_stay_within_the_slots_and_change_no_token(name, starts, temperature, caches):
+    model, asked = model_of(name), []
+    options = dict(max_new_tokens=NEW, temperature=temperature, end=ENDS, after=Talk.fork)
+    options |= dict(ending=lambda rows: asked.append(len(rows)))
+    truth = generate(model, talks(starts), **options)
+    assert len(truth) > 5 and [row.place for row in truth] == sorted(row.place for row in truth)
+    for row in truth:  # the log-probs of the sampled tokens by a forward of the whole row
+        logp = (model(torch.tensor([row.tokens[:-1]]))[0] / (temperature or 1)).log_softmax(-1)
+        logp = logp.gather(1, torch.tensor(row.tokens[1:])[:, None])[:, 0].detach()
+        assert row.logprobs == pytest.approx((logp * torch.tensor(row.mask)).tolist(), abs=1e-12)
+    turns, asked[:] = sum(asked), []
+    for slots in (2, 3, 5):
+        caches.clear()
+        found = generate(model, talks(starts), **options, slots=slots, branches=Talk.most_forks)
+        require_same(found, truth)
+        assert all(rows <= stored <= slots for rows, stored in caches)
+        assert sum(asked) == turns and min(asked) > 0
+        assert slots < 5 or max(asked) > 1  # one call for all rows that ended
+        asked.clear()
+
+
+@pytest.mark.quick
+def test_all_forks_of_a_row_that_has_reached_the_limit_are_truncated():
+    start, options = Talk([1], [0.5]), dict(max_new_tokens=1, end=range(53))
+    rows = generate(model_of("qwen3"), [start], after=Talk.fork, **options)
+    found = [(row.place, row.new, row.truncated) for row in rows]
+    assert found == [((0, 0), 1, True), ((0, 1), 1, True)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_waiting_rows_fill_slots_and_prompts_are_kept_while_rows_need_them(slots, monkeypatch):
+    model, rows, computed, prompts = model_of("qwen3"), talks(), [], []
+    rows[1].queue.clear()
+    first, sample, begin = prefill, models.sample, KVCache.begin
+    after = []  # logits of prompts
+    model.model.embed_tokens.register_forward_hook(
+        lambda _, given, out: computed.append(len(given[0])))  # fmt: skip
+
+    # Before each token: slots are full if enough rows have not ended, there are keys of their
+    # prompts alone, and logits after prompts only while rows wait.
+    def watched_sample(logits, *draws, **options):
+        alive = [row for row in rows if not row.new or row.new < NEW and row.tokens[-1] not in ENDS]
+        assert len(logits) == min(slots, len(alive))
+        assert 0 < len(prompts[-1].lengths) <= len({row.tokens[0] for row in alive})
+        assert len(logits) < len(alive) or all(stored.expired() for stored in after)
+        return sample(logits, *draws, **options)
+
+    def watched_prefill(*given):
+        cache, logits = first(*given)
+        after.append(StorageWeakRef(logits.untyped_storage()))
+        return cache, logits
+
+    def watched_begin(self, other, rows, **options):
+        prompts.extend([other] if options.get("share") else [])
+        begin(self, other, rows, **options)
+
+    monkeypatch.setattr("full.generate.prefill", watched_prefill)
+    monkeypatch.setattr("models.sample", watched_sample)
+    monkeypatch.setattr(KVCache, "begin", watched_begin)
+    generate(model, rows, max_new_tokens=NEW, end=ENDS, slots=slots)
+    assert sum(computed) == 3 + sum(row.new - 1 for row in rows)  # three prompts, then each token
+    assert computed[0] == min(slots, 2)  # prompts that enter together are computed together
+
+
+class MostHeld(TorchDispatchMode):
+    """The most bytes of a cache's stores and of results, as a multiple of the stores."""
+
+    def __init__(self, cache):
+        super().__init__()
+        self.cache, self.results, self.most = cache, weakref.WeakValueDictionary(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        found = out if isinstance(out, tuple | list) else (out,)
+        self.results.update({id(x): x for x in found if isinstance(x, torch.Tensor)})
+        stores = self.bytes([])
+        self.most = max(self.most, self.bytes(self.results.values()) / stores)
+        return out
+
+    def bytes(self, results):
+        return bytes_of([*self.cache.layers.values(), *results])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_a_cache_never_holds_a_second_copy_of_itself(name):
+    changes = dict(num_hidden_layers=16)
+    if name == "mistral":
+        changes |= dict(layer_types=(SLIDING,) * 16, sliding_window=250)
+    model = tiny_model(name, **changes)
+    cache, _ = prefill(model, [[5] * (200 - n) for n in range(8)])
+    with MostHeld(cache) as held:
+        forward_with_cache(model, cache, torch.ones(8, 1).long())  # the stores grow
+        for rows in range(7, 0, -1):
+            cache.select([*range(1, rows + 1)])  # the worst order: all rows change places
+            forward_with_cache(model, cache, torch.ones(rows, 1).long())
+    assert 1.05 < held.most <= 1.15  # one layer of 16 at a time
+    cache, _ = prefill(model, [[5] * 100] * 8)
+    with MostHeld(cache) as held:
+        cache.select([0, 1, 7, 3, 4, 5, 6])
+    assert held.most <= 1.01  # only the row that moves
+
+
+@pytest.mark.parametrize("token", [-1, 53])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_queued_token_outside_of_the_vocabulary_is_named(token, before):
+    row = Row([1])
+    row.queue.extend([3, token] if before else [])
+    options = dict(max_new_tokens=9, seed=0, end=range(53))
+    with pytest.raises(ValueError, match=rf"token id {token} at row 0, column 0 .* ids are 0..52"):
+        generate(model_of("qwen3"), [row], **options,
+                 after=lambda row: row.queue.extend([3, token]) or [row])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "sliding qwen"])
+@pytest.mark.parametrize("slots, forwards", [(None, 33), (2, 66)])
+def test_python_waits_only_for_the_tokens_and_their_logprobs(name, slots, forwards, monkeypatch):
+    # As on a GPU, where the device checks the ids.
+    monkeypatch.setattr("full.logprobs.require_tokens_in_vocabulary", lambda *args, **how: None)
+    asked, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: asked.append(x) or tolist(x))
+    rows = [Row(prompt, [0.5] * 33) for prompt in ([1, 2, 3, 4, 5], [6], [1, 2, 3, 4, 5])]
+    model = model_of(name)
+    with Watch() as watch:
+        generate(model, rows, max_new_tokens=33, slots=slots)
+    waiting = {"_local_scalar_dense", "nonzero", "equal", "unique_dim", "_unique2"}
+    assert len(asked) + sum(name in waiting for name, *_ in watch.ran) == 2 * forwards
+
+
+def _talks_of_a_plan(rank, plan):
+    """Conversations in three slots, sampled and greedy, on this rank."""
+    model = model_of("gemma3_text").requires_grad_(False)
+    if plan:
+        grid = Grid(Plan.parse(plan))
+        split_for_decoding(model, grid.plan, device_mesh=grid)
+    options = dict(slots=3, branches=Talk.most_forks, after=Talk.fork, max_new_tokens=NEW, end=ENDS)
+    sampled, greedy = (generate(model, talks(), temperature=x, **options) for x in (1.0, 0.0))
+    assert [row.tokens for row in sampled] != [row.tokens for row in greedy]
+    return sampled + greedy
+
+
+def test_a_generator_split_by_t_forks_alike(tmp_path):
+    truth = _talks_of_a_plan(0, "")
+    for rows in ranks(tmp_path, 2, _talks_of_a_plan, "t2"):
+        require_same(rows, truth)

@@ -1,0 +1,563 @@
+"""Every family: models.py's own check, transformers as the truth, configs, experts.
+
+CASES have each field of a family's config off its default.
+"""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from measure_models import their_gradient
+
+import models
+from full import check
+from full.check import check_models, relative_error as relative, tiny, tiny_model
+from full.experts import Balance, grouped_linear, update_router_bias
+from full.generate import forward_with_cache, generate
+from full.hf import full_definition, load_hf, save_hf
+from full.logprobs import token_logprobs
+from full.model_config import FAMILIES, QWEN, ModelConfig, rope_frequencies
+from full.transformer import Transformer
+from models import CHECK_FAMILIES, FULL, SLIDING
+
+SIZES = dict(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, initializer_range=0.2, max_position_embeddings=64,
+)  # fmt: skip
+MOE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+GEMMA = dict(model_type="gemma3_text", head_dim=16, sliding_window=6, query_pre_attn_scalar=24)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=32)  # fmt: skip
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+BETAS = dict(beta_fast=1.5, beta_slow=0.25, original_max_position_embeddings=32)
+CASES = {  # transformers' own keywords; "rope": rope_parameters without the theta
+    "llama": dict(model_type="llama", rms_norm_eps=1e-5, num_key_value_heads=1),
+    "llama tied, biased": dict(model_type="llama", head_dim=12, tie_word_embeddings=True,
+                               attention_bias=True, mlp_bias=True, theta=5e5),
+    "llama linear": dict(model_type="llama", num_key_value_heads=None, mlp_bias=True,
+                         rope=dict(rope_type="linear", factor=2.0)),
+    "llama llama3": dict(model_type="llama", head_dim=None, tie_word_embeddings=True, rope=LLAMA3),
+    "mistral": dict(model_type="mistral", head_dim=12, sliding_window=5, rms_norm_eps=1e-5),
+    "mistral full": dict(model_type="mistral", sliding_window=None, theta=1e6,
+                         num_key_value_heads=1),
+    "mistral tied, yarn": dict(model_type="mistral", head_dim=16, sliding_window=7,
+                               tie_word_embeddings=True, rope=YARN),
+    "qwen3": dict(model_type="qwen3", head_dim=12, rms_norm_eps=1e-4, num_key_value_heads=1),
+    "qwen3 tied": dict(model_type="qwen3", head_dim=16, tie_word_embeddings=True, theta=5e5),
+    "qwen3 bias": dict(model_type="qwen3", head_dim=10, attention_bias=True),
+    "qwen3 slides": dict(model_type="qwen3", head_dim=8, use_sliding_window=True, sliding_window=5,
+                         max_window_layers=1),
+    "qwen3 layer types": dict(model_type="qwen3", head_dim=8, use_sliding_window=True,
+                              sliding_window=4, layer_types=[SLIDING, FULL, SLIDING]),
+    "qwen3 linear": dict(model_type="qwen3", head_dim=8, rope=dict(rope_type="linear", factor=4.0)),
+    "qwen3 llama3": dict(model_type="qwen3", head_dim=16, rope=LLAMA3),
+    "qwen3 yarn": dict(model_type="qwen3", head_dim=16, rope=YARN),
+    "qwen3 yarn, betas": dict(model_type="qwen3", head_dim=16, rope=YARN | BETAS),
+    "qwen3 yarn, factor": dict(model_type="qwen3", head_dim=16,
+                               rope=YARN | dict(attention_factor=1.7)),
+    "qwen2": dict(model_type="qwen2", theta=1e6, rms_norm_eps=1e-5),
+    "qwen2, heads do not divide": dict(model_type="qwen2", hidden_size=50),
+    "qwen2 tied": dict(model_type="qwen2", tie_word_embeddings=True, num_key_value_heads=4),
+    "qwen2 slides": dict(model_type="qwen2", use_sliding_window=True, sliding_window=5,
+                         max_window_layers=2),
+    "qwen3_moe": MOE | dict(head_dim=12),
+    "qwen3_moe normed": MOE | dict(norm_topk_prob=True, attention_bias=True, num_experts_per_tok=3),
+    "qwen3_moe layers": MOE | dict(decoder_sparse_step=2, num_hidden_layers=4, mlp_only_layers=[1]),
+    "qwen3_moe all dense": MOE | dict(mlp_only_layers=[0, 1, 2]),
+    "qwen3_moe tied, slides": MOE | dict(tie_word_embeddings=True, use_sliding_window=True,
+                                         sliding_window=5, max_window_layers=2),
+    "gemma3": GEMMA,
+    "gemma3 pattern": GEMMA | dict(sliding_window_pattern=2, attention_bias=True, theta=3e5),
+    "gemma3 layer types": GEMMA | dict(layer_types=[FULL, SLIDING, FULL], rms_norm_eps=1e-4),
+    "gemma3 all full": GEMMA | dict(layer_types=[FULL] * 3),
+    "gemma3 all sliding": GEMMA | dict(layer_types=[SLIDING] * 3),
+    "gemma3 capped": GEMMA | dict(final_logit_softcapping=3.0, attn_logit_softcapping=2.0),
+    "gemma3 untied, scaled": GEMMA | dict(tie_word_embeddings=False, sliding_window_pattern=3,
+                                          full_rope=dict(rope_type="linear", factor=8.0)),
+    "gemma3 llama3": GEMMA | dict(sliding_window_pattern=2, full_rope=LLAMA3),
+}  # fmt: skip
+
+
+def hf_config(case):
+    transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
+    raw = SIZES | (CASES | RELEASED)[case]
+    theta, rope = raw.pop("theta", 1e4), raw.pop("rope", {"rope_type": "default"})
+    kind, full = raw.pop("model_type"), raw.pop("full_rope", None)
+    if kind == "gemma3_text":
+        full = {"rope_theta": theta} | (full or {"rope_type": "default"})
+        local = {"rope_type": "default", "rope_theta": 500.0}
+        raw["rope_parameters"] = {FULL: full, SLIDING: local}
+    else:
+        raw["rope_parameters"] = {"rope_theta": theta} | rope
+    return transformers.AutoConfig.for_model(kind, **raw)
+
+
+def make(case, directory):
+    """transformers' model of a case, whose files, several for the weights, are in the directory."""
+    transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        hf_config(case), dtype=torch.float32, attn_implementation="eager")  # fmt: skip
+    for p in model.parameters():
+        p.data += 0.05 * torch.randn_like(p)
+    model.save_pretrained(directory, max_shard_size="20KB")
+    assert (directory / "model.safetensors.index.json").exists()
+    return model.eval(), directory
+
+
+FEW = {name: check.CASES[name] for name in ("qwen3", "gemma3_text")}
+FAULTS = {
+    "full.transformer.causal_attention": lambda *qkv, layer, scale, **_: models.masked_attention(
+        *qkv, is_causal=True, scale=1.1 * scale),
+    "full.generate.forward_with_cache": lambda model, cache, tokens, counts=None: (
+        # as if no row were shorter
+        CACHED(model, cache, tokens)),
+    "full.check.token_logprobs": lambda *given, **how: [
+        1.000001 * x for x in LOGPROBS(*given, **how)],
+    "models.packed_attention": lambda ids: lambda q, k, v, **_: q * torch.nan,
+    "models.apply_rope": lambda x, cos, sin: ROTATE(x, cos, -sin),
+    "models.masked_attention": lambda q, k, v, mask=None, **how: MASKED(
+        # the cache forgets its mask
+        q, k, v, mask if q.shape[2] == k.shape[2] else None, **how),
+    "full.generate.give_draws": lambda rows, needed, seed: [  # rows lose their draws
+        setattr(row, "draws", [0.5] * needed) for row in rows],
+    "full.check.generate": lambda *given, **how: [  # an error that float32 cannot hold
+        setattr(row, "logprobs", [x * (1 + 1e-10) for x in row.logprobs])
+        for row in GENERATE(*given, **how)],
+}  # fmt: skip
+CACHED, LOGPROBS = forward_with_cache, token_logprobs
+ROTATE, MASKED, GENERATE = models.apply_rope, models.masked_attention, generate
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_check_passes_and_sees_a_planted_fault(fault, monkeypatch):
+    if fault:
+        monkeypatch.setattr(fault, FAULTS[fault])
+        monkeypatch.setattr("full.check.CHECK_FAMILIES", CHECK_FAMILIES[:1])
+    try:
+        passed = check_models(FEW, transformers=False)
+    except AssertionError:  # models.check_family stops where tokens differ
+        passed = False
+    assert passed == (fault is None)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def hf(request, tmp_path_factory):
+    return make(request.param, tmp_path_factory.mktemp("hf"))
+
+
+def test_logits_and_gradients_equal_transformers(hf):
+    theirs, directory = hf
+    ours, generator = load_hf(directory), torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, 61, (2, 20), generator=generator)  # 0 is Gemma's PAD: no gradient
+    upstream = torch.randn(2, 20, 61, generator=generator)
+    a, b = ours(tokens), theirs(tokens).logits
+    assert (a - b).abs().max() < 1e-5 * b.abs().max()
+    theirs.zero_grad()
+    (b * upstream).sum().backward()
+    grads = torch.autograd.grad(a, list(ours.parameters()), upstream)
+    known = dict(theirs.named_parameters())
+    for (name, _), grad in zip(ours.named_parameters(), grads, strict=True):
+        truth = their_gradient(name, known)
+        assert relative(grad, truth) < 1e-5 < relative(0 * grad, truth), name
+
+    # Its norms stay in float32.
+    theirs = copy.deepcopy(theirs)
+    if hasattr(theirs, "set_experts_implementation"):  # its grouped product has no float64
+        theirs.set_experts_implementation("eager")
+    ours = load_hf(directory, dtype=torch.float64)
+    assert relative(ours(tokens), theirs.double()(tokens).logits) < 1e-6
+
+
+def test_a_round_trip_through_our_format_is_bit_identical(hf, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    theirs, directory = hf
+    ours = load_hf(directory)
+    save_hf(ours, tmp_path, max_shard_bytes=30_000)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    options = dict(dtype=torch.float32, attn_implementation="eager")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    assert type(back) is type(theirs)  # layer_types would make a Ministral of a Mistral
+    tokens = torch.arange(12)[None]
+    pairs = zip(theirs.state_dict().items(), back.state_dict().items(), strict=True)
+    assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+    assert torch.equal(theirs(tokens).logits, back(tokens).logits)
+    again = load_hf(tmp_path)
+    assert all(map(torch.equal, ours.parameters(), again.parameters()))
+    assert again.config == ours.config
+
+
+def test_greedy_decoding_of_a_ragged_batch_equals_transformers_row_by_row(hf):
+    theirs, directory = hf
+    prompts = [list(range(5, 18)), [3, 1]]
+    rows = generate(load_hf(directory), prompts, max_new_tokens=14, temperature=0)
+    options = dict(max_new_tokens=14, do_sample=False, eos_token_id=None, pad_token_id=0)
+    truth = [theirs.generate(torch.tensor([prompt]), **options)[0] for prompt in prompts]
+    assert [row.tokens for row in rows] == [tokens.tolist() for tokens in truth]
+
+
+RELEASED = {  # Qwen3's long contexts, and Llama 3.2
+    "yarn": dict(model_type="qwen3", theta=1e6, head_dim=128, max_position_embeddings=131072,
+                 rope=YARN | dict(original_max_position_embeddings=32768)),
+    "llama3": dict(model_type="qwen3", theta=5e5, head_dim=64, max_position_embeddings=131072,
+                   rope=LLAMA3 | dict(factor=32.0, original_max_position_embeddings=8192)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RELEASED)
+def test_rope_frequencies_of_released_sizes_are_transformers(case):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theirs = hf_config(case)
+    ours = ModelConfig.from_hf(theirs.to_dict())
+    f, factor = rope_frequencies(ours.rope_parameters[FULL], ours.head_dim)
+    want = ROPE_INIT_FUNCTIONS[case](theirs, "cpu")
+    assert torch.allclose(f.float(), want[0], rtol=1e-6) and factor == pytest.approx(want[1])
+
+
+RAW = dict(
+    model_type="qwen3", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=12,
+)  # fmt: skip
+
+
+def config_of(**changes):
+    """The `ModelConfig` of RAW with changes; ... for a field that is absent."""
+    raw = {name: value for name, value in (RAW | changes).items() if value is not ...}
+    return ModelConfig.from_hf(raw)
+
+
+THETA = {"rope_type": "default", "rope_theta": 7e5}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e5}
+LONG = LLAMA3 | {"original_max_position_embeddings": 8192}
+INSIDE = {"hidden_size": 64, "num_hidden_layers": 7}
+MEANINGS = [  # fields of a config.json, what they mean, and other spellings of them
+    # RoPE, as transformers 5 writes it and as transformers 4 does. The old words win.
+    (dict(rope_parameters=THETA, dtype="float32"), dict(rope_parameters={FULL: THETA}),
+     dict(rope_theta=7e5, rope_scaling=None, torch_dtype="float32")),
+    *((dict(model_type=kind, rope_parameters=LINEAR), dict(rope_parameters={FULL: LINEAR}),
+       dict(rope_theta=7e5, rope_scaling={"type": "linear", "factor": 2.0}),
+       dict(rope_theta=7e5, rope_scaling={"type": "linear", "rope_type": "linear", "factor": 2.0}),
+       *(dict(rope_theta=7e5, rope_scaling={key: "linear", "factor": 2.0},
+              rope_parameters={"rope_type": "default", "rope_theta": 8e5})
+         for key in ("type", "rope_type"))) for kind in ("qwen3", "llama")),
+    (dict(model_type="gemma3_text", layer_types=[SLIDING, FULL], rope_parameters={
+        FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+        SLIDING: {"rope_type": "default", "rope_theta": 3e4}}),
+     dict(rope_parameters={FULL: LINEAR | {"factor": 8.0, "rope_theta": 2e6},
+                           SLIDING: THETA | {"rope_theta": 3e4}}),
+     dict(rope_theta=2e6, rope_local_base_freq=3e4, sliding_window_pattern=2, layer_types=...,
+          rope_parameters=..., rope_scaling={"rope_type": "linear", "factor": 8.0})),
+    (dict(rope_parameters=YARN), dict(rope_parameters={FULL: YARN | {"rope_theta": 1e4}}),
+     dict(rope_scaling={"type": "yarn", "factor": 4.0}, original_max_position_embeddings=16)),
+    (dict(model_type="llama", rope_parameters=LONG | {"rope_theta": 5e5}),
+     dict(rope_parameters={FULL: LONG | {"rope_theta": 5e5}}),
+     dict(rope_theta=5e5, rope_scaling=LONG, rope_parameters=...)),
+    (dict(model_type="mistral", rope_parameters=THETA, sliding_window=6),
+     dict(layer_types=(SLIDING, SLIDING), sliding_window=6),
+     dict(rope_theta=7e5, rope_parameters=...)),
+    (dict(model_type="qwen3_moe", num_local_experts=9),
+     dict(num_experts=9, sparse_layers=(0, 1)), dict(num_experts=9, num_local_experts=...)),
+
+    ({}, dict(max_position_embeddings=32768)),
+    (dict(model_type="qwen2", head_dim=None), dict(head_dim=8)),
+    (dict(eos_token_id=[3, 4]), dict(eos_token_id=(3, 4))),
+    *((dict(model_type=kind, head_dim=given), dict(head_dim=width, eos_token_id=(2,)))
+      for kind in ("llama", "mistral") for given, width in ((..., 8), (None, 8), (12, 12))),
+    *((dict(model_type=kind, num_key_value_heads=None), dict(num_key_value_heads=4))
+      for kind in ("llama", "mistral")),
+    # A Llama has no window, and the class of Qwen3-MoE does not read max_window_layers.
+    (dict(model_type="llama", layer_types=[SLIDING] * 2, sliding_window=4),
+     dict(layer_types=(FULL, FULL))),
+    *((dict(model_type="qwen3_moe", use_sliding_window=True, sliding_window=7,
+            max_window_layers=first), dict(layer_types=(SLIDING, SLIDING), sliding_window=7))
+      for first in (..., 1, 2)),
+    *((dict(model_type=kind, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+       dict(layer_types=(FULL, SLIDING), sliding_window=7)) for kind in ("qwen2", "qwen3")),
+    # Where a list says which layers slide, transformers follows it too.
+    (dict(model_type="mistral", layer_types=[FULL] * 2), dict(layer_types=(FULL, FULL))),
+    (dict(model_type="gemma3", text_config=INSIDE, eos_token_id=[1, 106]),
+     dict(model_type="gemma3_text", eos_token_id=(1, 106), head_dim=256,
+          layer_types=(SLIDING,) * 5 + (FULL, SLIDING))),
+]  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("raw, meaning, spellings", [(a, b, rest) for a, b, *rest in MEANINGS])
+def test_what_the_fields_of_a_config_mean(raw, meaning, spellings):
+    config = config_of(**raw)
+    assert {name: getattr(config, name) for name in meaning} == meaning
+    for other in spellings:
+        assert config_of(**raw | {"rope_parameters": ...} | other) == config
+    written = config.to_hf()
+    ropes = written.pop("rope_parameters")
+    # What transformers 4 reads. It has one scaling for all layers, and Gemma 3 one for each kind.
+    assert ModelConfig.from_hf(written) == config or config.model_type == "gemma3_text"
+    ropes.clear()  # a copy
+    assert all(config.rope_parameters.values())
+
+
+def test_an_absent_field_has_transformers_default():
+    transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
+    for kind in FAMILIES:
+        whole = ModelConfig.from_hf(transformers.AutoConfig.for_model(kind).to_dict())
+        assert whole == ModelConfig.from_hf({"model_type": kind}), kind
+
+
+def written(**changes):
+    return tiny(**changes).to_hf()
+
+
+SLIDES = dict(layer_types=(SLIDING, FULL), sliding_window=3)
+EXPERTS = dict(sparse_layers=(1,), num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings",
+)  # fmt: skip
+REFUSED = {  # who refuses: fields, and a pattern of what is said
+    config_of: [  # a config.json that asks for what is not implemented
+        (dict(rope_scaling={"rope_type": "longrope", "factor": 4.0}), "longrope"),
+        (dict(rope_scaling={"type": "su", "factor": 4.0}), "'su'"),  # an older spelling
+        (dict(rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+         "rope_type: expected .*'dynamic'"),
+        (dict(rope_scaling={"rope_type": "yarn"}), "missing .*factor"),
+        (dict(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "low_freq_factor"),
+        (dict(rope_scaling={"rope_type": "default", "mrope_section": [1]}), "mrope_section"),
+        (dict(rope_parameters={FULL: {"rope_theta": 1e6}}), "per layer type"),
+        *((dict(rope_scaling=YARN | {key: value}), f"unknown .*{key}")
+          for key, value in dict(mscale=0.7, mscale_all_dim=0.3, truncate=False).items()),
+        *((fields | dict(model_type=kind), "partial_rotary_factor") for kind in ("qwen3", "llama")
+          for fields in (dict(partial_rotary_factor=0.5), dict(partial_rotary_factor=0),
+                         dict(rope_scaling={"partial_rotary_factor": 0.25}),
+                         dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}))),
+        (dict(layer_types=[FULL, "chunked_attention"]), "chunked_attention"),
+        (dict(layer_types=[FULL, SLIDING], sliding_window=None), "sliding_window"),
+        (dict(model_type="gemma3_text", sliding_window=None), "sliding_window"),
+        (dict(hidden_act="relu2"), "relu2"), (dict(attention_dropout=0.1), "attention_dropout"),
+        (dict(quantization_config={"bits": 4}), "quantization_config"),
+        (dict(model_type="mixtral"), "mixtral"), (dict(model_type=None), "None"),
+        (dict(num_key_value_heads=3), "num_key_value_heads"),
+        (dict(eos_token_id="</s>"), "eos_token_id"),
+        (dict(model_type="gemma3_text", use_bidirectional_attention=True), "use_bidirectional"),
+        (dict(model_type="qwen3_moe", num_experts=2, num_experts_per_tok=4),
+         "num_experts_per_tok: at most num_experts"),
+        *((dict(model_type=kind, use_sliding_window=True, layer_types=[FULL, SLIDING]), "no mix")
+          for kind in ("qwen3_moe", "mistral", "llama")),
+    ],
+    written: [(fields, "cannot say|no mix") for fields in (  # what no config.json can say
+        dict(qkv_bias=True), dict(model_type="qwen2", qk_norm=True), dict(scale_embedding=True),
+        dict(model_type="gemma3_text", o_bias=True), dict(model_type="llama", qkv_bias=True),
+        dict(model_type="llama", qk_norm=True), dict(model_type="mistral", norm_offset=True),
+        *(dict(model_type=kind, **SLIDES) for kind in ("llama", "qwen3_moe", "mistral")),
+        # Fields that the class of another family has, and that this class ignores.
+        SLIDES | dict(model_type="llama", layer_types=(SLIDING, SLIDING)),
+        dict(model_type="mistral", qkv_bias=True, o_bias=True),
+        *(dict(model_type=kind, mlp_bias=True) for kind in ("mistral", "qwen2", "qwen3")),
+        dict(final_logit_softcapping=4.0), dict(model_type="llama", query_pre_attn_scalar=5.0),
+        EXPERTS)],
+    tiny: [(fields, f"a qwen3 config needs [^;]*{words}") for fields, words in (
+        *((dict(layer_types=kinds), "layer_types") for kinds in ((FULL,), (FULL, "chunked"))),
+        (dict(num_key_value_heads=3), "num_attention_heads"), (dict(head_dim=7), "head_dim"),
+        (dict(hidden_act="relu2"), "hidden_act"),
+        *((SLIDES | dict(sliding_window=window), "sliding_window") for window in (None, 0, -1)),
+        *((EXPERTS | dict(sparse_layers=(layer,)), "sparse_layers") for layer in (2, -1)),
+        *((EXPERTS | {name: 0}, "moe_intermediate_size: positive") for name in EXPERTS
+          if name != "sparse_layers"),
+        (EXPERTS | dict(num_experts_per_tok=5), "num_experts_per_tok: at most"),
+        *(({name: -0.1}, name) for name in
+          ("rms_norm_eps", "initializer_range", "router_bias_rate", "final_logit_softcapping")),
+        *((dict(query_pre_attn_scalar=value), "query_pre_attn_scalar") for value in (0, -1.0)),
+        (dict(rope_parameters={"chunked_attention": {"rope_theta": 1e4}}), "rope_parameters"))],
+}  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("call, fields, said", [
+    (call, *row) for call, rows in REFUSED.items() for row in rows])  # fmt: skip
+def test_what_makes_no_model_is_refused_by_name(call, fields, said):
+    with pytest.raises(ValueError, match=said) as error:
+        call(**fields)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("field", COUNTS)
+def test_a_size_that_is_not_a_positive_integer_is_refused_by_field_and_file(field, tmp_path):
+    for value in (0, -1, 1.5, 1e9, math.nan, "x", None, []):
+        with pytest.raises(ValueError, match=f"^{field}: expected a positive integer, got "):
+            tiny(**{field: value})
+    with pytest.raises(ValueError, match=f"^{field}: expected at most "):
+        tiny(**{field: 2**62})  # before anything has this size
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(RAW | {field: -1}))
+    for given in (path, tmp_path):
+        with pytest.raises(ValueError) as error:
+            ModelConfig.from_hf(given)
+        assert str(error.value) == f"{path}: {field}: expected a positive integer, got -1"
+
+
+HOSTILE = ("x", [], {}, None, 1.5, -1, 0, 1e9, 10**30, math.nan, math.inf, [None], {"a": 1})
+HOSTILE += (["x"], [-1], [[1]], 2**62, -(10**30), 10**400)
+ROPE_FIELDS = {
+    "linear": dict(factor=2.0),
+    "yarn": YARN | dict(beta_fast=32.0, beta_slow=1.0, attention_factor=1.0),
+    "llama3": LLAMA3,
+}  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rope_type", ROPE_FIELDS)
+def test_hostile_rope_parameters_are_taken_or_refused_by_name(rope_type):
+    good = ROPE_FIELDS[rope_type] | dict(rope_type=rope_type, rope_theta=1e4)
+    for field in good:
+        values = [x for x in HOSTILE if field != "rope_type" or not isinstance(x, list | dict)]
+        for value in values:
+            try:
+                config = tiny(rope_parameters={FULL: good | {field: value}})
+            except ValueError as error:
+                assert field in str(error) and "\n" not in str(error)
+            else:
+                f, factor = rope_frequencies(config.rope_parameters[FULL], config.head_dim)
+                assert f.isfinite().all() and math.isfinite(factor)
+    for missing in {"factor", "low_freq_factor", "high_freq_factor"} & good.keys():
+        with pytest.raises(ValueError, match=f"missing .*{missing}"):
+            tiny(rope_parameters={FULL: good | {missing: None}})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("field, value", [
+    ("vocab_size", 2**22), ("hidden_size", 2**21), ("num_hidden_layers", 99),
+    ("intermediate_size", 2**22), ("num_experts", 2**12), ("moe_intermediate_size", 2**22),
+])  # fmt: skip
+def test_sizes_of_another_model_meet_the_tensors_before_anything_is_allocated(
+    tmp_path, monkeypatch, field, value
+):
+    pytest.importorskip("safetensors", reason="tests/requirements.txt is not installed")
+    good = RAW | EXPERTS | {"model_type": "qwen3_moe", "mlp_only_layers": [0]}
+    save_hf(Transformer(ModelConfig.from_hf(good)), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(good | {field: value}))
+    monkeypatch.setattr(Transformer, "to_empty", None)  # asks for the memory
+    with pytest.raises(ValueError, match="tensors do not fit its config.json") as error:
+        load_hf(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path}: ") and len(str(error.value)) < 2000
+
+
+@pytest.mark.quick
+def test_a_new_family_is_a_row(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors", reason="tests/requirements.txt is not installed")
+    own = dict(head_dim=6, hidden_act="gelu", rope_theta=3e3, num_hidden_layers=2)
+    fixed = dict(qk_norm=False, scale_embedding=True)
+    monkeypatch.setitem(FAMILIES, "toy", ("ToyForCausalLM", fixed, QWEN | own))
+    raw = {name: RAW[name] for name in RAW if name not in own} | {"model_type": "toy"}
+    config = ModelConfig.from_hf(raw)
+    assert config.head_dim == 6 and config.rope_parameters[FULL]["rope_theta"] == 3e3
+    model = Transformer(config).double().init_weights(0)
+    tokens = torch.arange(9)
+    assert relative(model(tokens[None])[0], full_definition(model, tokens)) < 1e-12
+    save_hf(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["ToyForCausalLM"]
+    assert load_hf(tmp_path)(tokens[None]).equal(model(tokens[None]))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype, bound", [
+    (torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])  # fmt: skip
+@pytest.mark.parametrize("counts", [[3, 0, 5, 4], [12, 0, 0, 0], [0, 0, 0, 12], [0, 0, 0, 0]])
+@pytest.mark.parametrize("width", [16, 10])  # torch's kernel takes rows of 16 bytes, a loop others
+def test_grouped_product_is_a_product_per_expert(dtype, bound, counts, width):
+    x = torch.randn(sum(counts), width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, 8, width, dtype=dtype, requires_grad=True)
+    got = grouped_linear(x, weight, torch.tensor(counts))
+    owner = torch.arange(4).repeat_interleave(torch.tensor(counts))
+    truth = torch.einsum("nm,nim->ni", x.double(), weight.double()[owner])
+    assert got.dtype == dtype and got.shape == truth.shape
+    upstream = torch.randn(got.shape)
+    assert not sum(counts) or relative(got, truth) < bound
+    sums = [(y * upstream.to(y.dtype)).sum() for y in (got, truth)]
+    grads = [torch.autograd.grad(total, (x, weight)) for total in sums]
+    for ours, theirs in zip(*grads):
+        assert not theirs.any() or relative(ours, theirs) < bound < relative(0 * ours, theirs)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_moe_is_repeatable(tokens):
+    model = tiny_model("qwen3_moe", dtype=torch.float32)
+    x, found = torch.randn(1, tokens, 24, requires_grad=True), []
+    for _ in range(3):
+        mlp = model.model.layers[1].mlp
+        out = mlp(x)
+        found.append((out, *torch.autograd.grad(out.sum(), (x, *mlp.parameters()))))
+    first = found[0][0]
+    assert all(a.equal(b) for again in found[1:] for a, b in zip(found[0], again))
+    order = torch.randperm(tokens)
+    assert relative(model.model.layers[1].mlp(x[:, order]), first[:, order]) < 1e-6
+
+
+@pytest.mark.quick
+def test_the_router_works_in_float32():
+    mlp = tiny_model("qwen3_moe", dtype=torch.bfloat16, router_bias_rate=0.1).model.layers[1].mlp
+    x = torch.randn(50, 24).bfloat16()
+    scores, chosen, weight = mlp.route(x)
+    exact = mlp.gate(x).float().softmax(-1)
+    assert scores.dtype == torch.float32 and scores.equal(exact) and weight.dtype == torch.bfloat16
+
+    # The bias selects experts and does not weigh them.
+    assert chosen.equal((exact + 0.1 * mlp.votes).topk(3).indices)
+    picked = exact.gather(1, chosen)
+    assert weight.equal((picked / picked.sum(1, keepdim=True)).bfloat16())
+    assert not chosen.equal(exact.topk(3).indices)
+
+
+@pytest.mark.quick
+def test_the_router_bias_survives_bfloat16():
+    model = tiny_model("qwen3_moe", router_bias_rate=0.001)
+    model.model.layers[1].mlp.votes.fill_(1001)  # which is not a bfloat16
+    assert model.bfloat16().model.layers[1].mlp.votes.tolist() == [1001] * 6
+
+
+@pytest.mark.quick
+def test_votes_move_by_the_sign_of_the_load():
+    model = tiny_model("qwen3_moe", router_bias_rate=0.1)
+    votes = model.model.layers[1].mlp.votes
+    before = votes.clone()
+    update_router_bias(model, {1: torch.tensor([5, 0, 2, 3, 1, 1])})
+    assert (votes - before).tolist() == [-1, 1, 0, -1, 1, 1]
+
+
+@pytest.mark.quick
+def test_the_router_bias_really_updates_and_balances():
+    torch.manual_seed(0)
+    model = Transformer(tiny("qwen3_moe", router_bias_rate=0.01)).init_weights(0)
+    tokens, spread = torch.randint(53, (1, 300)), []
+    for _ in range(60):
+        balance = Balance(torch.zeros(300, dtype=torch.long))
+        model(tokens, on_routing=balance)
+        counts = balance.counts[1]
+        assert counts.sum() == 300 * 3
+        spread.append((counts.max() / counts.mean()).item())
+        update_router_bias(model, balance.counts)
+    assert min(spread[-5:]) < 1.15 < 1.3 < spread[0]
+    with pytest.raises(ValueError, match="router_bias_rate"):
+        update_router_bias(tiny_model("qwen3_moe"), balance.counts)
+    with pytest.raises(ValueError, match="router bias"):
+        save_hf(model, "nowhere")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", [
+    "llama tied, biased", "qwen2", "qwen3", "qwen3_moe normed", "gemma3 capped"])
+def test_half_precision_is_at_most_twice_as_wrong_as_transformers(case, dtype, tmp_path):
+    theirs, directory = make(case, tmp_path)
+    tokens = torch.randint(1, 61, (4, 40), generator=torch.Generator().manual_seed(1))
+    lower = load_hf(directory, dtype=dtype)
+    truth = load_hf(directory, dtype=torch.float64)
+    with torch.no_grad():
+        for p, q in zip(truth.parameters(), lower.parameters(), strict=True):
+            p.copy_(q)  # the same rounded weights
+        exact, ours = truth(tokens), lower(tokens)
+        error = relative(theirs.to(dtype)(tokens).logits, exact)
+    assert ours.dtype == dtype and relative(ours, exact) < 2 * error

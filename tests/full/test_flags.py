@@ -1,0 +1,535 @@
+"""Random flags: a run finishes, or all ranks refuse it in the same line; nobody hangs.
+
+    python -m pytest tests/full/test_flags.py                    # 9 combinations
+    python -m pytest tests/full/test_flags.py -m slow            # 1,000
+    python tests/full/test_flags.py --seed 7 --count 1000    # others, a line for each failure
+    python tests/full/test_flags.py --seed 7 --only 123          # one of them
+
+A combination is a function of (seed, number). Runs with a plan, a tree, recomputed activations or
+two ranks, in float64 and with tame numbers, must also have the metrics of one process without them.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import math
+import re
+import shlex
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from conftest import LOOKUP, SORT, shortened
+
+from full.advantages import compared_by
+from full.check import tiny
+from full.config import Config, choices_of
+from full.hf import save_hf
+from full.transformer import Transformer
+from models import FULL, SLIDING
+from test_ranks import join, largest_difference, read_metrics
+from test_run import _main, begin
+
+CHOICES = {f.name: choices_of(f) for f in dataclasses.fields(Config)}
+SLACK = 1e-8  # of metrics against one process, as in test_plan_run.py
+ROUNDING = 1e-6  # a gradient of a smaller norm, other than 0, is rounding
+BATCH = 100  # combinations between two lines of a long run
+LIMIT = 60  # seconds after which a run has hung; its own --timeout is shorter, so that it can tell
+
+# What may end a run that was configured well, after its directory was made.
+LATE = [
+    r"\d+ optimizer steps in a row had a non-finite gradient",
+    r"the run ends in steps that were skipped for a non-finite gradient",
+    r"step \d+: no finite token",
+]
+# Lines that a step may print.
+SKIPPED = r"(supervised )?step \d+: (skipped, non-finite gradient first in|no update, since) .*"
+SKIPPED += r"|warning: steps \d+ to \d+: .*"
+
+
+class Case(NamedTuple):
+    number: int
+    world: int
+    flags: dict  # flag without its dashes -> value; True for a flag without one
+    tame: bool  # numbers are such that rounding stays small
+
+    @property
+    def argv(self):
+        out = []
+        for name, value in self.flags.items():
+            out += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        return out
+
+
+HUGE, FAR, NEAR = 2**62, 1e300, 1e-300
+
+# Flags whose size is the run's work get no huge number: nobody can wait for 2**62 steps.
+TAME_EXTREMES = {
+    "seed": [0, 1, HUGE], "batch-rows": [1, HUGE], "turns": [1],
+    "eval-every": [1, HUGE], "eval-prompts": [1], "save-every": [0, 1, HUGE], "keep": [1, HUGE],
+    "micro-tokens": [1, HUGE], "max-grad-norm": [FAR, 1e-3],
+    "minibatches": [1, 2, 3, HUGE], "prompts": [1], "group": [1],
+    "timeout": [HUGE, 2**31], "threads": [2, HUGE, 2**31], "steps": [1],
+    "max-new-tokens": [1, HUGE, 32767], "size": [1], "demos": [1, 2],
+    "heads": [1, 3], "hidden": [2, 15, HUGE], "layers": [1], "gae-lambda": [0.0, 1.0, 2.0],
+    "value-coef": [NEAR], "weight-decay": [0.1],
+    "beta2": [0.0, 0.5, 1.0], "lr-warmup": [0, 1, HUGE], "forks": [1, 2, HUGE],
+    "fork-turns": [1, HUGE], "max-rounds": [2], "chunk-tokens": [1, 5, HUGE],
+    "clip-low": [0.999, 1.0], "clip-high": [FAR, 3.0], "dual-clip": [1.0, 3.0, FAR],
+    "cispo-bound": [FAR], "kl-coef": [0.05, NEAR], "entropy-coef": [0.0, NEAR],
+    "importance-cap": [FAR, 2.0], "importance-low": [0.5],
+    "overlong-buffer": [1, HUGE], "teacher": ["missing"], "device": ["cuda"], "resume": [True],
+    "tensorboard": [True], "recompute": [True], "proximal": [True], "dynamic-sampling": [True],
+    "out": ["run", "deep/er/run"], "task": ["jsonl", "missing.py:Task", "none"],
+    "compute-dtype": ["float64"],
+    "model": ["missing"], "generator-dtype": ["float64"], "lr": [NEAR], "shard-ranks": [1, 2, 3],
+    "offload": [True], "lr-first-step": ["zero"],
+    "staleness": [1, 2, 64, 65, HUGE],
+}  # fmt: skip
+WILD_EXTREMES = {
+    "temperature": [NEAR, FAR, 1e-5, 100.0], "clip-low": [NEAR], "clip-high": [NEAR],
+    "cispo-bound": [NEAR], "kl-coef": [FAR], "entropy-coef": [FAR], "importance-cap": [NEAR],
+    "value-coef": [FAR], "lr": [FAR, 10.0],
+    "weight-decay": [FAR], "beta2": [NEAR, 0.9999999999999999], "max-grad-norm": [NEAR],
+    "dtype": ["bfloat16"], "generator-dtype": ["bfloat16", "float32"],
+    "compute-dtype": ["bfloat16", "float32"],
+}  # fmt: skip
+IMPOSSIBLE = ["-1", "nan", "inf", "-inf", "0"]
+ONE_PROCESS = ("plan", "data-parallel", "cp-method", "pp-schedule", "tree", "chunk-tokens",
+               "recompute", "ac", "shard-ranks", "offload", "compile")  # fmt: skip
+SHAPE = "layers", "hidden", "heads"  # of a model without a checkpoint
+
+
+def draw(seed, number, models_of) -> Case:
+    """Combination `number`. models_of: kind of checkpoint -> its directory."""
+    rng = np.random.default_rng([seed, number])
+
+    def one(values):
+        return values[int(rng.integers(len(values)))]
+
+    def chance(p):
+        return rng.random() < p
+
+    world, tame = one([1, 2]), True
+    task = one(["guess", SORT, LOOKUP])
+    flags = dict(task=task, device="cpu", timeout=20, steps=one([2, 2, 3]), prompts=one([1, 2, 3]))
+    flags |= {"group": one([2, 3, 4]), "eval-prompts": one([1, 2, 3]), "lr": 0.01}
+    flags |= {"lr-warmup": one([0, 0, 1]), "max-new-tokens": one([3, 5, 8]), "minibatches": 1}
+    flags |= {"guess": {"size": 3, "turns": 2}, SORT: {"size": 5}, LOOKUP: {"size": 2}}[task]
+    flags["dtype"] = one(["float64"] * 4 + ["float32"])
+    flags |= dict(layers=one([1, 2]), hidden=8, heads=one([1, 2, 4]))
+
+    # The loss. What excludes each other is mostly, and not always, drawn apart.
+    flags["advantage"] = one([x for x in CHOICES["advantage"] if x != "teacher"])
+    flags["aggregation"] = one(CHOICES["aggregation"])
+    dynamic = compared_by(flags["advantage"]) == "group" and chance(0.15)
+    if dynamic:
+        flags |= {"dynamic-sampling": True, "max-rounds": one([1, 2]), "entropy-coef": 0}
+    if chance(0.3) and not dynamic:
+        flags |= {"kl-coef": 0.05, "kl": one(CHOICES["kl"]), "kl-in": one(["loss", "reward"])}
+        if flags["kl-in"] == "reward":
+            # In the first step the policy is the reference: advantages of a group without reward
+            # are then rounding, whose sign would decide what a narrow clip counts as clipped.
+            flags |= {"clip-low": 0.9, "clip-high": 9.0}
+    kind = one(["plain", "plain", "plain", "objective", "sequence", "dual", "stale"])
+    if kind == "objective":
+        flags["objective"] = one(CHOICES["objective"])
+        if flags["objective"] in ("cispo", "reinforce", "sapo"):
+            flags.pop("clip-low", None), flags.pop("clip-high", None)
+    if kind == "sequence":
+        flags["objective"] = "gspo"
+    if kind == "dual":
+        flags["dual-clip"] = 30
+    if kind == "stale":
+        flags |= {"proximal": True, "importance-cap": 2, "importance": one(CHOICES["importance"])}
+        flags["importance-of"] = one(CHOICES["importance_of"])
+    if flags["prompts"] > 1 and chance(0.3):
+        flags["minibatches"] = 2
+    if chance(0.2):
+        flags["staleness"] = one([1, 2])
+    if chance(0.2):
+        flags["overlong"] = "filter"
+    if task != SORT and flags["group"] in (2, 4) and chance(0.3):
+        flags |= {"forks": 2, "fork-turns": 1}
+    if task == LOOKUP and chance(0.3):
+        flags["demos"] = one([1, 2])
+    if chance(0.3):
+        flags["lr-decay"] = one(CHOICES["lr_decay"])
+    if chance(0.2):
+        flags |= {"save-every": 1, "keep": 1}
+
+    # Who does what.
+    if chance(0.65):
+        _draw_plan(flags, world, one, chance, models_of)
+    elif chance(0.15):
+        _take_model(flags, models_of[one(list(models_of))])
+    if chance(0.3):
+        flags["data-parallel"] = one(["fsdp", "zero1"])
+        if flags["data-parallel"] == "fsdp" and chance(0.3):
+            flags |= one([{"shard-ranks": 1}, {"shard-ranks": 2}, {"offload": True}])
+    if chance(0.08 if "p2" in flags.get("plan", "") else 0.4):
+        flags["tree"] = one(["sparse", "dta"])
+        if flags.get("data-parallel") == "fsdp" or "c2" in flags.get("plan", ""):
+            flags["tree"] = one(["sparse", "sparse", "sparse", "dta"])
+        if flags["tree"] == "dta":
+            flags["chunk-tokens"] = one([1, 4, 16])
+            if chance(0.5):
+                flags["recompute"] = True
+    if chance(0.06 if flags.get("tree") == "dta" else 0.3):
+        flags["ac"] = one(["full", "layers", "op"])
+    if chance(0.15):
+        flags["micro-tokens"] = one([1, 20, 60])
+
+    # Something extreme in a third of them.
+    for _ in range(one([0, 0, 0, 0, 1, 2])):
+        if chance(0.1):
+            numeric = [f for f, v in flags.items() if isinstance(v, int | float) and v is not True]
+            flags[one(numeric)] = one(IMPOSSIBLE)
+            continue
+        wild = chance(0.4)
+        source = WILD_EXTREMES if wild else TAME_EXTREMES
+        name = one(list(source))
+        flags[name] = one(source[name])
+        tame = tame and not wild
+    return Case(number, world, flags, tame)
+
+
+def extremes():
+    """A case for each extreme and impossible value by itself, in a run that is else good."""
+    base = {"task": "guess", "size": 3, "turns": 2, "device": "cpu", "timeout": 20, "steps": 2}
+    base |= {"prompts": 2, "group": 4, "eval-prompts": 2, "lr": 0.01, "lr-warmup": 0}
+    base |= {"max-new-tokens": 5, "minibatches": 1, "dtype": "float64", "advantage": "group_mean"}
+    base |= dict(layers=1, hidden=8, heads=2)
+    needs = {
+        "chunk-tokens": {"tree": "dta"}, "recompute": {"tree": "dta", "chunk-tokens": 4},
+        "cispo-bound": {"objective": "cispo"}, "importance-low": {"importance-cap": 2},
+        "demos": {"task": LOOKUP, "size": 2},
+        "dynamic-sampling": {"entropy-coef": 0},
+        "max-rounds": {"dynamic-sampling": True, "entropy-coef": 0},
+        "max-new-tokens": {"task": SORT, "size": 5},  # a prompt of five tokens
+    }  # fmt: skip
+    needs |= dict.fromkeys(("gae-lambda", "value-coef"), {"advantage": "gae"})
+    tables = [(table, table is TAME_EXTREMES) for table in (TAME_EXTREMES, WILD_EXTREMES)]
+    drawn = [(name, x, tame) for table, tame in tables for name in table for x in table[name]]
+    numbers = [f for f in dataclasses.fields(Config) if f.type in (int, float)]
+    drawn += [(f.name.replace("_", "-"), x, False) for f in numbers for x in IMPOSSIBLE]
+    cases = []
+    for name, x, tame in drawn:
+        flags = base | needs.get(name, {}) | {name: x}
+        if name == "model":
+            flags = {k: v for k, v in flags.items() if k not in SHAPE}
+        cases.append(Case(len(cases), 1, flags, tame))
+        if isinstance(x, float):  # which may be no number of a smaller dtype
+            cases.append(Case(len(cases), 1, flags | {"dtype": "float32"}, False))
+    return cases
+
+
+def _take_model(flags, directory):
+    for name in SHAPE:
+        del flags[name]
+    flags["model"] = directory
+
+
+def _draw_plan(flags, world, one, chance, models_of):
+    plans = ["d2", "t2", "t2", "c2", "c2", "p2", "p2", "d2e2", "t2e2", "(attn:t2|ffn:t2)"]
+    odd = ["d1", "d4", "x2", "d2+d2", "t3", "c2|t2", "p3", "d0", "d2d2", "e2", "archon:d2",
+           "d2|d2|d2", "d1|d2"]
+    plan = one(odd) if chance(0.08) else one(plans) if world == 2 else "d1"
+    if plan in plans and chance(0.3):  # a generator's own, which the model may not fit
+        plan = f"{one(['d2', 't2', 'd2e2', 't2e2', '(attn:t2|ffn:t2)'])}|{plan}"
+    flags["plan"] = plan
+    if "e2" in plan or "ffn" in plan:
+        if chance(0.85):  # else the model is dense, and the plan refused
+            _take_model(flags, models_of["experts"])
+        return
+    if "t2" in plan and chance(0.9):
+        flags["heads"] = 4  # two key heads
+    if "c2" in plan:
+        flags["cp-method"] = one(["ring", "allgather", "ulysses"])
+        flags["heads"] = one([2, 4])
+    if "p2" in plan:
+        flags["pp-schedule"] = one(["1f1b", "interleaved1f1b", "zbv"])
+        flags["layers"] = 2 if flags["pp-schedule"] == "1f1b" else 4
+        if chance(0.15):
+            flags["layers"] = one([1, 2, 3])
+    if chance(0.2):
+        _take_model(flags, models_of[one(["tied", "experts"])])
+
+
+def make_models(folder):
+    """Checkpoints that plans with experts, and tied weights, are tried on."""
+    sizes = dict(vocab_size=12, hidden_size=8, intermediate_size=12, eos_token_id=(1,))
+    sizes["num_hidden_layers"] = 4  # as many as the schedules of a pipeline cut stages
+    kinds = {
+        "experts": tiny(
+            "qwen3_moe", num_experts=4, moe_intermediate_size=6, sparse_layers=(0, 2, 3), **sizes
+        ),
+        "tied": tiny("gemma3_text", layer_types=[SLIDING, FULL] * 2, **sizes),
+    }
+    for name, config in kinds.items():
+        save_hf(Transformer(config).double().init_weights(0), folder / name)
+    return {name: str(folder / name) for name in kinds}
+
+
+class Result(NamedTuple):
+    codes: list  # of each rank; -9: it hung, and was killed
+    errors: list  # what each wrote to stderr
+    files: list  # relative paths of what was written
+    metrics: list | None
+
+
+def _watched(rank, world, port, cwd, log, flags, die):
+    faulthandler.dump_traceback_later(LIMIT - 5)  # to stderr, which then tells where it hung
+    _main(rank, world, port, cwd, log, flags, die)
+
+
+def started(folder, world, argv):
+    """The processes of a run in a directory of its own, where they log, and that directory."""
+    cwd = Path(tempfile.mkdtemp(dir=folder)) / "case"
+    cwd.mkdir()
+    return *begin(cwd, " ".join(argv), world, main=_watched), cwd
+
+
+def ended(processes, log, cwd):
+    with contextlib.suppress(AssertionError):  # of a rank that hangs
+        join(processes, LIMIT)
+    logs = [Path(f"{log}-err-{rank}") for rank in range(len(processes))]
+    errors = [path.read_text() if path.exists() else "" for path in logs]
+    files = sorted(str(path.relative_to(cwd)) for path in cwd.rglob("*"))
+    found = list(cwd.rglob("metrics.jsonl"))
+    metrics = read_metrics(found[0].parent) if len(found) == 1 else None
+    return Result([process.exitcode for process in processes], errors, files, metrics)
+
+
+def results_of(folder, jobs):
+    """Results of pairs (world, argv); two of one rank at a time."""
+    results, pending = [], []
+    for world, argv in jobs:
+        if sum(len(run[0]) for run in pending) + world > 2:
+            results += [ended(*run) for run in pending]
+            pending = []
+        pending.append(started(folder, world, argv))
+    return results + [ended(*run) for run in pending]
+
+
+def faults_of(result, case) -> list[str]:
+    """What is wrong with how a case ended, a line each."""
+    tail = " / ".join(text[-700:] for text in result.errors)
+    stuck = [rank for rank, code in enumerate(result.codes) if code == -signal.SIGKILL]
+    if stuck:
+        return [f"ranks {stuck} hung:\n{result.errors[stuck[0]][-3000:]}"]
+    if set(result.codes) == {0}:
+        return _faults_of_a_finished_run(result, case)
+    if set(result.codes) == {2}:
+        return _faults_of_a_refusal(result)
+    return [f"exit codes {result.codes}: {tail}"]
+
+
+def _faults_of_a_finished_run(result, case):
+    if result.metrics is None:
+        return ["exit 0 without one metrics.jsonl"]
+    found, steps = [], int(case.flags["steps"])
+    if [line["step"] for line in result.metrics] != list(range(steps)):
+        found.append(f"lines of steps {[line['step'] for line in result.metrics]}, not of {steps}")
+    skipped = 0
+    for line in result.metrics:
+        # A skipped step has a norm that is no number, and says that it was skipped.
+        told = line["updates/skipped"] > skipped
+        skipped = line["updates/skipped"]
+        names = [k for k, v in line.items() if v is None or not math.isfinite(v)]
+        if names and not told:
+            found.append(f"step {line['step']}: {', '.join(names)} not finite")
+    if skipped and case.tame:
+        found.append(f"{skipped} updates skipped with tame numbers")
+    every, keep = int(case.flags.get("save-every", 50)), int(case.flags.get("keep", 2))
+    saved = [s for s in range(1, steps + 1) if s == steps or every and s % every == 0]
+    if int(case.flags.get("demos", 0)):
+        saved = [0, *saved]  # behind the supervised steps
+    wanted = [f"step-{s:08d}" for s in saved[-keep:]]
+    held = [path.rpartition("/")[2] for path in result.files]
+    steps_held = [name for name in held if name.startswith("step-")]
+    if steps_held != wanted and not skipped:  # none is saved while steps are being skipped
+        found.append(f"checkpoints are not {wanted}: {held}")
+    if any(name.endswith(".tmp") for name in held):
+        found.append(f"something unfinished is left: {held}")
+    return found
+
+
+def _faults_of_a_refusal(result):
+    found, texts = [], []
+    for rank, text in enumerate(result.errors):
+        # What is refused before ranks meet, rank 0 alone says.
+        lines = [x for x in text.splitlines() if not re.fullmatch(SKIPPED, x)]
+        if rank and not text:
+            continue
+        start = f"rank {rank}: error: "
+        if len(lines) != 1 or not lines[0].startswith(start):
+            return [f"rank {rank} wrote, instead of one line with its error: {text[-1500:]}"]
+        texts.append(lines[0].removeprefix(start))
+    if len(set(texts)) > 1:
+        found.append(f"ranks give different reasons: {texts}")
+    if result.files and not any(re.search(late, texts[0]) for late in LATE):
+        found.append(f"refused ({texts[0]}), but wrote {result.files[:4]}")
+    return found
+
+
+def norms_of(line):
+    return [line[x] for x in ("grad_norm_first", "grad_norm") if line.get(x) is not None]
+
+
+def lines_before_noise(metrics, truth):
+    """How many lines can be compared: all up to the first update by rounding alone.
+
+    AdamW divides a gradient by its own size. So it makes a step of usual size of a gradient that is
+    rounding, such as that of a KL between equal weights, and two computations of one run go apart.
+    """
+    for n, lines in enumerate(zip(metrics, truth)):
+        if any(0 < norm < ROUNDING for line in lines for norm in norms_of(line)):
+            return n + (len(norms_of(lines[0])) == 1)  # one update: its metrics are from before it
+    return len(truth)
+
+
+def difference_of(result, truth):
+    """None if both have the same metrics, else what differs."""
+    count = lines_before_noise(result.metrics, truth.metrics)
+    # In a small gradient some tensors are near rounding. One run of 1000 is off by 2.2e-8.
+    small = any(0 < norm < 0.01 for line in truth.metrics for norm in norms_of(line))
+    try:
+        assert len(result.metrics) == len(truth.metrics), "another number of steps"
+        worst = largest_difference(result.metrics[:count], truth.metrics[:count])
+    except (AssertionError, ValueError) as error:
+        return f"not the metrics of one process: {error}"
+    if worst < (10 * SLACK if small else SLACK):
+        return None
+    return f"metrics are {worst:.1e} off those of one process"
+
+
+def plain(case):
+    """The arguments of the same run in one process, without plan, tree and recomputation."""
+    flags = {name: x for name, x in case.flags.items() if name not in ONE_PROCESS}
+    return case._replace(flags=flags).argv
+
+
+def judge(cases, folder):
+    """[(case, how it ended, its faults, whether it was compared)]."""
+    results = results_of(folder, [(case.world, case.argv) for case in cases])
+
+    # The truth of each run that finished and can be compared: one process, without the rest.
+    compared = []
+    for case, result in zip(cases, results, strict=True):
+        float64 = {"float64"} == {case.flags["dtype"], case.flags.get("generator-dtype", "float64")}
+        other = case.world == 2 or plain(case) != case.argv
+        compared.append(case.tame and float64 and other and set(result.codes) == {0})
+    truths = results_of(folder, [(1, plain(case)) for case, on in zip(cases, compared) if on])
+
+    judged = []
+    for case, result, on in zip(cases, results, compared):
+        found = faults_of(result, case)
+        if on:
+            truth = truths.pop(0)
+            differs = difference_of(result, truth)
+            if set(truth.codes) != {0}:
+                differs = f"one process without a plan fails: {truth.errors[0][-700:]}"
+            found += [differs] if differs and not found else []
+        how = "finished" if set(result.codes) == {0} else "refused"
+        judged.append((case, how, found, on))
+    return judged
+
+
+def counts_of(judged):
+    """How many finished, were refused, and were compared."""
+    ended = [how for _, how, _, _ in judged]
+    return ended.count("finished"), ended.count("refused"), sum(on for *_, on in judged)
+
+
+def report(judged):
+    finished, refused, compared = counts_of(judged)
+    failed = [(case, found) for case, _, found, _ in judged if found]
+    lines = [f"{len(judged)} combinations: {finished} finished, {refused} refused, "
+             f"{compared} compared with one process, {len(failed)} failed"]  # fmt: skip
+    for case, found in failed:
+        flags = f"{case.world} ranks: {shlex.join(case.argv)}"
+        lines += [f"\n#{case.number}  {flags}", *(f"    {fault}" for fault in found)]
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def models_of(tmp_path_factory):
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("count", shortened([9, 1000], 9))
+def test_random_flags_finish_or_are_refused_by_all_ranks_alike(tmp_path, models_of, count):
+    judged = judge([draw(0, number, models_of) for number in range(count)], tmp_path)
+    assert not any(found for _, _, found, _ in judged), report(judged)
+    # Neither all refused nor all plain: else nothing was tried.
+    finished, refused, compared = counts_of(judged)
+    assert min(finished, 3 * refused, 3 * compared) >= count / 3
+
+
+@pytest.mark.slow
+def test_every_extreme_number_by_itself_finishes_or_is_refused(tmp_path):
+    judged = judge(extremes(), tmp_path)
+    assert not any(found for _, _, found, _ in judged), report(judged)
+
+
+LINE = {"step": 0, "loss/token_mean": 0.5, "reward/mean": 0.25, "updates/skipped": 0}
+FILES = ["run", "run/metrics.jsonl", "run/step-00000001"]
+GOOD = Result([0, 0], ["", ""], FILES, [LINE])
+NO = "error: --steps must be positive, got 0\n"
+REFUSED = Result([2, 2], [f"rank 0: {NO}", f"rank 1: {NO}"], [], None)
+WRONG = [  # how a run ended, and what is said of it
+    (GOOD._replace(codes=[0, -9]), r"ranks \[1\] hung"),
+    (GOOD._replace(codes=[0, 2]), "exit codes"),
+    (REFUSED._replace(codes=[1, 1]), "exit codes"),
+    (GOOD._replace(metrics=None), "without one metrics.jsonl"),
+    (GOOD._replace(metrics=[]), "lines of steps"),
+    (GOOD._replace(metrics=[LINE | {"loss/token_mean": None}]), "not finite"),
+    (GOOD._replace(files=[*FILES, "run/step-00000002"]), "checkpoints are not"),
+    (GOOD._replace(files=[*FILES, "run/a.tmp"]), "something unfinished"),
+    (REFUSED._replace(errors=[f"warning\nrank 0: {NO}"] * 2), "instead of one line"),
+    (REFUSED._replace(errors=["", ""]), "instead of one line"),
+    (REFUSED._replace(errors=[f"rank 0: {NO}", "rank 1: error: x"]), "reasons"),
+    (REFUSED._replace(files=["runs/guess-0"]), "but wrote"),
+]  # fmt: skip
+
+
+def test_the_judge_sees_each_way_to_fail():
+    case = Case(0, 2, {"steps": 1}, True)
+    assert not faults_of(GOOD, case) and not faults_of(REFUSED, case)
+    assert not faults_of(REFUSED._replace(errors=[f"rank 0: {NO}", ""]), case)
+    for result, says in WRONG:
+        (fault,) = faults_of(result, case)
+        assert re.search(says, fault)
+    assert difference_of(GOOD, GOOD) is None
+    for change in ({"loss/token_mean": 0.5 + 1e-7}, {"reward/mean": 0.2500001}, {"more": 1.0}):
+        assert difference_of(GOOD, GOOD._replace(metrics=[LINE | change])) is not None
+    for norm, compared in ((0.0, True), (1e-8, False), (0.5, True)):
+        updated = LINE | {"grad_norm": norm}
+        runs = [GOOD._replace(metrics=[updated, LINE | {"loss/token_mean": x}]) for x in (1, 2)]
+        assert (difference_of(*runs) is not None) == compared
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--only", type=int, nargs="*", help="numbers; default: all of --count")
+    options = parser.parse_args(argv)
+    folder = Path(tempfile.mkdtemp(prefix="flags-"))
+    models_of = make_models(folder)
+    cases = [draw(options.seed, n, models_of) for n in options.only or range(options.count)]
+    judged = []
+    for first in range(0, len(cases), BATCH):
+        judged += judge(cases[first : first + BATCH], folder)
+        print(report(judged), flush=True)
+    return 1 if any(found for _, _, found, _ in judged) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

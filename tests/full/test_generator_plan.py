@@ -1,0 +1,386 @@
+"""Generators with a plan of their own, `--plan A|B`: the tokens of one process, and the push."""
+
+import contextlib
+import dataclasses
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import shortened
+from measure_parallel import Rank, Step
+from oracles import LiveBytes
+from test_faults import fails, kill, run
+from test_plan_run import SHAPE as FLAGS
+from test_ranks import _train, largest_difference, ranks, read_metrics
+from test_ranks import run_of  # noqa: F401, a fixture
+from test_run import contents
+from test_start import SHAPE, shape_of
+
+from full import rollouts as rollouts_py
+from full.__main__ import main
+from full.batches import collect
+from full.check import tiny, tiny_model
+from full.config import Config
+from full.experts import give_router_bias
+from full.optimizer import tensors_of
+from full.places import Place, full, local
+from full.plans import plans_on_same_ranks
+from full.rollouts import evaluate
+from full.tasks import Task
+from full.text import make_task
+from full.trainer import Trainer
+from full.transformer import Transformer
+
+FAMILIES = {
+    "qwen2": {},
+    "llama": dict(qkv_bias=True, o_bias=True, mlp_bias=True),
+    "qwen3": {},
+    "gemma3_text": {},
+    "qwen3_moe": dict(num_experts=4),
+    "biased moe": dict(
+        model_type="qwen3_moe", num_experts=8, num_hidden_layers=2, sparse_layers=(0, 1)),
+}  # fmt: skip
+EXPERTS = ("qwen3_moe", "biased moe")
+SETTINGS = {"flat": dict(batch_rows=8), "forks": dict(forks=2, fork_turns=1)}
+GENERATORS = {  # ranks, the plan of the generator -> of which families
+    (2, "d2"): tuple(FAMILIES)[1:], (2, "t2"): tuple(FAMILIES), (2, "d2e2"): EXPERTS,
+    (2, "t2e2"): EXPERTS, (2, "(attn:t2|ffn:t2)"): ("qwen3_moe",), (4, "d2t2"): tuple(FAMILIES),
+    (4, "d4e4"): EXPERTS, (4, "d2t2e4"): EXPERTS, (4, "d2t2e2"): ("qwen3_moe",),
+    (4, "(attn:d2t2|ffn:e2t2)"): ("qwen3_moe",),
+}  # fmt: skip
+# By default the families that differ most, of which each plan that splits anything has one or two.
+EVERY = [(2, "t2", ("gemma3_text", "qwen3_moe")), (2, "d2e2", ("qwen3_moe",))]
+EVERY += [(2, "t2e2", ("biased moe",))]
+EVERY += [pytest.param(*plan, GENERATORS[plan], marks=pytest.mark.slow) for plan in GENERATORS]
+
+
+def model_of(family, seed=2):
+    """A random model; 13 tokens, so that two ranks have unequal parts of the vocabulary."""
+    shape = dict(model_type=family, vocab_size=13) | FAMILIES[family]
+    model = tiny_model(seed=seed, **shape)
+    if family == "biased moe":
+        give_router_bias(model, 0.05)
+        for n, votes in enumerate(model.buffers()):
+            votes.copy_(torch.arange(len(votes)).roll(n) % 3)
+    return model
+
+
+def trainer_of(family, plan, **how):
+    """A Trainer in float64 whose generator has a random model's weights, and its config."""
+    config = Config(dtype="float64", plan=plan, **dict(group=4, prompts=3) | how).check()
+    model = model_of(family)
+    with torch.device("meta"):  # for the Trainer to allocate
+        bare = Transformer(dataclasses.replace(model.config, router_bias_rate=0.0)).double()
+        if model.config.router_bias_rate:
+            give_router_bias(bare, model.config.router_bias_rate)
+    trainer = Trainer(config, model, generator=bare.requires_grad_(False))
+    trainer.push_weights()
+    return trainer, config
+
+
+def _sampled(rank, plan, families):
+    """{(family, setting): this rank's {group: [(tokens, log-probs, reward)]}, eval, its sample}."""
+    found = {}
+    for family in families:
+        for name, setting in SETTINGS.items():
+            trainer, config = trainer_of(family, plan, eval_prompts=3, temperature=4.0, **setting)
+            task = make_task(config)
+            rollouts, _, _ = collect(config, task, trainer.sampler, 1)
+            groups = {n: [(t.tokens, t.sampler_logprobs.tolist(), t.reward) for t in group]
+                      for n, group in rollouts.items()}  # fmt: skip
+            solved, shown = evaluate(config, task, trainer.sampler)
+            found[family, name] = groups, solved, shown and shown.tokens
+    return found
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """What one process samples with some families, made once for each."""
+    made = {}
+
+    def of(families):
+        missing = tuple(family for family in families if (family, "flat") not in made)
+        if missing:
+            made.update(ranks(tmp_path_factory.mktemp("one"), 1, _sampled, "", missing)[0])
+        return made
+
+    return of
+
+
+def same_row(true, found):
+    """Two rows of (tokens, log-probs, ..): the same numbers, and log-probs up to rounding."""
+    assert (true[0], *true[2:]) == (found[0], *found[2:])
+    assert np.abs(np.subtract(true[1], found[1])).max() < 1e-12
+
+
+@pytest.mark.parametrize("world, plan, families", EVERY)
+def test_every_generator_plan_samples_as_one_process(
+    truth, tmp_path, world, plan, families
+):
+    parts = ranks(tmp_path, world, _sampled, f"{plan}|d{world}", families)
+    for key in parts[0]:
+        groups, solved, shown = truth(families)[key]
+        merged = {}
+        for rank, part in enumerate(parts):
+            mine, solved_here, _ = part[key]
+            assert not merged.keys() & mine.keys() and all(n % world == rank for n in mine)
+            assert solved_here == solved
+            merged |= mine
+        assert parts[0][key][2] == shown and merged.keys() == groups.keys()
+        for n, group in groups.items():
+            for true, found in zip(group, merged[n], strict=True):
+                same_row(true, found)
+        lengths = {len(tokens) for group in groups.values() for tokens, _, _ in group}
+        assert len(lengths) > 1, "some rollouts end before others"
+
+
+def _served(rank, prompts):
+    """How many model calls this rank has made for itself, and how many in all; its groups."""
+    # Four rows at a time: rank 0 decodes its two groups of three one after the other.
+    setting = dict(batch_rows=4, prompts=prompts, minibatches=1)
+    trainer, config = trainer_of("qwen3_moe", "d2e2", **setting)
+    calls = trainer.sampler.model.calls
+    own, call = [], calls.run
+    calls.run = lambda tokens, **how: own.append(len(how)) or call(tokens, **how)
+    rollouts, _, _ = collect(config, make_task(config), trainer.sampler, 0)
+    return len([n for n in own if n]), len(own), list(rollouts)
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_replicas_that_end_early_serve_their_experts(tmp_path, prompts):
+    """A rank without a prompt too: a call for nobody has no options."""
+    first, second = ranks(tmp_path, 2, _served, prompts)
+    assert first[1] == second[1] == max(first[0], second[0])
+    assert first[0] != second[0] and (second[0] == 0) == (prompts == 1)
+    assert (first[2], second[2]) == ([*range(0, prompts, 2)], [*range(1, prompts, 2)])
+
+
+class Moody(Task):
+    """Replies and rewards are made up anew at each call: no two ranks would hear the same."""
+
+    vocab_size, end = 13, (0, 1, 2, 3)
+
+    def __init__(self, fails):
+        self.fails, self.asked = fails, set()
+
+    def prompt(self, rng, index, held_out):
+        return {"index": index, "unpicklable": lambda: None}, [4 + index % 5]
+
+    def reply(self, state, answer):
+        chance = random.Random()  # from the machine's own entropy
+        if self.fails:
+            raise KeyError("no mood")
+        self.asked.add(state["index"])
+        reply = [chance.randrange(13) for _ in range(chance.randrange(3))]
+        return state, reply if chance.random() < 0.7 else None, chance.random()
+
+
+def _asked(rank, fault):
+    """Which prompts this rank's task was asked about; what it has decoded, by group; its groups."""
+    task = Moody(fault and rank == 1)
+    setting = dict(minibatches=1, forks=2, fork_turns=1, max_new_tokens=12)
+    trainer, config = trainer_of("qwen3", "t2", **setting)
+    decoded = {}
+    generate = rollouts_py.generate
+
+    def watched(*args, **how):
+        ended = generate(*args, **how)
+        for e in sorted(ended, key=lambda e: e.number):
+            turns = [(t.tokens, t.reward, t.turn_rewards) for t in e.trajectories()]
+            decoded[e.group] = decoded.get(e.group, []) + turns
+        return ended
+
+    rollouts_py.generate = watched
+    try:
+        rollouts, _, _ = collect(config, task, trainer.sampler, 0)
+    except (ValueError, KeyError) as error:
+        return f"{error}"
+    return task.asked, decoded, {n: [t.tokens for t in group] for n, group in rollouts.items()}
+
+
+def test_a_task_is_asked_once(tmp_path):
+    """By the rank whose group it is; both ranks hear the same and decode the same."""
+    first, second = ranks(tmp_path, 2, _asked, False)
+    assert (first[0], second[0]) == ({0, 2}, {1})
+    assert first[1] == second[1] and first[1].keys() == {0, 1, 2}
+    assert first[2].keys() == {0, 2} and second[2].keys() == {1}
+    for mine in (first, second):
+        assert all([t[0] for t in mine[1][n]] == group for n, group in mine[2].items())
+
+    # And both hear of its error.
+    first, second = ranks(tmp_path, 2, _asked, True)
+    assert "no mood" in second
+    assert re.search("a rank that decodes the same episodes: .*no mood", first)
+
+
+FSDP = dict(data_parallel="fsdp")
+ZERO1 = dict(data_parallel="zero1")
+MIXED = dict(compute_dtype="float32")
+WIDE = dict(generator_dtype="float64")
+# name -> ranks, --plan, family, more settings, what of the generator is in the policy's memory
+PUSHES = {
+    "d2|d2": (2, "d2|d2", "qwen3", {}, "all"),
+    "d2|d2 fsdp": (2, "d2|d2", "qwen3", FSDP, "none"),
+    "t2|d2 fsdp": (2, "t2|d2", "gemma3_text", FSDP, "none"),
+    "t2|d2 zero1": (2, "t2|d2", "qwen2", ZERO1, "norms"),
+    "d2|t2": (2, "d2|t2", "qwen3", {}, "norms"),
+    "t2|t2": (2, "t2|t2", "gemma3_text", {}, "all"),
+    "t2|t2 fsdp": (2, "t2|t2", "qwen3", FSDP, "none"),
+    "t2|p2": (2, "t2|p2", "qwen3", {}, "none"),
+    "t2|p2 tied": (2, "t2|p2", "gemma3_text", dict(pp_schedule="zbv"), "none"),
+    "d2|p2 bfloat16": (2, "d2|p2", "qwen3", dict(generator_dtype="bfloat16"), "none"),
+    "d2e2|d2e2": (2, "d2e2|d2e2", "qwen3_moe", ZERO1, "all"),
+    "d2|d2 mixed": (2, "d2|d2", "qwen3", MIXED, "all"),
+    "t2|d2 mixed zero1": (2, "t2|d2", "qwen3", MIXED | ZERO1, "norms"),
+    "t2|d2 mixed fsdp": (2, "t2|d2", "qwen3", MIXED | FSDP, "none"),
+    "d2|d2 mixed, masters": (2, "d2|d2", "qwen3", MIXED | ZERO1 | WIDE, "none"),
+    "t2|p2 mixed, masters": (2, "t2|p2", "qwen3", MIXED | ZERO1 | WIDE, "none"),
+    "t2e2|d2e2": (2, "t2e2|d2e2", "qwen3_moe", {}, "experts"),
+    "d2e2|p2": (2, "d2e2|p2", "qwen3_moe", {}, "none"),
+    "t4|d4 fsdp": (4, "t4|d4", "wide", FSDP, "none"),
+    "d2t2e4|d2c2 fsdp": (4, "d2t2e4|d2c2", "qwen3_moe", FSDP, "none"),
+    "d2t2|d2t2 fsdp": (4, "d2t2|d2t2", "qwen3", FSDP, "none"),
+    "d4|d2p2": (4, "d4|d2p2", "qwen3", {}, "none"),  # a stage is not the rank of that number
+    "(attn:d2t2|ffn:e2t2)|d2p2": (4, "(attn:d2t2|ffn:e2t2)|d2p2", "qwen3_moe", {}, "none"),
+}
+
+
+def pushed_shape(family):
+    """wide: a model with heads for four ranks."""
+    if family == "wide":
+        return tiny("qwen3", **SHAPE, num_key_value_heads=4)
+    return shape_of(family)
+
+
+def _pushed(rank, name, told):
+    """Look at a push of fresh weights, and of changed ones.
+
+    told: of each rank, the bytes of its generator without the policy's, and those that it gets.
+    """
+    world, plan, family, more, sharing = PUSHES[name]
+    shape = pushed_shape(family)
+    config = Config(**dict(dtype="float64", plan=plan, seed=3) | more).check()
+    dtype = getattr(torch, config.generator_dtype or config.compute_dtype or "float64")
+
+    with LiveBytes() as counted:
+        with torch.device("meta"):
+            model = Transformer(shape).double()
+            generator = Transformer(shape).to(dtype).requires_grad_(False)
+        trainer = Trainer(config, model, generator=generator)
+        trainer.push_weights()
+    truth = Transformer(shape).double().init_weights(3)
+    assert _equal(trainer.sampler.model, truth, dtype)
+    masters = [*trainer.optimizer.mine.values()] if trainer.optimizer.has_masters else []
+    with torch.no_grad():
+        for p in [*truth.parameters(), *trainer.model.parameters(), *masters]:
+            local(p).mul_(-3)
+    with _bytes_that_come() as came:
+        trainer.push_weights()
+    assert _equal(trainer.sampler.model, truth, dtype)
+
+    # What of the generator is the policy's own memory.
+    policy, mine = tensors_of(trainer.model), tensors_of(trainer.sampler.model)
+    shared = {path for path, q in mine.items()
+              if path in policy and local(q).is_set_to(local(policy[path].detach()))}  # fmt: skip
+    words = {"all": [""], "none": [], "norms": ["norm.weight"],
+             "experts": ["experts", "norm", "gate.weight"]}[sharing]  # fmt: skip
+    names = [path for path, _ in truth.named_parameters()]
+    assert shared == {path for path in names if any(word in path for word in words)}
+
+    # Where four ranks share rows out that they do not divide, the formulas are of the first
+    # rank; of a tied model both ends have the embedding, and one gets it again.
+    own = _bytes([*{local(p) for p in trainer.model.parameters()}, *masters])
+    generators = _bytes(local(q) for path, q in mine.items() if path not in shared)
+    if "tied" not in name and (world == 2 or rank == 0):
+        assert (generators, sum(came)) == told[rank], (generators, sum(came), told[rank])
+    largest = max(p.numel() * 8 for p in truth.parameters())
+    assert own + generators <= counted.peak <= 1.1 * (own + generators + 2 * largest)
+    if sharing == "none" and "mixed" not in name and ("t2" in name or "t4" in name):
+        assert counted.peak < 1.5 * _bytes(truth.parameters()), "neither is a whole model here"
+
+
+def _bytes(tensors):
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+@contextlib.contextmanager
+def _bytes_that_come():
+    """A list of the bytes that this rank gets by each message of a push."""
+    came = []
+    gather, broadcast = Place.gather, dist.broadcast
+
+    def gathering(place, x, *how):
+        out = gather(place, x, *how)
+        came.append(_bytes([out]) - _bytes([x]))
+        return out
+
+    def broadcasting(x, group, group_src):
+        came.append(_bytes([x]) if group.rank() != group_src else 0)
+        return broadcast(x, group=group, group_src=group_src)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Place, "gather", gathering)
+        patch.setattr(dist, "broadcast", broadcasting)
+        yield came
+
+
+@torch.no_grad()
+def _equal(generator, truth, dtype):
+    wanted = tensors_of(truth)
+    return all(full(q).equal(wanted[path].to(dtype)) for path, q in tensors_of(generator).items())
+
+
+def told_by_plan(name):
+    """(bytes of the generator without the policy, bytes that come in) of each rank, by formulas."""
+    world, text, family, more, _ = PUSHES[name]
+    compute = 4 if "compute_dtype" in more else 0
+    size = dict(bfloat16=2, float64=8).get(more.get("generator_dtype"), compute or 8)
+    step = Step(more.get("data_parallel", "ddp"), tokens=64, micros=4, size=8, compute=compute)
+    generator, trainer = plans_on_same_ranks(text)
+    config = pushed_shape(family)
+    sampler = Rank(generator, config, step)
+    stages = [Rank(trainer, config, step, rank * trainer.pp // world) for rank in range(world)]
+    return [(stage.generator(sampler, size), stage.pushed(sampler, size)) for stage in stages]
+
+
+QUICK = ("d2|d2 fsdp", "t2|t2", "t2|p2", "t2e2|d2e2", "d4|d2p2", "t2|d2 mixed zero1",
+         "d2|d2 mixed, masters")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", shortened(PUSHES, *QUICK))
+def test_a_push_goes_tensor_by_tensor_from_any_layout_to_any(tmp_path, name):
+    ranks(tmp_path, PUSHES[name][0], _pushed, name, told_by_plan(name))
+
+
+def test_a_run_goes_on_with_another_generator_and_is_audited(
+    run_of, tmp_path, capsys,  # noqa: F811
+):  # fmt: skip
+    """A step with each of three generators; the last one is split, and writes OUT/hf."""
+    flags = f"{FLAGS} --steps 3 --eval-every 1"
+    out = tmp_path / "run"
+    (tmp_path / "ranks").mkdir()
+    legs = [(2, "--plan d2|t2"), (1, "--plan d1 --resume"), (2, "--plan t2|d2 --resume")]
+    for n, (world, more) in enumerate(legs, 1):
+        stop = f"--steps {n} --save-every 1 --keep 9"
+        ranks(tmp_path / "ranks", world, _train, f"{flags} {stop} {more}", out)
+    assert largest_difference(read_metrics(out), run_of(flags)) < 1e-8
+
+    # One process reads it, whatever made it, and writes the same weights.
+    for step in (0, 2):
+        assert main(["audit", str(out), "--step", str(step)]) == 0
+        assert f"audit of step {step}: ok" in capsys.readouterr().out
+    assert main(["export", str(out), str(tmp_path / "hf")]) == 0
+    assert contents(tmp_path / "hf") == contents(out / "hf")
+    assert not (out / "hf.tmp").exists()
+
+
+ASKING, DECODING = "full.rollouts.Sampler._ask_once", "full.transformer.all_gather_logits"
+
+
+@pytest.mark.parametrize("where", shortened([ASKING, DECODING], ASKING))
+def test_a_rank_that_is_lost_while_others_decode_with_it_ends_the_run(tmp_path, where):
+    done = run(tmp_path, f"{FLAGS} --out run --steps 3 --plan t2|d2", (1, where, 5, kill))
+    fails(done, ".*another rank is gone.*go on with --resume --out run", None, codes=[2, -9])

@@ -1,0 +1,360 @@
+"""Masks: each constructor is its rule in words; boxes cover what is visible, once."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import shortened
+from measure_ring import work_of
+
+from full.masks import ALL, CAUSAL, FULL, NEVER, PARTIAL, DenseMask, Mask, Sizes, as_mask, boxes
+from full.ring import indices
+
+pytestmark = pytest.mark.quick
+
+
+def ancestors(parent, j):
+    """j, its parent, and so on to a root."""
+    found = [j]
+    while parent[found[-1]] >= 0:
+        found.append(parent[found[-1]])
+    return found
+
+
+def tree(length, seed):
+    """Parents of a random forest in DFS preorder, -1 for a root, and the ends of the subtrees."""
+    rng, parent, path = np.random.default_rng(seed), [], []
+    for j in range(length):
+        path = path[: rng.integers(len(path) + 1)] if rng.random() < 0.4 else path
+        parent.append(path[-1] if path else -1)
+        path = [*path, j]
+    ends = [max(d + 1 for d in range(length) if j in ancestors(parent, d)) for j in range(length)]
+    return parent, ends
+
+
+def masks(length, seed):
+    """{name: (mask, whether query i of row b sees key j)}, of random documents, blocks, PAD, trees.
+
+    A batch of 3 where rows may differ. PAD ends row 0, begins row 1, and is all of row 2.
+    """
+    gen = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randint(n, (3, length), generator=gen)  # noqa: E731
+    valid, label = draw(4) > 0, (draw(4) == 0).cumsum(1)
+    valid[0, -1:] = valid[1, :1] = valid[2] = False
+    parent, ends = tree(length, seed)
+    above = [ancestors(parent, i) for i in range(length)]
+    window = (1, 2, 5, 99)[seed]
+    parts = dict(
+        start_BS=draw(length + 1), end_BS=draw(length + 2), rows_BS=valid, position_BS=draw(9)
+    )
+    far = torch.arange(length) + (draw(3) == 0).cumsum(1)
+
+    # Positions go on by one inside a document, and jump up or down where the next one starts.
+    position = torch.arange(length) + 3 + label * torch.tensor([[2], [-2], [1]])
+    bits = torch.rand(3, 2, length, length, generator=gen) > 0.7
+    of_tree = Mask.tree(ends)
+    on = lambda b, i, j: valid[b, i] and valid[b, j]  # noqa: E731
+    near = lambda b, i, j: j <= i and label[b, i] == label[b, j]  # noqa: E731
+
+    def in_intervals(start_BS, end_BS, rows_BS, position_BS):
+        return lambda b, i, j: (
+            rows_BS[b, i] and start_BS[b, j] <= i < end_BS[b, j]
+            and position_BS[b, i] < position_BS[b, j] + 4)
+
+    # Any part may bring the batch; the others are (S,) then.
+    intervals = {}
+    for key in parts:
+        shared = {name: x if name == key else x[1] for name, x in parts.items()}
+        every = {name: x.expand(3, length) for name, x in shared.items()}
+        intervals[f"intervals, {key}"] = Mask(**shared, window=4), in_intervals(**every)
+    return intervals | {
+        "full": (Mask.full(length), lambda b, i, j: True),
+        "causal": (
+            Mask.causal(length, batch=2, window=3).with_window(None), lambda b, i, j: j <= i),
+        "window": (Mask.causal(length, window=window), lambda b, i, j: j <= i < j + window),
+        "window of places": (
+            Mask(range(length), [length] * length, position_BS=far, window=3),
+            lambda b, i, j: j <= i and far[b, i] < far[b, j] + 3),
+        "documents": (
+            Mask.documents(doc_ids=label.masked_fill(~valid, -1)),
+            lambda *at: on(*at) and near(*at)),
+        "documents in a window": (
+            Mask.documents(doc_ids=label.numpy(), window=3),
+            lambda b, i, j: near(b, i, j) and i < j + 3),
+        "positions": (
+            Mask.documents(position_ids=position.masked_fill(~valid, -1)),
+            lambda b, i, j: near(b, i, j) and valid[b, j : i + 1].all()),
+        "positions in a window": (
+            Mask.documents(position_ids=position.tolist(), window=3),
+            lambda b, i, j: near(b, i, j) and i < j + 3),
+        "blocks": (
+            Mask.blocks(label, valid), lambda b, i, j: on(b, i, j) and label[b, j] <= label[b, i]),
+        "blocks without PAD": (Mask.blocks(label), lambda b, i, j: label[b, j] <= label[b, i]),
+        "padding": (Mask.padding(valid), lambda b, i, j: on(b, i, j) and j <= i),
+        "padding, all see": (Mask.padding(valid.tolist(), causal=False), on),
+        "tree": (of_tree, lambda b, i, j: j in above[i]),
+        "tree in a window": (of_tree.with_window(2), lambda b, i, j: j in above[i][:2]),
+        "tree with depths": (
+            Mask.tree(ends, [len(path) for path in above], window=3),
+            lambda b, i, j: j in above[i][:3]),
+        "intervals": (Mask(**parts, window=4), in_intervals(**parts)),
+        "dense": (DenseMask(bits[:, :1]), lambda b, i, j: bits[b, 0, i, j]),
+        "dense, by head": (DenseMask(bits), None),
+    }  # fmt: skip
+
+
+# Rules, slices, chunks ------------------------------------------------------------------------
+
+seeds = pytest.mark.parametrize("seed", range(4))
+
+
+@seeds
+def test_each_constructor_is_its_rule(seed):
+    for name, (mask, sees) in masks(13, seed).items():
+        dense = mask.dense()
+        if sees is not None:
+            pairs = np.ndindex(len(dense), 13, 13)
+            want = torch.tensor([bool(sees(*at)) for at in pairs]).reshape(-1, 1, 13, 13)
+            assert torch.equal(dense, want), name
+        batch = {"full": 1, "causal": 2, "window": 1}.get(name, 1 if "tree" in name else 3)
+        assert mask.shape == tuple(dense.shape) == (batch, 1 + (name == "dense, by head"), 13, 13)
+
+
+@seeds
+def test_a_slice_keeps_the_meaning(seed):
+    for mask, _ in masks(13, seed).values():
+        whole = mask.dense()
+        for rows, keys in ((slice(3, 11), ALL), ([1, 4, 12], [0, 2]), (slice(5, 5), [3])):
+            part = mask.slice(rows, keys)
+            assert torch.equal(part.dense(), whole[:, :, rows][..., keys])
+            assert part.shape == tuple(part.dense().shape)
+        twice = mask.slice(slice(2, 12), slice(1, 13)).slice([0, 3, 9], slice(4, 8))
+        assert torch.equal(twice.dense(), whole[:, :, [2, 5, 11]][..., 5:9])
+        heads = slice(1, 2) if whole.shape[1] == 2 else slice(1)  # one head serves all
+        assert torch.equal(mask.slice(ALL, ALL, heads=slice(1, 2)).dense(), whole[:, heads])
+
+
+@seeds
+def test_chunks_that_see_are_told_apart_safely(seed):
+    """Uneven chunks: never wrongly apart, and exact where a mask has no batch, PAD or window."""
+    edges = np.array([0, 1, 4, 6, 11])
+    for name, (mask, _) in masks(13, seed).items():
+        found, dense = mask.chunks_that_see(edges), mask.dense()
+        for r, c in np.ndindex(found.shape):
+            i, j = (slice(edges[x], [*edges, 13][x + 1]) for x in (r, c))
+            sees = dense[:, :, i, j].any()
+            assert found[r, c] or not sees
+            assert not found[r, c] or sees or name not in ("full", "causal", "tree")
+
+
+PLACE = np.arange(1024)[None]
+
+
+@pytest.mark.parametrize(
+    "mask, count",
+    [
+        (Mask.causal(1024), 8 + 28), (Mask.documents(doc_ids=PLACE[0] // 128), 8),
+        (Mask.blocks(PLACE[0] // 128), 36), (Mask.causal(1024, window=256), 8 + 7 + 6),
+        # Keys are seen up to 64 queries into the next chunk, where no query sees anything.
+        (Mask(PLACE, np.minimum(PLACE // 128 * 128 + 192, 1024), rows_BS=PLACE % 128 >= 64), 8),
+    ],
+)  # fmt: skip
+def test_chunks_of_common_masks_are_told_apart_exactly(mask, count):
+    assert mask.chunks_that_see(np.arange(0, 1024, 128)).sum() == count
+
+
+def test_doc_ids_win_over_position_ids_with_a_warning():
+    with pytest.warns(UserWarning, match="doc_ids decide"):
+        mask = Mask.documents(doc_ids=[0, 0, 1, 1], position_ids=[0, 5, 6, 7], window=3)
+    seen = [(0, 0), (1, 1), (2, 2), (3, 2), (3, 3)]  # 1 does not see 0: 5 positions apart
+    assert mask.dense()[0, 0].nonzero().tolist() == [list(pair) for pair in seen]
+
+
+def test_the_callers_arrays_are_neither_kept_nor_written():
+    start, end, bits = torch.arange(4), torch.full((4,), 4), torch.ones(1, 1, 6, 6).tril() > 0
+    mask, dense = Mask(start, end), DenseMask(bits)
+    before, kept = mask.dense(), bits.clone()
+    start += 3
+    end.zero_()
+    bits.fill_(True)
+    assert torch.equal(mask.dense(), before) and start.tolist() == [3, 4, 5, 6]
+    assert torch.equal(dense.dense(), kept)
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: Mask([0, 1], [2, 2, 2]), r"one shape.*start \(1, 2\), end \(1, 3\)"),
+        (lambda: Mask([0.5, 1], [2, 2]), "integers as a mask's start, got float64"),
+        (lambda: Mask(torch.zeros(1, 1, 2), [2, 2]), r"\(B, S\) or \(S,\)"),
+        (lambda: Mask([0, 0], [2, 2], window=0), "at least 1 as a window, got 0"),
+        (lambda: Mask.causal(4).with_window(2.5), "got 2.5"),
+        (lambda: Mask.causal(4, window=True), "got True"),
+        (lambda: Mask.documents(), "got neither"),
+        (lambda: Mask.documents(doc_ids=[0, 1, 0]), "row 0: a document continues after another"),
+        (lambda: Mask.blocks([[0, 0], [1, 0]]), "row 1: block numbers decrease"),
+        (lambda: Mask.tree([1, 1]), "subtree_end"),
+        (lambda: Mask.tree([3, 2]), "subtree_end"),
+        (lambda: Mask.tree([3, 4, 3, 4]), "subtree_end.1. lies outside"),
+        (lambda: Mask.causal(2).slice([False, True], ALL), "arrays of integers"),
+        (lambda: Mask.causal(2).slice([0.0, 1.0], ALL), "arrays of integers"),
+        (lambda: Mask.causal(4).slice([2, 1], ALL), "ascending"),
+        (lambda: Mask.causal(4).slice([1, 1], ALL), "ascending"),
+        (lambda: Mask.causal(4).slice(ALL, slice(None, None, -1)), "ascending"),
+        (lambda: DenseMask(torch.ones(2, 2)), "bool tensor"),
+        (lambda: DenseMask(torch.ones(1, 1, 2, 2) > 0).with_window(1), "no positions"),
+    ],
+)
+def test_what_cannot_be_a_mask_is_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+@seeds
+def test_masks_share_a_digest_only_if_they_are_equal(seed):
+    """Also after one change of one number, and after one bit or the order of heads changed."""
+    gen = torch.Generator().manual_seed(seed)
+    start, end, position = torch.randint(12, (3, 2, 11), generator=gen)
+    start, end = torch.minimum(start, end), torch.maximum(start, end) + 1
+    parts = dict(
+        start_BS=start, end_BS=end, rows_BS=torch.ones_like(start), position_BS=position
+    )
+    bits = torch.rand(2, 3, 7, 7, generator=gen) > 0.5
+    other = bits.clone()
+    other[1, 2, 6, 0] ^= True
+    causal = Mask.causal(9)
+    different = [
+        causal, Mask.causal(9, window=3), Mask.causal(9, batch=2), Mask.causal(10), Mask.full(9),
+        causal.slice(slice(1, 9), ALL), DenseMask(causal.dense()),
+        Mask(range(9), [9] * 9, position_BS=[0] * 9),
+        Mask(**{name: x.flip(0) for name, x in parts.items()}, window=5),
+        *(DenseMask(x) for x in (bits, other, bits.flip(1), bits.flip(0), bits.mT)),
+        DenseMask(bits.reshape(3, 2, 7, 7)), Mask(**parts, window=5), Mask(**parts, window=6),
+        *(mask for mask, _ in masks(13, seed).values()),
+    ]  # fmt: skip
+    for name, x in parts.items():
+        changed = x.clone()
+        changed[1, 7] -= 1
+        different.append(Mask(**parts | {name: changed}, window=5))
+    digests = [mask.digest() for mask in different]
+    assert len(set(digests)) == len(different) and all(0 <= d < 2**63 for d in digests)
+
+    again = [causal.with_window(3), DenseMask(bits.clone()), Mask(**parts, window=5)]
+    assert [x.digest() for x in again] == [digests[n] for n in (1, 9, 15)]
+
+
+def sizes_of(tile, *, square=NEVER, most=NEVER, partial=NEVER):
+    """Sizes in which only the named ones limit a box."""
+    return Sizes(tile, square, most, most, partial)
+
+
+def covers(mask, tile):
+    """Boxes are disjoint, hold all that is visible, and are of the kind and size that they say."""
+    dense = mask.dense()
+    some = {"square": tile, "most": 3 * tile, "partial": 2 * tile}
+    for limit in ({}, some, {"square": 1, "most": tile}):
+        sizes = sizes_of(tile, **limit)
+        seen = torch.zeros(dense.shape, dtype=torch.int64)
+        for batch, rows, keys, kind in boxes(mask, sizes):
+            box = dense[batch, :, rows, keys]
+            seen[batch, :, rows, keys] += 1
+            alive = ~torch.from_numpy(mask.padding_tokens()[0])[batch, None, rows]
+            assert rows.start < rows.stop and keys.start < keys.stop
+
+            # PAD among the queries is computed and overwritten; keys of FULL and CAUSAL are seen.
+            if kind == FULL:
+                assert box[alive.expand(box.shape[:3])].all()
+                assert box.shape[2] <= sizes.rows and box.shape[3] <= sizes.keys
+            elif kind == CAUSAL:
+                triangle = torch.ones_like(box).tril() & alive[..., None]
+                assert torch.equal(box, triangle)
+                assert box.shape[2] == box.shape[3] <= sizes.square
+            else:
+                assert kind == PARTIAL and max(box.shape[2:]) <= sizes.partial
+        assert not (seen > 1).any() and not (dense & (seen == 0)).any()
+
+
+@pytest.mark.parametrize("tile", [1, 2, 3, 5, 128])
+@pytest.mark.parametrize("seed", shortened([0, 2], 0))
+def test_boxes_cover_every_visible_pair_once(seed, tile):
+    for mask, _ in masks(23, seed).values():
+        covers(mask, tile)
+        for world in (2, 3):
+            parts = [indices(23, rank, world).numpy() for rank in range(world)]
+            for rows in parts:
+                for keys in parts:
+                    covers(mask.slice(rows, keys), tile)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_no_token_and_one_token_make_masks(n):
+    zeros, ones, causal = np.zeros(n, int), np.ones(n, int), Mask.causal(5)
+    for mask in (
+        Mask.full(n), Mask.causal(n, window=1), Mask.documents(doc_ids=zeros), Mask.tree(ones),
+        Mask.documents(position_ids=zeros + 3), Mask.blocks(zeros), Mask.padding(ones),
+        Mask.padding(ones, causal=False), DenseMask(torch.ones(1, 1, n, n) > 0),
+    ):  # fmt: skip
+        assert mask.shape == (1, 1, n, n) and mask.dense().all()
+        assert len(boxes(mask, sizes_of(4))) == n
+        covers(mask, 4)
+    for empty in (causal.slice(slice(0), ALL), causal.slice([4], []), causal.slice([], [])):
+        assert boxes(empty, sizes_of(8)) == [] and work_of(empty) == 0
+
+
+@pytest.mark.parametrize(
+    "mask, tile, most_boxes, most_work",
+    [
+        (Mask.causal(4096), 128, 1, 1.05),
+        (Mask.documents(doc_ids=np.arange(4096) // 5), 128, 128, 99),
+        (Mask.documents(doc_ids=np.arange(4096) // 300), 128, 99, 1.3),
+        (Mask.causal(4096, window=500), 64, 999, 1.3),
+        (Mask.blocks(np.arange(4096) // 50), 64, 163, 1.05),
+        (Mask.blocks(np.arange(4096) // 5), 128, 1638, 1.05),
+    ],
+)
+def test_boxes_are_few_and_waste_little(mask, tile, most_boxes, most_work):
+    assert 0.98 < work_of(mask, tile) / mask.dense().sum().item() < most_work
+    assert len(boxes(mask, sizes_of(tile))) <= most_boxes
+
+
+@pytest.mark.parametrize(
+    "mask, layout, least, most",
+    [
+        (Mask.causal(4096), "zigzag", 0.95, 1.05), (Mask.causal(4096), "contiguous", 1.66, 1.76),
+        *((Mask.documents(doc_ids=np.arange(4096) // n), "zigzag", 1.0, 1.25)
+          for n in (200, 300, 517, 1000)),
+    ],
+)  # fmt: skip
+def test_zigzag_balances_work(mask, layout, least, most):
+    parts = (indices(4096, rank, 4, layout).numpy() for rank in range(4))
+    work = np.array([work_of(mask.slice(part, ALL)) for part in parts])
+    assert least <= work.max() / work.mean() <= most
+
+
+def test_long_structures_are_one_square_each():
+    """Zigzag shards, long documents, a tree's paths, windows that hide nothing; and none of PAD."""
+
+    def squares(mask, tile=16):
+        found = sorted(box[1:3] for box in boxes(mask, sizes_of(tile)) if box.kind == CAUSAL)
+        return [(q.start, q.stop, k.start, k.stop) for q, k in found]
+
+    shard = indices(256, 1, 4).numpy()
+    assert squares(Mask.causal(256).slice(shard, shard)) == [(0, 64, 0, 64)]
+    assert squares(Mask.causal(256).slice(shard, ALL)) == [(0, 32, 32, 64), (32, 64, 192, 224)]
+    documents = Mask.documents(doc_ids=[0] * 100 + [1] * 60 + [-1] * 16)
+    assert squares(documents) == [(0, 100, 0, 100), (100, 160, 100, 160)]
+
+    # A prompt of 40 with answers of 50 and 30: a square each.
+    end = [120] * 40 + [90] * 50 + [120] * 30
+    assert squares(Mask.tree(end)) == [(0, 40, 0, 40), (40, 90, 40, 90), (90, 120, 90, 120)]
+    assert len(squares(Mask.causal(256, window=256))) == 1
+    assert len(squares(Mask.causal(256, window=40))) == 7  # 6 of 40, and the last 16
+    assert squares(Mask.blocks([0] * 64)) == squares(Mask.full(64)) == []
+    assert len(boxes(Mask.causal(4096), sizes_of(128, square=256))) == 2 * 16 - 1
+
+
+def test_memory_is_linear_and_boxes_are_kept():
+    mask = Mask.causal(1000)
+    assert sum(x.nbytes for x in (mask.keys.start, mask.keys.end)) == 2 * 8 * 1000
+    assert boxes(mask, sizes_of(128)) is boxes(mask, sizes_of(128))
+    assert mask.with_window(7) is mask.with_window(7)
+    assert as_mask(mask) is mask and as_mask(None) is None

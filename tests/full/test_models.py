@@ -1,0 +1,460 @@
+"""Models against their definition and against plain torch. Families: test_families.py."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import complaint_of
+from oracles import Watch, draw, plain_attention, worst
+from test_ranks import ranks
+
+from full.check import TINY, relative_error as relative, tiny, tiny_model
+from full.experts import Balance
+from full.generate import KVCache, forward_with_cache, generate, prefill
+from full.hf import load_hf, save_hf
+from full.logprobs import all_gather_logits, require_tokens_in_vocabulary, token_logprobs
+from full.parallelize import parallelize
+from full.plans import Grid, Plan
+from full.transformer import RMSNorm, Transformer, causal_attention
+from models import (
+    FULL, Row, forward_with_cache as simple_forward_with_cache, packed_attention, sample,
+)  # fmt: skip
+
+pytestmark = pytest.mark.quick
+ATTEND = torch.nn.functional.scaled_dot_product_attention
+
+
+def model_of(model_type="qwen3", dtype=torch.float64, **changes):
+    return tiny_model(model_type, seed=3, dtype=dtype, **changes)
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+LENGTHS = [(name, (7, 1, 6, 12, 6)) for name in TINY]
+LENGTHS += [("qwen3", (6, 6, 6)), ("gemma3_text", (13, 2, 9, 9, 1, 1, 4, 11, 1)), ("qwen3", (5,))]
+
+
+@pytest.mark.parametrize("model_type, lengths", LENGTHS)
+def test_packed_documents_equal_separate_documents(model_type, lengths):
+    model, generator = model_of(model_type), seeded()
+    documents = [torch.randint(53, (n,), generator=generator) for n in lengths]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    options = dict(positions=positions, attention=packed_attention(ids))
+    packed = model(torch.cat(documents)[None], **options)[0]
+    separate = [model(document[None])[0] for document in documents]
+    assert worst(packed.split(list(lengths)), separate) < 1e-12
+
+    truth, parameters = torch.cat(separate), list(model.parameters())
+    upstream = torch.randn(truth.shape, generator=generator, dtype=torch.float64)
+    ours, theirs = (torch.autograd.grad(x, parameters, upstream) for x in (packed, truth))
+    assert worst(ours, theirs) < 1e-12 and all(grad.any() for grad in theirs)
+
+
+def visible(ids, window):
+    """(B, S, S) bool: j <= i, same number, less than `window` tokens back."""
+    place = torch.arange(ids.shape[1])
+    back = place[:, None] - place
+    return (ids[:, :, None] == ids[:, None]) & (back >= 0) & (back < (window or len(place)))
+
+
+def some_ids(seed):
+    """Up to six documents a row, some of which are PAD."""
+    runs = torch.randint(6, (1 + seed % 3, 17), generator=seeded(seed)).sort(dim=1).values
+    return runs.masked_fill((runs + seed) % 4 == 0, -1)
+
+
+ATTENDED = [(some_ids(seed), window) for seed in range(4) for window in (None, 3, 40)]
+ATTENDED += [(torch.zeros(2, 300).long(), n) for n in (1, 2, 5, 127, 128, 129, 300, 1000)]
+
+
+@pytest.mark.parametrize("ids, window", ATTENDED)
+def test_attention_is_dense_attention_under_its_rule(ids, window):
+    attention = packed_attention(ids) if ids.any() else causal_attention
+    qkv, upstream = draw(ids.shape[1], batch=len(ids), width=4)
+    got = attention(*qkv, layer=0, scale=0.5, window=window)
+    truth, _ = plain_attention(*qkv, visible(ids, window)[:, None], scale=0.5)
+    assert relative(got, truth) < 1e-14
+    assert worst(*(torch.autograd.grad(out, qkv, upstream) for out in (got, truth))) < 1e-13
+
+
+def plain_logprobs(hidden, weight, targets, *, temperature=1.0, softcap=None):
+    z = hidden @ weight.T
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    logp = z.log_softmax(-1)
+    return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def logprob_case(dtype=torch.float64, n=11, width=6, vocab=17):
+    generator = seeded(1)
+    draws = (torch.randn(size, width, generator=generator) for size in (n, vocab))
+    hidden, weight = (x.to(dtype).requires_grad_() for x in draws)
+    targets = torch.randint(vocab, (n,), generator=generator)
+    upstream = torch.randn(2, n, generator=generator).double()
+    return hidden, weight, targets, upstream
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 11, 100, None])
+@pytest.mark.parametrize("temperature, softcap", [(1.0, None), (0.7, None), (1.3, 2.0)])
+def test_chunked_logprobs_have_plain_values_and_gradients(chunk, temperature, softcap):
+    hidden, weight, targets, upstream = logprob_case()
+    options = dict(temperature=temperature, softcap=softcap)
+    got = token_logprobs(hidden, weight, targets, chunk=chunk, **options)
+    truth = plain_logprobs(hidden, weight, targets, **options)
+    assert worst(got, truth) < 1e-13
+
+    # Both, the entropies alone, the log-probs alone, and these again: what the first backward of
+    # log-probs finds kept, the second has to compute.
+    for used in ([0, 1], [1], [0], [0]):
+        sums = [sum((upstream[n] * x[n]).sum() for n in used) for x in (got, truth)]
+        grads = [torch.autograd.grad(x, (hidden, weight), retain_graph=True) for x in sums]
+        assert worst(*grads) < 1e-13
+
+
+def test_logprobs_never_hold_all_the_logits():
+    hidden, weight, targets, upstream = logprob_case(n=512, width=4, vocab=300)
+    with Watch() as watch:
+        got = torch.stack(token_logprobs(hidden, weight, targets, chunk=64))
+        (got * upstream).sum().backward()
+    assert 64 * 300 <= watch.largest < 2 * 64 * 300
+
+
+@pytest.mark.parametrize("vocab", [3, 7, 1000])
+def test_a_nearly_uniform_entropy(vocab):
+    """log p + entropy is nearly 0 for all tokens. Their gradient is within some units in the last
+    place of the logits, and not of log V: as the difference of these two it was off by 1e-4."""
+    *given, targets, _ = logprob_case(torch.float32, vocab=vocab)
+    grads = []
+    for dtype in (torch.float64, torch.float32):
+        inputs = [(0.02 * x.detach()).to(dtype).requires_grad_() for x in given]
+        _, entropy = token_logprobs(*inputs, targets)
+        grads.append(torch.autograd.grad(entropy.sum(), inputs))
+    assert all(grad.any() for grad in grads[0]) and worst(grads[1], grads[0]) < 3e-6
+
+
+def test_bf16_logprobs_are_within_twice_plain_torch():
+    *half, upstream = logprob_case(torch.bfloat16, n=4096, width=32, vocab=20)
+    results = []
+    for function, dtype, options in (
+        (plain_logprobs, torch.float64, {}), (plain_logprobs, torch.bfloat16, {}),
+        # 512 chunks: a head gradient summed in bfloat16 would lose most of them
+        (token_logprobs, torch.bfloat16, dict(chunk=8)),
+    ):  # fmt: skip
+        hidden, weight = (x.detach().to(dtype).requires_grad_() for x in half[:2])
+        out = torch.stack([x.double() for x in function(hidden, weight, half[2], **options)])
+        (out * upstream).sum().backward()
+        results.append([out, hidden.grad, weight.grad])
+    for exact, plain, ours in zip(*results):
+        assert relative(ours, exact) <= 2 * relative(plain, exact)
+
+
+def full_forward(model, rows):
+    """The logits after each row, from one forward of the whole row without a cache."""
+    return torch.stack([model(torch.tensor([row]))[0, -1] for row in rows]).detach()
+
+
+def test_each_row_must_have_a_real_token():
+    model, (cache, _) = model_of(), prefill(model_of(), [[1, 2], [3]])
+    tokens = torch.tensor([[4, 5], [6, 7]])
+    for counts in ([1, 0], [0, 0], [-1, 1], [1, 3], [1], [1, 1, 1]):
+        with pytest.raises(ValueError, match=r"counts: expected 2 numbers in 1\.\.2, got \["):
+            forward_with_cache(model, cache, tokens, counts)
+    logits = forward_with_cache(model, cache, tokens, [2, 1])  # nothing has changed
+    assert relative(logits, full_forward(model, [[1, 2, 4, 5], [3, 6]])) < 1e-12
+
+
+class Rows:
+    """Random tokens for the rows of a cache, which are compared with full forwards."""
+
+    def __init__(self, seed):
+        self.kind, self.ragged = ("qwen3", "mistral", "gemma3_text", "qwen2")[seed % 4], seed % 3
+        self.model, self.generator = model_of(self.kind), seeded(seed)
+        self.cache, self.held = KVCache(capacity=seed % 5), KVCache()
+        self.tokens, self.longest = [], 0
+
+    def draw(self, high, size=(), low=0):
+        return torch.randint(low, high, size, generator=self.generator).tolist()
+
+    def begin(self, longest, share):
+        """Let rows of two new prompts enter, which share their keys or have copies of them."""
+        lengths = self.draw(longest, (2,), low=1) if self.ragged else [longest] * 2
+        prompts = [self.draw(53, (n,)) for n in lengths]
+        fresh, _ = prefill(self.model, prompts)
+        origins = [0, 0, 1, 1] if self.kind == "qwen3" else self.draw(2, (4,))
+        self.tokens += [prompts[r] for r in origins]
+        if not share:
+            return self.cache.begin(fresh, origins)
+        first = len(self.held.lengths)
+        self.held.begin(fresh, [0, 1])
+        self.cache.begin(self.held, [first + r for r in origins], share=True)
+
+    def feed(self, most):
+        rows, S = len(self.tokens), self.draw(most + 1, low=1)
+        counts = self.draw(S + 1, (rows,), low=1) if self.ragged else [S] * rows
+        fed = self.draw(53, (rows, S))
+        logits = forward_with_cache(self.model, self.cache, torch.tensor(fed), counts)
+        self.tokens = [row + new[:c] for row, new, c in zip(self.tokens, fed, counts)]
+        assert worst(logits, full_forward(self.model, self.tokens)) < 1e-12
+        assert self.cache.lengths == [len(row) for row in self.tokens]
+        self.longest = max(self.longest, *self.cache.lengths)
+
+    def select(self, most):
+        keep = self.draw(len(self.tokens), (self.draw(most + 1, low=1),))
+        self.cache.select(keep)
+        self.tokens = [self.tokens[b] for b in keep]
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_any_series_of_prompts_chunks_and_selections_equals_the_full_forward(seed, share):
+    rows = Rows(seed)
+    for _ in range(6):  # long enough for stores to grow
+        rows.begin(70 if share else 50, share)
+        rows.feed(3 if share else 25)
+        rows.select(4)  # rows of unequal lengths are repeated, dropped and reordered
+        rows.feed(1)
+    assert rows.longest > 49
+    for layer, window in rows.cache.windows.items() if share else ():
+        if window is None:  # rows hold what follows their prompts, and room for 32 tokens more
+            assert rows.cache.layers[layer].shape[3] <= 6 * (3 + 1) + 32
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_the_cores_forward_takes_the_cache_too(name):
+    """It gives it no counts. Sliding layers forget a part of a prompt."""
+    model, cache = model_of(name), KVCache(3)
+    tokens = torch.randint(53, (3, 30), generator=seeded())
+    with torch.no_grad():
+        simple_forward_with_cache(model, cache, tokens[:, :25], [25] * 3)
+        cache.select([2, 0])
+        found = [simple_forward_with_cache(model, cache, tokens[[2, 0], n : n + 1], [1] * 2)
+                 for n in range(25, 30)]  # fmt: skip
+        truth = model(tokens[[2, 0]])[:, 25:]
+    assert relative(torch.stack(found, 1), truth) < 1e-12
+
+
+def test_bfloat16_shared_prompts_are_as_exact_as_copies():
+    generator, errors = seeded(), []
+    q, k, v = (3 * torch.randn(1, h, 40, 16, generator=generator).bfloat16() for h in (4, 2, 2))
+    row, options = [0] * 4, dict(layer=0, scale=1.0)
+    for share in (True, False):
+        prompt, cache = KVCache(1), KVCache()
+        prompt.attention(q[:, :, :39], k[:, :, :39], v[:, :, :39], **options)
+        prompt.lengths = [39]
+        cache.begin(prompt, row, share=share)
+        assert bool(prompt.layers) == share  # rows that do not share take the keys over
+        got = cache.attention(*(x[row, :, 39:] for x in (q, k, v)), **options)
+        truth = ATTEND(*(x.double() for x in (q[:, :, 39:], k, v)), scale=1.0, enable_gqa=True)
+        errors.append(relative(got, truth.expand(4, -1, -1, -1)))
+    assert errors[0] < 1.5 * errors[1]
+
+
+def test_a_sliding_layers_cache_holds_only_its_window_and_seldom_moves_it():
+    model = model_of("gemma3_text", sliding_window=40)
+    cache, _ = prefill(model, [[5] * 10, [6] * 39, [7] * 60])
+    with Watch() as watch:
+        for step in range(90):
+            forward_with_cache(model, cache, torch.full((3, 1), step % 53))
+    sliding, full = cache.layers[0], cache.layers[1]
+    assert 40 <= sliding.shape[3] <= 40 + 32 and full.shape[3] >= 90 + 60
+    moved = sum(args[0].numel() for args, _ in watch.calls("clone"))
+    assert moved <= 3 * 90 * 2 * 40  # two slots of 40 numbers for each token and row
+
+
+def test_a_seed_decides_the_draws_of_rows_that_have_none():
+    model, draws = model_of(), np.random.default_rng(0).random((3, 12))
+    options = dict(max_new_tokens=12, temperature=1.0)
+    together = generate(model, [Row([3, 4, 5], draws[0]), Row([7], draws[1])], **options)
+    for row, own in zip(together, draws):
+        (alone,) = generate(model, [Row(row.tokens[:-12], own)], seed=5, **options)
+        assert alone.tokens == row.tokens
+        assert np.allclose(alone.logprobs, row.logprobs, rtol=0, atol=1e-12)
+    found = [generate(model, [[3, 4]], seed=seed, **options)[0].tokens for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("temperature, power", [(1.0, 1), (0.5, 2)])
+def test_sampling_follows_the_distribution(temperature, power):
+    logits = torch.tensor([0.0, 0.1, 0.25, 0.0, 0.65, 0.0]).log()
+    p = logits.double().exp() ** power
+    p /= p.sum()
+    uniform = torch.cat([(torch.arange(2000).double() + 0.5) / 2000, torch.zeros(1)])
+    uniform = torch.cat([uniform, 1 - torch.full((1,), 2.0**-53).double()])
+    tokens, logprobs = sample(logits.expand(2002, -1), uniform, temperature=temperature)
+    assert (torch.bincount(tokens[:2000], minlength=6) - 2000 * p).abs().max() <= 1
+    assert tokens[2000:].tolist() == [1, 4]  # never a token without probability
+    assert torch.allclose(logprobs, p.log()[tokens], atol=1e-6)
+    tokens, logprobs = sample(logits[None], None, temperature=0)  # the likeliest
+    assert tokens.tolist() == [4] and logprobs.item() == pytest.approx(logits[4].item(), abs=1e-6)
+
+
+def test_tokens_of_a_long_tail_are_drawn_at_their_own_uniforms():
+    # 150 thousand tails of 1.5e-8: float32 near 1 has steps of 6e-8, so it cannot tell them apart
+    logits = torch.full((150_000,), -18.0)
+    logits[0] = 0
+    p = logits.double().softmax(0)
+    tokens = torch.tensor([1, 2, 777, 74_999, 75_000, 120_001, 149_998, 149_999])
+    middle = p.cumsum(0)[tokens] - p[tokens] / 2
+    found, logprobs = sample(logits.expand(8, -1), middle, temperature=1.0)
+    assert found.equal(tokens)
+
+    # And the trainer gives them the log-probs of the sampler, as it does the likely token.
+    tokens = torch.cat([tokens, torch.zeros(1).long()])
+    logprobs = torch.cat([logprobs, sample(logits[None], None, temperature=0)[1]])
+    weight = torch.stack([logits, torch.zeros(150_000)], 1)
+    trained, _ = token_logprobs(torch.tensor([[1.0, 0.0]]).expand(9, 2), weight, tokens)
+    exact = p.log()[tokens]
+    for got in (logprobs, trained):
+        assert ((got.double() - exact).abs() < 2e-6 * exact.abs().clamp(min=0.1)).all()
+
+
+@pytest.mark.parametrize("vocab", [11, 300, 40001])
+def test_a_row_of_nan_draws_a_token_whose_logprob_is_nan(vocab):
+    logits = torch.randn(2, vocab)
+    logits[1] = torch.nan
+    tokens, logprobs = sample(logits, torch.tensor([0.5, 0.999]).double(), temperature=1.0)
+    assert 0 <= tokens.min() and tokens.max() < vocab
+    assert logprobs.isfinite().tolist() == [True, False]
+
+
+def test_rms_norm_accumulates_in_float32():
+    norm = RMSNorm(4096, tiny()).to(torch.bfloat16)
+    x = torch.randn(8, 4096, generator=seeded()).bfloat16()
+    truth = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert relative(norm(x), truth) < 2**-8  # 0.3 if the sum were in bfloat16, which ends at 2048
+
+
+def test_bf16_model_keeps_float32_rope_angles():
+    positions = torch.tensor([[257, 100_003]])
+    angle = positions.double()[..., None] * 1e4 ** -(torch.arange(0, 10, 2).double() / 10)
+    truth = [angle.cos().repeat(1, 1, 2), torch.cat([-angle.sin(), angle.sin()], -1)]
+    found = model_of(dtype=torch.bfloat16).rope(positions, torch.bfloat16)[FULL]
+    for got, want in zip(found, truth):
+        # Float32 angles of size 1e5 are exact to 1e5 * 2^-24 = 6e-3. Bfloat16 would be random.
+        assert got.dtype == torch.float32 and (got[:, :, 0] - want).abs().max() < 1e-2
+
+
+def test_weights_are_the_same_draw_in_every_dtype():
+    dtypes = torch.float32, torch.float64
+    single, double = (Transformer(tiny()).to(d).init_weights(5) for d in dtypes)
+    for a, b in zip(single.parameters(), double.parameters()):
+        assert torch.equal(a, b.float())
+
+
+def test_gemma_norm_keeps_small_weights():
+    norm = RMSNorm(64, tiny("gemma3_text")).to(torch.bfloat16)
+    with torch.no_grad():
+        norm.weight.fill_(2.0**-10)  # 1 + w is 1 in bfloat16
+    x = torch.randn(8, 64, generator=seeded()).to(torch.bfloat16)
+    wide = x.double() * (1 + 2.0**-10) / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert norm(x).equal(wide.float().to(torch.bfloat16))
+
+
+def test_gemma_scales_by_a_rounded_root():
+    model = model_of("gemma3_text", dtype=torch.bfloat16, hidden_size=3072, num_hidden_layers=1,
+                     layer_types=(FULL,), intermediate_size=8)  # fmt: skip
+    row = model.model.embed_tokens.weight[3]
+    assert model.embed(torch.tensor([[3]]))[0, 0].equal(row * 55.5)  # 3072 ** 0.5 is 55.43
+
+
+def decode(*prompts, max_new_tokens=2, temperature=0.0, **options):
+    """A call of `generate` for a table of mistakes."""
+    options |= dict(max_new_tokens=max_new_tokens, temperature=temperature)
+    return lambda model: generate(model, prompts, **options)
+
+
+@pytest.mark.parametrize("call, complaint", [
+    (lambda m: m(torch.arange(4)), r"tokens: expected \(B, S\)"),
+    (lambda m: m(torch.ones(4, 24)), r"states \(B, S, M\), got \(4, 24\)"),
+    (lambda m: m.logprobs(torch.ones(2, 24), torch.ones(3).long()), r"and \(N,\), got"),
+    (lambda m: m.logprobs(torch.ones(2, 24), torch.ones(2).long(), temperature=0), "temperature"),
+    (decode([53]), "ids are 0..52"), (decode([]), "at least one token"),
+    (decode([1], max_new_tokens=0), "max_new_tokens"), (decode([1], slots=0), "slots"),
+    (decode(Row([1], [0.5]), temperature=1.0), "needs 2 draws"),
+    (decode([1], max_new_tokens=10**6), "32768 positions"),
+    *((decode([1], temperature=t), "temperature") for t in (-1, float("nan"), float("inf"))),
+    (lambda m: m.values(torch.ones(1, 24)), "add_value_head"),
+    (lambda m: Balance(torch.zeros(3), torch.zeros(2)), r"\(J,\), got \(3,\) and \(2,\)"),
+    (lambda m: all_gather_logits(m.head_weight, None, 53), "logits of a split vocabulary"),
+])  # fmt: skip
+def test_a_callers_mistake_is_named(call, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        call(model_of(dtype=torch.float32))
+
+
+@pytest.mark.parametrize("token, row, column", [
+    (-1, 0, 0), (53, 1, 2), (2**40, 0, 3), (-(2**63), 1, 3)])  # fmt: skip
+def test_a_token_outside_the_vocabulary_is_named(token, row, column):
+    model, tokens, hidden = model_of(), torch.arange(8).view(2, 4), torch.randn(8, 24).double()
+    tokens[row, column] = token
+    at, end = f"row {row}, column {column}", "is not in the vocabulary of 53: ids are 0..52"
+    for call in (model, model.embed, model.require_tokens):
+        with pytest.raises(ValueError, match=f"^token id {token} at {at} {end}"):
+            call(tokens)
+    at = f"place {4 * row + column}"
+    for call in (model.logprobs, lambda h, t: token_logprobs(h, model.head_weight, t)):
+        with pytest.raises(ValueError, match=f"^target id {token} at {at} {end}"):
+            call(hidden, tokens.flatten())
+
+
+def test_every_token_of_the_vocabulary_and_none_at_all_are_taken():
+    model, calls = model_of(), []
+    tokens = torch.arange(53)[None]
+    assert model(tokens.int()).equal(model(tokens))
+    # Every layer runs without tokens, too: under FSDP the other ranks wait for its all-gather.
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda *given: calls.append(given))
+    assert model(tokens[:, :0]).shape == (1, 0, 53) and len(calls) == len(model.model.layers)
+    assert model.logprobs(torch.randn(0, 24).double(), torch.zeros(0).long())[0].shape == (0,)
+    # In mixed precision the residual is wider than the weights, and the last norm narrows it.
+    model.float().residual_dtype = torch.float64
+    assert model(tokens[:, :0]).dtype == torch.float32
+
+
+def test_off_the_cpu_the_refusal_is_an_assertion_that_waits_for_nothing(monkeypatch):
+    asserted = []
+    monkeypatch.setattr(torch, "_assert_async", lambda *given: asserted.append(given))
+    # The meta device stands for a GPU here: to look at one of its values is an error.
+    require_tokens_in_vocabulary(torch.ones(2, 3, dtype=torch.long, device="meta"), 53)
+    ((condition, message),) = asserted
+    assert condition.shape == () and condition.dtype == torch.bool
+    assert message == "a token id is outside of 0..52"
+
+
+@pytest.mark.slow
+def test_the_check_of_tokens_can_be_compiled_whole():
+    check = torch.compile(model_of().require_tokens, fullgraph=True, backend="eager")
+    check(torch.arange(53))
+    with pytest.raises(RuntimeError, match="a token id is outside of 0..52"):
+        check(torch.arange(50, 55))
+
+
+def _outside(rank, text, mode):
+    """What this rank's part of a model says of a token that does not exist."""
+    plan = Plan.parse(text)
+    model = tiny_model("qwen3", vocab_size=56, dtype=torch.float32)
+    model = parallelize(model, plan, device_mesh=Grid(plan), mode=mode)
+    call = model.require_tokens if plan.pp > 1 else model.hidden
+    return complaint_of(call, torch.tensor([[0, 1, 56]]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text, mode", [
+    ("t2", "fsdp"), ("d2", "fsdp"), ("p2", "ddp")])  # fmt: skip
+def test_a_token_outside_the_vocabulary_is_refused_alike_under_every_plan(tmp_path, text, mode):
+    truth = "token id 56 at row 0, column 2 is not in the vocabulary of 56: ids are 0..55"
+    assert ranks(tmp_path, 2, _outside, text, mode) == [truth] * 2
+
+
+def test_a_value_head_is_a_row_of_its_own(tmp_path):
+    model = model_of(value_head=True)
+    hidden = model.hidden(torch.tensor([[1, 2, 3]]))
+    assert torch.allclose(model.values(hidden), hidden @ model.score.weight[0])
+    fresh = model_of().add_value_head()
+    assert fresh.values(hidden).eq(0).all() and fresh.config.value_head
+    torch.autograd.grad(fresh.values(hidden.detach()).sum(), fresh.score.weight)
+    save_hf(model, tmp_path)
+    assert torch.equal(load_hf(tmp_path).score.weight, model.score.weight)
+    with pytest.raises(ValueError, match="value_head"):
+        load_hf(tmp_path, model=model_of())

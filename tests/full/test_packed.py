@@ -1,0 +1,208 @@
+"""A packed batch under a plan, by parallel.py alone: a user's sequences, loss and model.
+
+One process computes the truth sequence by sequence, from logits. Ranks are started once for all
+plans of two ranks, and once, behind `-m slow`, for those of four.
+"""
+
+import re
+
+import measure_parallel
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+from conftest import complaint_of as _fails
+from test_ranks import ranks
+
+from full import ring
+from full.optimizer import reduce_gradients
+from full.packing import PackedBatches, gather_replica
+from full.parallelize import parallelize
+from full.places import full, part_of
+from full.plans import Grid, Plan
+from full.transformer import causal_attention
+
+LENGTHS = [5, 2, 9, 1, 7, 3, 6]  # a sequence of one token has no target
+EVERYTHING = [*range(len(LENGTHS))]
+TEMPERATURE = 0.7
+TWO = {  # plan: kind of model, options
+    "d2": ("dense", {}),
+    "d2 fsdp": ("dense", dict(mode="fsdp")),
+    "t2": ("dense", {}),
+    "t2 tied": ("tied", {}),
+    "c2": ("dense", {}),
+    "p2": ("dense", {}),
+    "p2 zbv": ("deep", dict(schedule="zbv")),
+    "d2e2": ("moe", {}),
+    "d2e2, all on one rank": ("moe", {}),
+}
+FOUR = {
+    "t2c2": ("dense", {}),
+    "p2t2": ("dense", {}),
+    "p2c2": ("tied", {}),
+    "d2p2 interleaved fsdp": ("deep", dict(schedule="interleaved1f1b", mode="fsdp")),
+    "d2t2e4": ("moe", {}),
+}
+
+# The page's own code runs under all of these plans.
+PAGE = (ROOT / "full" / "RECIPES.md").read_text().split("## Your own loss under any plan")[1]
+RECIPE = {}
+exec(re.search(r"```python\n(.*?)```", PAGE, re.S)[1], RECIPE)
+attention = RECIPE["attention"]
+
+
+def draw():
+    """Sequences, masks, and a weight for each sequence."""
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(56, size=n).tolist() for n in LENGTHS]
+    masks = [rng.random(n - 1) < 0.7 for n in LENGTHS]
+    masks[1][:] = False  # nothing is scored
+    masks[4] = masks[4].tolist()  # any sequence of truth values will do
+    return sequences, masks, torch.from_numpy(rng.standard_normal(len(LENGTHS)))
+
+
+def user_loss(weights_B, mask_BT, logprobs_BT, entropies_BT):
+    """Not linear in the tokens of a sequence, and so of whole sequences only."""
+    count_B = mask_BT.sum(-1).clamp(min=1)
+    mean_B = logprobs_BT.sum(-1) / count_B
+    return (weights_B * mean_B.square() - 0.1 * entropies_BT.sum(-1)).sum() / len(LENGTHS)
+
+
+def truth_of(kind):
+    """Loss, gradients by name, and scores of each sequence, by the definition."""
+    model = measure_parallel.build(kind, torch.float64)
+    sequences, masks, weights = draw()
+    loss, scores = 0.0, []
+    for i, (tokens, mask) in enumerate(zip(sequences, masks, strict=True)):
+        tokens, mask = torch.tensor(tokens), torch.tensor(mask, dtype=torch.bool)
+        logp = (model(tokens[None])[0, :-1] / TEMPERATURE).log_softmax(-1)
+        logprobs = logp.gather(-1, tokens[1:, None])[:, 0] * mask
+        entropies = -(logp.exp() * logp).sum(-1) * mask
+        loss = loss + user_loss(weights[i], mask[None], logprobs[None], entropies[None])
+        scores.append((logprobs.detach(), entropies.detach()))
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}, scores
+
+
+def errors(model, truth, mine, micro_tokens=12):
+    """{what: the worst error} on this rank, whose share of the data is `mine`."""
+    loss, gradients, scores = truth
+    sequences, masks, weights = draw()
+    together, first = gather_replica(model, mine)
+    assert together[first : first + len(mine)] == mine
+    batches = PackedBatches(
+        model, attention=attention, indices=ring.indices, micro_tokens=micro_tokens,
+        temperature=TEMPERATURE,
+    )  # fmt: skip
+    given = [sequences[i] for i in together], [masks[i] for i in together]
+
+    found = {"scores": 0.0}
+    for i, columns in zip(together, batches.forward(*given), strict=True):
+        for x, true in zip(columns, scores[i], strict=True):
+            assert x.shape == true.shape and not x.requires_grad
+            off = (x - true).abs().max().item() if len(x) else 0.0
+            found["scores"] = max(found["scores"], off)
+
+    def loss_fn(indices, *columns):
+        assert indices and all(len(x) == len(indices) for x in columns)
+        return user_loss(weights[[together[i] for i in indices]], *columns)
+
+    found["loss"] = abs(batches.forward_backward(*given, loss_fn).item() - loss)
+    if dist.is_initialized():
+        reduce_gradients(model)
+    largest = max(g.abs().max() for g in gradients.values())
+    places = part_of(model).places
+    named = {name: full(p.grad, places[name]) for name, p in model.named_parameters()}
+    found["gradient"] = max((named[k] - gradients[k]).abs().max() / largest for k in named).item()
+    return found
+
+
+def _under_plans(rank, cases):
+    """{case: errors} of this rank."""
+    truths, grids, found = {}, {}, {}
+    for name, (kind, options) in cases.items():
+        plan = Plan.parse(name.replace(",", "").split()[0])
+        if str(plan) not in grids:
+            grids[str(plan)] = Grid(plan)
+        if kind not in truths:
+            truths[kind] = truth_of(kind)
+        model = measure_parallel.build(kind, torch.float64)
+        stand_in = causal_attention if plan.cp > 1 else None
+        place = dict(device_mesh=grids[str(plan)], attention=stand_in)
+        model = parallelize(model, plan, **place, **options)
+        mine = EVERYTHING[rank :: plan.world]
+        if "all on one rank" in name:
+            mine = EVERYTHING if rank == 0 else []
+        found[name] = errors(model, truths[kind], mine)
+    return found
+
+
+PLANS = [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("world, cases", PLANS, ids=["two", "four"])
+def test_ranks_are_one_process(tmp_path, world, cases):
+    for found in ranks(tmp_path, world, _under_plans, cases):
+        for name in cases:
+            assert max(found[name].values()) < 1e-10, (name, found[name])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("micro_tokens", [1, 12, 1000])
+def test_an_unsplit_model_needs_no_group(micro_tokens):
+    model, truth = measure_parallel.build("dense", torch.float64), truth_of("dense")
+    assert max(errors(model, truth, EVERYTHING, micro_tokens).values()) < 1e-12
+    # Nothing has zeroed .grad: twice the gradient is as wrong as none, and is seen.
+    assert errors(model, truth, EVERYTHING, micro_tokens)["gradient"] == pytest.approx(1.0)
+
+
+def _refused_batches(rank):
+    built = {}
+    for text in ("t2", "c2"):
+        plan, model = Plan.parse(text), measure_parallel.build("dense", torch.float64)
+        place = dict(device_mesh=Grid(plan), attention=causal_attention)
+        built[text] = parallelize(model, plan, **place)
+    call = PackedBatches(built["t2"], attention=attention).forward_backward
+    return [_fails(PackedBatches, built["c2"], attention=attention), *(
+        _fails(call, *case, None) for case in (
+            ([[1, 2, 3 + rank]], [[True, True]]),
+            ([[1, 2, 3]], [[True, rank == 0]]),
+            ([[1, 2, 3], [4]], [[True] * (2 + rank), []]),
+            ([[1, 2, 3], []], [[True, True], []]),
+            ([[1, 2, 3]], []),
+        ))]  # fmt: skip
+
+
+SAID = [
+    "plan c2 splits rows: give indices=",
+    *["ranks 0, 1 work on the same sequences in plan t2, but were given different"] * 2,
+    "sequence 0 has 3 tokens and a mask of 3; it needs .* tokens",
+    "sequence 1 has 0 tokens and a mask of 0",
+    "expected a mask for each of 1 sequences, got 0",
+]
+
+
+def test_a_batch_that_cannot_be_is_refused_on_every_rank(tmp_path):
+    first, second = ranks(tmp_path, 2, _refused_batches)
+    assert first == second
+    for text, pattern in zip(first, SAID, strict=True):
+        assert re.search(pattern, text), text
+
+
+def _by_the_recipe(rank, plans):
+    """Losses of three steps under each plan, by the code of full/RECIPES.md."""
+    sequences, _, _ = draw()
+    masks = [[True] * (len(tokens) - 1) for tokens in sequences]
+    found = []
+    for text in plans:
+        model = measure_parallel.build("dense", torch.float64)
+        found.append(RECIPE["train"](model, Plan.parse(text), sequences, masks, 3))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def test_the_recipe_gives_one_loss_under_every_plan(tmp_path):
+    (truth,) = ranks(tmp_path, 1, _by_the_recipe, ["d1"])
+    assert truth[0, 2] < truth[0, 0] - 0.1  # it learns
+    for found in ranks(tmp_path, 2, _by_the_recipe, ["d2", "t2", "c2", "p2"]):
+        assert (found - truth).abs().max() < 1e-10

@@ -1,0 +1,330 @@
+"""Plans against one process in float64; checkpoints across plans; messages; memory."""
+
+import collections
+import contextlib
+import functools
+import gc
+import itertools
+import json
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from measure_parallel import CASES, ROWS, Training, batch, build, compare, read_cases, truth_of
+from oracles import bytes_of
+from test_ranks import join, ranks, start
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from full import optimizer as optimizer_py
+from full.__main__ import main
+from full.checkpoint import read_checkpoint, write_checkpoint
+from full.optimizer import (
+    MESSAGE, LocalOptimizer, clip_grad_norm, first_non_finite, reduce_gradients,
+    sum_in_messages, training_tensors,
+)  # fmt: skip
+from full.parallelize import KEPT, parallelize
+from full.pipeline import run_forwards, run_micro_batches
+from full.places import full
+from full.plans import Grid, Plan
+from full.transformer import causal_attention
+# The others join what these are apart, are those that test_parity.py holds against transformers,
+# or train in test_a_checkpoint_of_one_plan_goes_on_under_another.
+DEFAULT = read_cases("""
+    d2 dense empty, d4 dense hsdp, t2 dense alone, t2 tied, t2 bias, c2 tied ulysses, c4 dense,
+    d2t2 tied fsdp, d2t2c2 dense, d2t2c2 dense zero1, t2 moe, d2t2e4 moe fsdp, d2c2e4 moe,
+    c2t2e2 moe, t2 moe op, d2e2 starved,
+    d2e2 starved fsdp, d2 moe fsdp offload, d2 moe full, p2 tied, p2 deep_tied interleaved,
+    p2 deep_tied zbv, p2c2 dense,
+""")
+FLOAT32 = read_cases("d2 dense, t2 dense, c2 dense, d2t2e4 moe, p2 tied")
+MORE = read_cases("d2t2c2 dense, etp moe, p2d2t2 tied, d2t2e4 moe fsdp")
+# The second step has AdamW's moments. `python -m full check parallel`, which a slow test of
+# test_readme.py runs, has a third for all plans but those that wait for a compiler.
+SLOW = pytest.mark.slow
+EVERY = [pytest.param(name, 2, torch.float64) for name in DEFAULT]
+EVERY += [pytest.param(name, 3, torch.float64, marks=SLOW)
+          for name in CASES if "compile" in name]  # fmt: skip
+EVERY += [pytest.param(name, 1, torch.float32) for name in FLOAT32]
+EVERY += [pytest.param(name, 1, torch.float32, marks=SLOW) for name in MORE]
+
+
+@pytest.mark.parametrize("name, steps, dtype", EVERY)
+def test_every_plan_is_one_process(tmp_path, name, steps, dtype):
+    """In float32 within its rounding; AdamW's first step is a sign, which rounding may turn."""
+    text, kind, options = CASES[name]
+    plan = Plan.parse(text)
+    truth = truth_of(kind, steps, dtype, ROWS // plan.dp if "empty" in options else 0)
+    count, bound = (4, 1e-10) if dtype == torch.float64 else (3, 1e-5)
+    given = text, kind, options, steps, dtype, truth
+    for errors in ranks(tmp_path, plan.world, compare, *given):
+        assert max(errors[:count]) < bound, errors
+
+
+def _whole(training):
+    tensors = training_tensors(training.model, training.optimizer)
+    return {name: full(x).clone() for name, x in tensors.items()}
+
+
+def _checkpointed(rank, text, mode, path, writes):
+    """The state of two steps, written or read; the state after one step more."""
+    model = build("moe", torch.float64, vocab_size=57)  # which t cuts into 29 and 28
+    training = Training(model, Grid(Plan.parse(text)), batch(is_packed=False), mode=mode)
+    for _ in range(2 if writes else 1):  # a reader has begun with another state
+        training.backward()
+        training.update()
+    tensors = training_tensors(training.model, training.optimizer)
+    if writes:
+        write_checkpoint(path, tensors, {"step": 2})
+    else:
+        assert read_checkpoint(path, tensors)["step"] == 2
+    stored = _whole(training)
+    training.backward()
+    training.update()
+    return stored, _whole(training)
+
+
+# Whole moments, split experts, rows of FSDP, stages and copies. By default two pairs of them.
+WRITERS = [("d2", "zero1"), ("(attn:d2t2|ffn:e2t2)", "fsdp"), ("p2", "ddp"), ("d2t2e4", "zero1"),
+           ("(attn:p2d2t2|ffn:p2e2t2)", "fsdp"), ("d1", "ddp")]  # fmt: skip
+PAIRS = [pytest.param(*pair, marks=[] if pair in zip(WRITERS[:2], WRITERS[1:]) else [SLOW])
+         for pair in itertools.permutations(WRITERS, 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize("writer, reader", PAIRS)
+def test_a_checkpoint_of_one_plan_goes_on_under_another(tmp_path, writer, reader):
+    found = []
+    for writes, (text, mode) in ((True, writer), (False, reader)):
+        given = text, mode, tmp_path / "saved", writes
+        found.append(ranks(tmp_path, Plan.parse(text).world, _checkpointed, *given))
+    assert {path.suffix for path in (tmp_path / "saved").iterdir()} == {".safetensors", ".json"}
+    saved, after = ({k: v for part in found[0] for k, v in part[n].items()} for n in (0, 1))
+    for loaded, stepped in found[1]:
+        assert loaded and all(torch.equal(loaded[name], saved[name]) for name in loaded)
+        assert all((stepped[k] - after[k]).abs().max() < 1e-10 for k in stepped)
+
+
+# Messages --------------------------------------------------------------------------------------
+
+
+class _Calls(TorchDispatchMode):
+    """Counts calls of collectives, and what goes to the host, where a GPU has to be waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op._overloadpacket.__name__
+        self.counts[name] += op.namespace == "c10d" or name == "_local_scalar_dense"
+        return op(*args, **(kwargs or {}))
+
+
+def _counts(rank, text, kind, options):
+    """Collectives of one forward and backward, and of a pipeline of each micro-batch's."""
+    plan = Plan.parse(text)
+    model = parallelize(build(kind, torch.float64), plan, device_mesh=Grid(plan), **options)
+    tokens = batch().tokens_BS[: ROWS // plan.dp, : 24 // plan.cp]
+
+    def forward(root, k, x):
+        hidden = root.hidden(tokens if x is None else x)
+        if not model.part.has_head(root):
+            return hidden
+        logprobs, entropies = model.logprobs(hidden.flatten(0, 1), tokens.flatten())
+        return (logprobs + entropies).sum()
+
+    like = torch.empty(*tokens.shape, model.config.hidden_size, dtype=torch.float64)
+    with _Calls() as calls:
+        run_micro_batches(model, forward, 3 if plan.pp > 1 else 1, like)
+    counts = calls.counts
+    return {name: n for name, n in counts.items() if n and not name.startswith(("_local", "recv"))}
+
+
+def test_collectives_are_those_of_the_table(tmp_path):
+    """ac="op" keeps what they bring: none is called again, as "full" calls those of a layer."""
+    L, sparse = 2, len(build("moe", torch.float64).config.sparse_layers)
+    gathers = dict(allgather_=2 * L + 1 + 2 * L + 1, reduce_scatter_=2 * L + 1 + 2 * L)
+    plain = gathers | dict(allreduce_=2 + 1)
+    again = dict(allgather_=plain["allgather_"] + 2 * L, allreduce_=3)
+    of_c = dict(attention=causal_attention)
+    routed = dict(alltoall_base_=(3 + 2) * sparse)
+    cases = [
+        ("t2", "dense", {}, plain), ("t2", "dense", dict(ac="op"), plain),
+        ("t2", "dense", dict(ac="full"), again | dict(reduce_scatter_=2 * L + 1 + 2 * L + L)),
+        ("t2", "dense", dict(sequence=False), dict(allreduce_=(2 * L + 1) + 2 * L + 2 + 1)),
+        ("c2t2", "dense", of_c, plain),
+        ("d2", "dense", {}, {}), ("d2e2", "moe", {}, routed),
+        ("d2e2", "moe", dict(ac="op"), routed), ("p2", "dense", {}, dict(send=3)),
+    ]  # fmt: skip
+    for text, kind, options, expected in cases:
+        for found in ranks(tmp_path, Plan.parse(text).world, _counts, text, kind, options):
+            assert found == expected, (text, options)
+
+
+def _messages(rank):
+    """Bytes of each message that sums gradients of 40, 40, 40, 400 and 8 bytes, at most 100."""
+    optimizer_py.MESSAGE = 100
+    sent, all_reduce = [], dist.all_reduce
+    gradients = [torch.full((n,), rank + 1.0) for n in (10, 10, 10, 100, 2)]
+
+    def recorded(x, group):
+        sent.append((x.nbytes, x.data_ptr() == gradients[3].data_ptr()))
+        all_reduce(x, group=group)
+
+    dist.all_reduce = recorded
+    sum_in_messages(gradients, dist.group.WORLD)
+    dist.all_reduce = all_reduce
+    assert all((g == 3).all() for g in gradients)
+    return sent
+
+
+def test_messages_have_a_limit_in_bytes_and_a_large_gradient_has_no_buffer(tmp_path):
+    for sent in ranks(tmp_path, 2, _messages):
+        assert sent == [(80, False), (40, False), (400, True), (8, False)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("bad, found", [(None, -1), (7, 7), (0, 0), (29, 29)])
+def test_the_first_gradient_that_is_not_finite_is_found_with_one_look(bad, found):
+    gradients = [torch.randn(3) for _ in range(30)]
+    gradients[3] = None  # a frozen parameter
+    if bad is not None:
+        gradients[bad][1] = torch.nan if bad else torch.inf
+        gradients[-1][0] = -torch.inf
+    with _Calls() as reads:
+        assert first_non_finite(gradients) == found
+    assert reads.counts["_local_scalar_dense"] <= 1
+
+
+# What else a step must do ----------------------------------------------------------------------
+
+
+def _lengths(rank, text, schedule):
+    """A pipeline whose length changes: its error; bytes after a long step and after others."""
+    plan, whole, how = Plan.parse(text), build("deep", torch.float64), dict(schedule=schedule)
+    model = build("deep", torch.float64)
+    model = parallelize(model, plan, device_mesh=Grid(plan), **how)
+    worst, kept = [0.0], []
+
+    def forward(root, k, x):
+        hidden = root.hidden(tokens[k] if x is None else x, positions=torch.arange(length)[None])
+        if not model.part.has_head(root):
+            return hidden
+        with torch.no_grad():
+            worst.append((hidden - whole.hidden(tokens[k])).abs().max().item())
+        return hidden.square().sum()
+
+    for length in (60, 12, *range(58, 20, -2), 12):
+        tokens = torch.arange(4 * length).view(4, 1, length) % 56
+        like = torch.empty(1, length, model.config.hidden_size, dtype=torch.float64)
+        with torch.no_grad():
+            run_forwards(model, forward, 4, like)
+        run_micro_batches(model, forward, 4, like)
+        del tokens, like
+        gc.collect()
+        kept.append(bytes_of(x for x in gc.get_objects() if isinstance(x, torch.Tensor)))
+    return max(worst), kept
+
+
+@pytest.mark.parametrize("text, schedule", [
+    ("p2", "zbv"), ("p2", "interleaved1f1b"), pytest.param("d2p2", "1f1b", marks=SLOW)])
+def test_micro_batches_may_change_their_length_and_only_the_last_one_keeps_buffers(
+    tmp_path, text, schedule
+):
+    found = ranks(tmp_path, Plan.parse(text).world, _lengths, text, schedule)
+    assert all(worst < 1e-10 and max(kept[1:]) <= kept[0] for worst, kept in found), found
+
+
+def _frozen(rank):
+    """Half of the parameters are frozen: neither moved nor counted, and without moments."""
+    model = build("dense", torch.float64)
+    for n, p in enumerate(model.parameters()):
+        p.requires_grad_(n % 2 == 0)
+    training = Training(model, Grid(Plan.parse("t2")), batch(is_packed=False))
+    named, places = dict(training.model.named_parameters()), training.model.part.places
+    before = {name: full(p, places[name]).clone() for name, p in named.items()}
+    stored = training_tensors(training.model, training.optimizer)
+    moments = {name for name in named if f"optimizer.{name}.exp_avg" in stored}
+    assert moments == {name for name, p in named.items() if p.requires_grad}
+    training.backward()
+    assert training.update() > 0
+    return all(p.requires_grad != full(p, places[name]).equal(before[name])
+               for name, p in named.items())  # fmt: skip
+
+
+def test_frozen_parameters_stay_as_they_are(tmp_path):
+    assert all(ranks(tmp_path, 2, _frozen))
+
+
+def _evaluated(rank, evaluates):
+    """The norm and the weights of a step, with a forward without a backward before it or not."""
+    grid, model = Grid(Plan.parse("d2")), build("tied", torch.bfloat16)
+    model = parallelize(model, grid.plan, device_mesh=grid, mode="fsdp")
+    optimizer = LocalOptimizer(model, lambda x: torch.optim.AdamW(x, lr=0.1))
+    tokens = torch.arange(8)[None] + rank
+
+    def evaluate():
+        with torch.no_grad():
+            model.hidden(tokens)
+
+    model.hidden(tokens).double().square().sum().backward()
+    if evaluates:
+        evaluate()
+    reduce_gradients(model)
+    norm = clip_grad_norm(model, 1.0)
+    assert norm.dtype == torch.float64
+    optimizer.step()
+    if evaluates:
+        evaluate()
+    return norm, [full(x).clone() for x in training_tensors(model, optimizer).values()]
+
+
+def test_a_forward_before_the_step_loses_no_gradient_of_fsdp(tmp_path):
+    found = [ranks(tmp_path, 2, _evaluated, evaluates)[0] for evaluates in (False, True)]
+    (norm, plain), (other, evaluated) = found
+    assert norm == other
+    assert all(torch.equal(a, b) for a, b in zip(plain, evaluated, strict=True))
+
+
+@pytest.mark.parametrize("ac", ["full", "op"])
+def test_what_checkpointing_computes_again(process_group, ac):
+    """What a layer computes in a backward; of products "op" does none again."""
+    model = build("deep", torch.float64)
+    again = {}  # layer -> FLOPs
+
+    def counted(n, run, *args, **options):
+        if torch._C._current_graph_task_id() == -1:  # not in a backward: the first time
+            return run(*args, **options)
+        counter = FlopCounterMode(display=False)
+        try:  # torch leaves by an exception once it has all that the backward needs
+            with counter:
+                return run(*args, **options)
+        finally:
+            kept = KEPT if ac == "op" else ()
+            by_op = counter.get_flop_counts()["Global"].items()
+            again[n] = sum(flops for op, flops in by_op if op.__name__ not in kept)
+
+    for n, layer in enumerate(model.model.layers):
+        layer.forward = functools.partial(counted, n, layer.forward)
+    model = parallelize(model, Plan(), device_mesh=Grid(Plan()), ac=ac)
+    model.hidden(torch.arange(12)[None]).sum().backward()
+    plain = build("deep", torch.float64)
+    with FlopCounterMode(display=False) as counter:
+        plain.hidden(torch.arange(12)[None])
+    most = counter.get_total_flops() if ac == "full" else 0
+    assert [*again] == [3, 2, 1, 0] and most / 2 <= sum(again.values()) <= most
+    assert [*dict(model.named_parameters())] == [*dict(plain.named_parameters())]
+
+
+def _bench(rank, flags, log):
+    with open(log, "w") as out, contextlib.redirect_stdout(out):
+        sys.exit(main(["bench", "parallel", *flags.split()]))
+
+
+@pytest.mark.slow
+def test_bench_runs_at_toy_size(tmp_path):
+    small = "--rows 4 --length 16 --steps 1 --plans d1 d2 p2"
+    assert join(start(1, _bench, small, tmp_path / "log")) == [0]
+    rows = json.loads((tmp_path / "log").read_text().splitlines()[-1])["rows"]
+    assert [row["plan"] for row in rows] == ["d1", "d2", "p2"] and rows[1]["bytes"]

@@ -1,0 +1,506 @@
+"""What parallel.py must refuse, keep and notice: damaged checkpoints, buffers, calls, replicas."""
+
+import gc
+import json
+import re
+import shutil
+import time
+import weakref
+import zlib
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import complaint_of as _fails
+from conftest import shortened
+from measure_parallel import LENGTH, ROWS, Training, backward, batch, build
+from test_ranks import ranks
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from full import checkpoint
+from full.check import tiny_model
+from full.checkpoint import Damaged, read_checkpoint, read_newest, superseded, write_checkpoint
+from full.optimizer import (
+    LocalOptimizer, clip_grad_norm, persistent_buffers, reduce_gradients, replica_difference,
+    training_tensors,
+)  # fmt: skip
+from full.parallelize import parallelize
+from full.places import TIED, local, reshard
+from full.plans import Grid, Plan
+from full.weights import copy_weights, split_for_decoding
+
+def equal_on_ranks(tmp_path, world, function, *args):
+    """What function returns on every rank."""
+    first, *others = ranks(tmp_path, world, function, *args)
+    assert all(found == first for found in others)
+    return first
+
+
+def _listed(rank, function, *args):
+    return [*function(rank, *args)]
+
+
+# Checkpoints -----------------------------------------------------------------------------------
+
+
+def tensors():
+    """What the checkpoints here hold: three dtypes, a tensor without dimensions."""
+    generator = torch.Generator().manual_seed(0)
+    floats = {name: torch.randn(3, 4, generator=generator) for name in ("first", "second")}
+    return floats | {"votes": torch.arange(12).view(3, 4), "step": torch.tensor(7.0).double()}
+
+
+@pytest.fixture(scope="module")
+def whole(process_group, tmp_path_factory):
+    """The directory of a good checkpoint."""
+    path = tmp_path_factory.mktemp("whole") / "saved"
+    write_checkpoint(path, tensors(), {"step": 3, "policy_version": 5})
+    return path
+
+
+STATES = {  # what state.json begins with, which has the seal that fits
+    '{"step": NaN': "Out of range",
+    '{"step": 1e999': "Out of range",
+    '{"step": -3': "step in state.json to be an integer of 0 or more, got -3",
+    '{"step": 3.0': "step in state.json to be an integer .*, got 3.0",
+    '{"step": true': "step in state.json to be an integer .*, got True",
+    '{"note": 1': "step in state.json to be an integer .*, got None",
+}
+FILE = "shard-00001-model-00001-of-00001.safetensors"  # of rank 0
+FILES = {  # what state.json lists
+    "none": lambda files: {},
+    "a list": lambda files: [*files],
+    "a path": lambda files: files | {"../x.safetensors": [0, 0]},
+    "an absolute path": lambda files: files | {"/dev/null": [0, 0]},
+    "another size": lambda files: {FILE: [files[FILE][0] + 1, files[FILE][1]]},
+    "another checksum": lambda files: {FILE: [files[FILE][0], files[FILE][1] ^ 1]},
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", [*STATES, *FILES])
+def test_a_state_that_is_not_ours_is_refused(whole, tmp_path, name):
+    """Of improper counts, or of other files than those that are there."""
+    path, text = shutil.copytree(whole, tmp_path / "saved"), "(state.json|files|/dev/null|tensors)"
+    state = json.loads((path / "state.json").read_text())
+    if name in STATES:
+        state, text = json.loads(f'{name}, "files": {json.dumps(state["files"])}}}'), STATES[name]
+    else:
+        state["files"] = FILES[name](state["files"])
+    state.pop("seal", None)
+    state["seal"] = zlib.crc32(json.dumps(state).encode())
+    (path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=f"checkpoint {path}: .*{text}"):
+        read_checkpoint(path, tensors(), counts=("step",))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("step", [float("nan"), object()])
+def test_a_state_that_could_not_be_read_is_not_written(process_group, tmp_path, step):
+    with pytest.raises(ValueError, match="not finite JSON"):
+        write_checkpoint(tmp_path / "saved", tensors(), {"step": step})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "step, keep, gone", [(6, 2, "28"), (8, 2, "24"), (6, 9, "8"), (2, 1, "468")]
+)
+def test_superseded_checkpoints_are_old_or_later(tmp_path, step, keep, gone):
+    """Of steps 2, 4, 6 and 8."""
+    for saved in "2468":
+        (tmp_path / f"step-0000000{saved}").mkdir()
+    assert "".join(path.name[-1] for path in superseded(tmp_path, step, keep)) == gone
+
+
+def _rows_of(rank, value, rows=4):
+    """Tensors of 2 * rows KiB, half of them on each of two ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    here = torch.full((rows, 256), float(value))
+    return {name: DTensor.from_local(here.clone(), mesh, [Shard(0)], run_check=False)
+            for name in ("a", "b", "c")}  # fmt: skip
+
+
+def _nowhere(rank, folder):
+    """A directory inside a file: only rank 0 makes it, and no rank waits for its failure."""
+    (folder / "file").touch()
+    with pytest.raises(OSError, match="file/saved") as caught:
+        write_checkpoint(folder / "file" / "saved", _rows_of(rank, 1), {"step": 1})
+    return str(caught.value)
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_of_all_ranks(tmp_path):
+    equal_on_ranks(tmp_path, 2, _nowhere, tmp_path)
+
+
+def _flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[-9] ^= 1
+    path.write_bytes(raw)
+
+
+OF_RANK_1 = FILE.replace("1-model", "2-model")
+DAMAGES = {  # which file, what is done to it
+    "a flipped byte": (OF_RANK_1, _flip),
+    "a torn file": (OF_RANK_1, lambda x: x.write_bytes(x.read_bytes()[:-7])),
+    "a lost file": (OF_RANK_1, Path.unlink),
+    "a foreign file": (FILE, lambda x: x.write_bytes(bytes(x.stat().st_size))),
+    "one more file": ("more.safetensors", lambda x: shutil.copy(x.with_name(FILE), x)),
+    "no state": ("state.json", Path.unlink),
+    "a torn state": ("state.json", lambda x: x.write_text(x.read_text()[:-9])),
+    "a flipped state": ("state.json", lambda x: x.write_text(x.read_text().replace("2", "3"))),
+}
+
+
+def _damaged_then_older(rank, folder):
+    """Which step is read if a file of the newest is damaged, what it fills, and what is said."""
+    for step in (1, 2):
+        tensors = _rows_of(rank, 10 * step + rank)
+        write_checkpoint(folder / f"step-{step:08d}", tensors, {"step": step})
+    newest, good = folder / "step-00000002", folder / "good"
+    if rank == 0:
+        shutil.copytree(newest, good)
+    for file, damage in DAMAGES.values():
+        if rank == 0:
+            shutil.rmtree(newest)
+            damage(Path(shutil.copytree(good, newest)) / file)
+        dist.barrier()
+        found = _rows_of(rank, 0)
+        path, state = read_newest(folder, lambda path: read_checkpoint(path, found))
+        assert Path(path).name == "step-00000001" and state["step"] == 1
+        assert all((local(x) == 10 + rank).all() for x in found.values())
+        yield _fails(read_checkpoint, newest, found, error=Damaged)
+
+    # Another model is refused: an older checkpoint of the same run would not be another one.
+    with pytest.raises(ValueError, match="of another model") as error:
+        read_newest(folder, lambda path: read_checkpoint(path, found | {"d": torch.zeros(1)}))
+    assert not isinstance(error.value, Damaged)
+
+
+def test_what_one_rank_cannot_read_is_refused_by_all(tmp_path):
+    """By name, and the next older checkpoint is read."""
+    (tmp_path / "run").mkdir()
+    said = equal_on_ranks(tmp_path, 2, _listed, _damaged_then_older, tmp_path / "run")
+    for text, (file, _) in zip(said, DAMAGES.values(), strict=True):
+        assert re.search(f"step-00000002: {file} is .*(damaged|missing)", text), text
+
+
+def _slow(rank, folder):
+    """Write and resume where a rank's own share takes longer than a collective may wait."""
+    dist.barrier()
+    dist.destroy_process_group()
+    patience = dict(init_method=f"file://{folder}/slow-store", timeout=timedelta(seconds=5))
+    dist.init_process_group("gloo", rank=rank, world_size=2, **patience)
+    rows = 512
+    seconds_per_byte = 6 / (3 * rows * 1024)
+
+    def slow(data, value=0):
+        time.sleep(len(data) * seconds_per_byte)
+        return zlib.crc32(data, value)
+
+    # Each file is summed once for a save and once for a resume.
+    summed, sums_of_share = [], checkpoint.sums_of_share
+    checkpoint.zlib = SimpleNamespace(crc32=slow)
+    checkpoint.sums_of_share = lambda *args: summed.append(found := sums_of_share(*args)) or found
+    write_checkpoint(folder / "step-00000001", _rows_of(rank, rank + 1, rows), {"step": 1})
+    found = _rows_of(rank, 0, rows)
+    read_newest(folder, lambda path: read_checkpoint(path, found))
+    assert all((local(x) == rank + 1).all().item() for x in found.values())
+    return [[*files] for files in summed]
+
+
+def test_slow_files_do_not_end_a_run_and_each_is_summed_once(tmp_path):
+    """A share takes 6 s to sum, and a collective waits for 5 s."""
+    (tmp_path / "run").mkdir()
+    assert ranks(tmp_path, 2, _slow, tmp_path / "run") == [[[FILE]] * 2, [[OF_RANK_1]] * 2]
+
+
+def test_a_part_of_a_checkpoint_is_read_by_the_beginning_of_its_names(tmp_path, process_group):
+    """And is as strict: a tensor too many or too few under these names is refused."""
+    stored = {"model.a": torch.ones(2), "model.b": torch.ones(3), "optimizer.a": torch.ones(2)}
+    write_checkpoint(tmp_path / "saved", stored, {"step": 1})
+    found = {"model.a": torch.zeros(2), "model.b": torch.zeros(3)}
+    assert read_checkpoint(tmp_path / "saved", found, only="model.")["step"] == 1
+    assert all(x.eq(1).all() for x in found.values())
+    with pytest.raises(ValueError, match=r"optimizer.a is \(2,\) there and absent here"):
+        read_checkpoint(tmp_path / "saved", found)
+    with pytest.raises(ValueError, match=r"model.b is \(3,\) there and absent here"):
+        read_checkpoint(tmp_path / "saved", {"model.a": torch.zeros(2)}, only="model.")
+    with pytest.raises(ValueError, match="model.c is absent there"):
+        read_checkpoint(tmp_path / "saved", found | {"model.c": torch.zeros(1)}, only="model.")
+
+
+# Buffers ---------------------------------------------------------------------------------------
+
+
+def _biased(seed):
+    """A model whose routers have a bias, which moves where tokens go."""
+    model = tiny_model(
+        "qwen3_moe", seed=seed, dtype=torch.float64, vocab_size=56, num_experts=4,
+        num_hidden_layers=2, router_bias_rate=0.1, sparse_layers=(0, 1))  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    for votes in model.buffers():
+        votes.copy_(torch.randint(-9, 9, votes.shape, generator=generator))
+    return model
+
+
+WITH_BUFFERS = [("d2", "ddp"), ("d2", "fsdp"), ("d2", "zero1"), ("t2", "ddp"), ("d2e2", "ddp")]
+WITH_BUFFERS += [("p2", "ddp"), ("p2", "fsdp"), ("t2e2", "ddp"), ("(attn:t2|ffn:t2)", "ddp")]
+
+
+def _carried(rank, folder):
+    """Buffers of a checkpoint read under each plan, and what the whole model's copy says."""
+    tokens, true = torch.arange(12)[None], _biased(1)
+    wanted = persistent_buffers(true)
+    for n, (text, mode) in enumerate(WITH_BUFFERS):
+        grid = Grid(Plan.parse(text))
+        written, read = (Training(_biased(seed), grid, batch(), mode=mode) for seed in (1, 2))
+        write_checkpoint(folder / f"{n}", training_tensors(written.model, written.optimizer), {})
+        read_checkpoint(folder / f"{n}", training_tensors(read.model, read.optimizer))
+        held = persistent_buffers(read.model)
+        assert held and all(torch.equal(votes, wanted[name]) for name, votes in held.items())
+        assert held.keys() == dict(read.model.named_buffers()).keys()
+        copy = _biased(3)
+        copy_weights(read.model, copy)
+        reshard(read.model)
+        assert torch.equal(copy.hidden(tokens), true.hidden(tokens)), (text, mode)
+    other = dict(num_experts=4, num_hidden_layers=2, sparse_layers=(0, 1))
+    copy = tiny_model("qwen3_moe", vocab_size=56, **other)
+    assert re.search("models differ: .*votes", _fails(copy_weights, _biased(1), copy))
+    return True
+
+
+def test_buffers_travel_with_checkpoints_and_copies_under_every_plan(tmp_path):
+    moved = _biased(1)
+    for votes in moved.buffers():
+        votes.zero_()
+    hidden = [model.hidden(torch.arange(12)[None]) for model in (_biased(1), moved)]
+    assert (hidden[0] - hidden[1]).norm() > 0.01 * hidden[0].norm()  # they do matter
+    assert all(ranks(tmp_path, 2, _carried, tmp_path / "saved"))
+
+
+# Calls that cannot be --------------------------------------------------------------------------
+
+
+def _model(kind="dense"):
+    return build(kind, torch.float64)
+
+
+def _call(text, kind="dense", *, grid=None, length=LENGTH, **options):
+    """What is said of a plan, of the grid of another one, or of a length that cannot be."""
+    model, plan, parts = _model(kind), Plan.parse(text), []
+
+    def call():
+        mesh = Grid(Plan.parse(grid or text))
+        parts.append(parallelize(model, plan, device_mesh=mesh, **options))
+        model.hidden(torch.ones(1, length, dtype=torch.int64))
+
+    said = _fails(call)
+    if not parts:  # it is still the whole model that computes on one process
+        tokens = torch.arange(LENGTH)[None]
+        assert torch.equal(model.hidden(tokens), _model(kind).hidden(tokens))
+    return said
+
+
+CALLS = [  # plan, kind of model, options of `_call`, what all ranks say
+    ("t2", "dense", dict(length=23), "2 ranks cannot share 23 evenly: pad to a multiple"),
+    ("d2", "dense", dict(mode="zero3"), "mode: expected one of ddp, fsdp, zero1, got 'zero3'"),
+    ("d2", "dense", dict(ac="layers"), "ac: expected one of none, full, op, got 'layers'"),
+    ("p2", "dense", dict(schedule="gpipe"), "schedule: expected one of 1f1b, interleaved1f1b"),
+    ("d2", "dense", dict(offload=True), 'offload=True moves shards: it needs mode="fsdp"'),
+    ("c2", "dense", {}, "plan c2: .*splits sequences: give attention="),
+    ("d4", "dense", {}, r"plan d4: expected .* = 4 ranks, got 2"),
+    ("d2e2", "dense", {}, "expected a model with experts, got a dense one"),
+    ("t2", "moe", dict(sequence=False), "every tensor rank would send the same tokens"),
+    ("p2", "deep", dict(schedule="zbv", mode="fsdp"), "zbv has no mode=.fsdp"),
+    ("p2", "deep", dict(schedule="zbv", ac="op"), "zbv has no .*ac=.op"),
+    ("d2e2", "moe", dict(mode="fsdp", ac="op"), "d2e2: each expert is whole on one rank"),
+    ("t2", "dense", dict(compile=True, ac="op"), "torch.compile cannot keep what messages"),
+    ("p2", "dense", dict(schedule="zbv"), "zbv cuts 4 stages, but the model has 2 layers"),
+    ("d2", "dense", dict(grid="t2"), "plan d2: expected its grid, got that of plan t2"),
+    ("d2", "dense", dict(schedule="zbv"), "plan d2: schedule='zbv' needs a pipeline"),
+]
+
+
+def _split(model, text, **options):
+    plan = Plan.parse(text)
+    return parallelize(model, plan, device_mesh=Grid(plan), **options)
+
+
+def _refused(rank):
+    """(what is said, what it must match) of each wrong call."""
+    for text, kind, options, pattern in CALLS:
+        yield _call(text, kind, **options), pattern
+    fsdp.fully_shard(sharded := _model())
+    for model, text in ((_split(_model(), "t2"), "t2"), (_split(_model(), "p2"), "p2"),
+                        (sharded, "d2")):  # fmt: skip
+        yield _fails(_split, model, text), "expected a whole model, got one that is split or shard"
+    zero = "zero=True .* expected a model of .*zero1.*, got mode="
+    for model, pattern in (
+        (_split(_model(), "d2", mode="fsdp"), zero + "'fsdp'"),
+        (sharded, "expected a whole model or one of parallelize, got one with DTensors"),
+        (_model(), zero + "'ddp'"),
+    ):
+        yield _fails(LocalOptimizer, model, torch.optim.AdamW, zero=True), pattern
+    tied = _model()
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    yield _fails(_split, tied, "t2"), "one parameter with two names"
+    plan = Plan.parse("d2e2")
+    splits = split_for_decoding, _model(), plan
+    yield _fails(*splits, device_mesh=Grid(plan)), "expected a model with experts"
+
+
+def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path):
+    for text, pattern in equal_on_ranks(tmp_path, 2, _listed, _refused):
+        assert re.search(pattern, text), (text, pattern)
+
+
+def _own_parameter(rank, text, mode, shape):
+    """The gradient of a parameter after the last norm, and the parameter after a step."""
+    model = _model()
+    model.scale = torch.nn.Parameter(torch.ones(shape, dtype=torch.float64))
+    model = _split(model, text, mode=mode)
+    optimizer = LocalOptimizer(model, lambda x: torch.optim.SGD(x, lr=0.5), zero=mode == "zero1")
+    model.scale.grad = torch.ones(shape, dtype=torch.float64)
+    reduce_gradients(model)
+    optimizer.step()
+    return model.scale.grad.tolist(), model.scale.tolist()
+
+
+@pytest.mark.parametrize("case, found", [
+    (("t2", "ddp", (3,)), ([1.0] * 3, [0.5] * 3)),  # under t2 no sum of equal terms
+    (("d2", "zero1", (3,)), ([2.0] * 3, [0.0] * 3)),
+    (("d2", "zero1", ()), (2.0, 0.0)),
+])  # fmt: skip
+def test_modules_with_parameters_of_their_own(tmp_path, case, found):
+    """A number without dimensions too, which ZeRO-1 cannot cut by rows."""
+    assert ranks(tmp_path, 2, _own_parameter, *case) == [found] * 2
+
+
+# Replicas --------------------------------------------------------------------------------------
+
+
+def _trained(text, kind, *, shards=None, sizes=None, **options):
+    """A model and its optimizer after three AdamW steps; without a plan where text is ""."""
+    model, whole = build(kind, torch.float64, **(sizes or {})), batch(is_packed=False)
+    grid = Grid(Plan.parse(text), shard=shards) if text else None
+    share = grid.group["d"].rank() if text else dist.get_rank()
+    rows = torch.tensor([share % ROWS, (share + 1) % ROWS])  # unequal gradients on every share
+    if text:
+        training = Training(model, grid, whole, rows=rows, **options)
+        for _ in range(3):
+            training.backward()
+            training.update()
+        return training.model, training.optimizer
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        backward(model, [whole.part(rows, torch.arange(LENGTH), "cpu")], [None], 1)
+        reduce_gradients(model)
+        clip_grad_norm(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def _flip_bit(model, optimizer, name, key):
+    """The last bit of the first entry that is here, of a parameter, its state or a buffer."""
+    tensor = dict(model.named_parameters(), **persistent_buffers(model))[name]
+    if key:
+        tensor = optimizer.mine[name] if isinstance(optimizer, LocalOptimizer) else tensor
+        tensor = tensor if key == "master" else optimizer.state[tensor][key]
+    here = local(tensor.detach())
+    here.view(torch.int32 if here.element_size() == 4 else torch.int64)[(0,) * here.dim()] ^= 1
+
+
+def _compared(rank, cases):
+    """For each case what is said without a fault, with each flipped bit, and of the model alone."""
+    for text, kind, options, flips in cases:
+        model, optimizer = _trained(text, kind, **options)
+        found = [replica_difference(model, optimizer)]
+        for culprit, name, key, _ in flips:
+            if rank == culprit:
+                _flip_bit(model, optimizer, name, key)
+            found.append(replica_difference(model, optimizer))
+            if rank == culprit:
+                _flip_bit(model, optimizer, name, key)
+        yield [*found, replica_difference(model)]
+
+
+NORM, UP, GATE = "model.norm.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.gate"
+EXPERT, VOTES = "model.layers.1.mlp.experts.up_proj", "model.layers.1.mlp.votes"
+Q_NORM = "model.layers.0.self_attn.q_norm.weight"
+BOTH = "rank 0 / rank 1"
+# ranks -> (plan, model, options, (rank whose bit is flipped, where, of which state, who differs))
+COMPARED = {
+    2: [
+        ("", "dense", {}, [(1, UP, "", BOTH), (0, NORM, "exp_avg", BOTH)]),
+        ("d2", "tied", {}, [(1, UP, "", BOTH), (1, UP, "exp_avg_sq", BOTH)]),
+        ("d2", "dense", dict(mode="zero1"), [(1, UP, "", BOTH), (1, UP, "exp_avg", None)]),
+        ("t2", "dense", {},
+         [(1, NORM, "", BOTH), (1, UP, "", None), (0, Q_NORM, "exp_avg", BOTH)]),
+        ("t2", "dense", dict(sequence=False), [(1, NORM, "", BOTH)]),
+        ("d2", "dense", dict(compute_dtype=torch.float32), [(1, NORM, "master", BOTH)]),
+        ("d2", "dense", dict(mode="fsdp"), [(1, UP, "", None), (1, UP, "step", BOTH)]),
+        ("p2", "tied", {}, [(1, TIED, "", BOTH), (0, UP, "", None), (0, TIED, "exp_avg", BOTH)]),
+        ("d2e2", "starved", {},
+         [(1, GATE + ".weight", "", BOTH), (1, EXPERT, "", None), (1, VOTES, "", BOTH)]),
+    ],
+    4: [
+        ("d2t2", "dense", {},
+         [(2, UP, "", "rank 0 / rank 2"), (3, NORM, "", "ranks 0 1 2 / rank 3")]),
+        ("d2t2", "tied", dict(mode="zero1"),
+         [(1, NORM, "exp_avg", BOTH), (0, NORM, "", "ranks 1 2 3 / rank 0")]),
+        ("d2t2", "tied", dict(mode="fsdp"), [(3, NORM, "", "rank 2 / rank 3")]),
+        ("d4", "dense", dict(mode="fsdp", shards=2),
+         [(3, UP, "", "rank 1 / rank 3"), (0, UP, "exp_avg", "rank 0 / rank 2")]),
+        ("d4e2", "moe", {}, [(3, EXPERT, "", "rank 1 / rank 3")]),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("world", shortened(COMPARED, 2))
+def test_a_flipped_bit_is_named(tmp_path, world):
+    cases = COMPARED[world]
+    said = equal_on_ranks(tmp_path, world, _listed, _compared, cases)
+    for (text, _, options, flips), (clean, *found, model_only) in zip(cases, said, strict=True):
+        assert clean is None and model_only is None, (text, options, clean)
+        for (_, name, key, who), words in zip(flips, found, strict=True):
+            where = f"optimizer.{name}.{key}" if key not in ("", "master") else f"model.{name}"
+            where = where.replace(f"model.{VOTES}", f"buffer.{VOTES}")
+            expected = who and f"replicas differ in {where}: {who} hold"
+            assert words is None if who is None else expected in words, words
+
+
+def _after_three_steps(rank, cases):
+    return [replica_difference(*_trained(text, kind, **options)) for text, kind, options in cases]
+
+
+# Two layers at one end and one at the other, and a long vocabulary: the tied embedding lies at
+# other places of the ends' messages, over the borders at which the order of additions turns.
+UNEVEN = dict(sizes=dict(num_hidden_layers=3, vocab_size=600))
+SIX = [
+    ("p2d3", "deep_tied", UNEVEN), ("p2d3", "deep_tied", UNEVEN | dict(mode="zero1")),
+    ("p2d3", "deep_tied", UNEVEN | dict(mode="fsdp")), ("d3t2", "dense", {}),
+    ("d3t2", "dense", dict(sequence=False)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", [SIX[:1], pytest.param(SIX, marks=pytest.mark.slow)], ids=len)
+def test_replicas_hold_the_same_bits_after_three_steps(tmp_path, cases):
+    """Three ranks a sum: two orders of addition would show, unlike with two."""
+    assert ranks(tmp_path, 6, _after_three_steps, cases) == [[None] * len(cases)] * 6
+
+
+@pytest.mark.quick
+def test_a_model_is_freed_without_the_garbage_collector(process_group):
+    model = _split(_model(), "d1")
+    dropped = weakref.ref(model)
+    gc.disable()
+    del model
+    gc.enable()
+    assert dropped() is None

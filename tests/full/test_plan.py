@@ -1,0 +1,432 @@
+"""parallel.py's plans (grammar, groups, what is refused and how), the model of what a rank holds
+and sends, and the learning-rate schedule."""
+
+import dataclasses
+import itertools
+import re
+import shlex
+
+import measure_parallel
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+from measure_parallel import LENGTH, PUBLISHED, Rank, Step, build, memory, read_cases
+from oracles import bytes_of
+from test_ranks import ranks
+
+import ring_attention as ring
+from full.__main__ import main
+from full.check import tiny
+from full.config import parse_config
+from full.hf import save_hf
+from full.model_config import ModelConfig
+from full.optimizer import LocalOptimizer, lr_factor, reduce_gradients
+from full.parallelize import parallelize
+from full.places import local
+from full.plans import LETTERS, Grid, Plan, letters_table, plans_on_same_ranks
+from full.ranks import connect
+from parallel import Grid as SimpleGrid
+# The grammar -----------------------------------------------------------------------------------
+
+GOOD = {
+    "d1": Plan(),
+    "d2": Plan(dp=2),
+    "t2d4": Plan(dp=4, tp=2),
+    "p2d2t2": Plan(pp=2, dp=2, tp=2),
+    "d2c2e4": Plan(dp=2, cp=2, ep=4),
+    "d2t2e4": Plan(dp=2, tp=2, ep=4),
+    "archon:d4p2t2": Plan(dp=4, pp=2, tp=2, backend="archon"),
+    "c2t2e2": Plan(cp=2, tp=2, ep=2),
+    "(attn:d2t2|ffn:e2t2)": Plan(dp=2, tp=2, ep=2, etp=2),
+    "attn:d2t2|ffn:e2t2": Plan(dp=2, tp=2, ep=2, etp=2),
+    "(attn:p2d2t2|ffn:p2e2t2)": Plan(pp=2, dp=2, tp=2, ep=2, etp=2),
+    "(attn:p2d2t2|ffn:e2t2)": Plan(pp=2, dp=2, tp=2, ep=2, etp=2),
+    "(attn:d1p4t2c2|ffn:d1p4t1e4)": Plan(pp=4, tp=2, cp=2, ep=4),
+    "(attn:d4t2|ffn:d2e2t2)": Plan(dp=4, tp=2, ep=2, etp=2),
+    "(attn:d4t2|ffn:e8)": Plan(dp=4, tp=2, ep=8),
+    "(attn:d2t2c2|ffn:e1t2)": Plan(dp=2, tp=2, cp=2, etp=2),
+    "megatron:(attn:d2t2|ffn:t2)": Plan(dp=2, tp=2, etp=2, backend="megatron"),
+}
+
+
+def every_plan(degrees=(1, 2, 3, 4)):
+    """All plans of these degrees that may exist."""
+    for d, c, t, p, e in itertools.product(degrees, degrees, degrees, (1, 2), (1, 2, 4, 6, 8)):
+        for etp in {1, t}:
+            try:
+                yield Plan(dp=d, cp=c, tp=t, pp=p, ep=e, etp=etp)
+            except ValueError:
+                pass
+
+
+@pytest.mark.quick
+def test_every_plan_survives_its_string():
+    plans = list(every_plan())
+    assert len(plans) > 200
+    for text, plan in [*GOOD.items(), *((str(plan), plan) for plan in plans)]:
+        assert Plan.parse(text) == Plan.parse(str(plan)) == plan
+
+
+GROUPS = {  # plan -> kind -> groups
+    "p2d2t2": {
+        "p": [[n, n + 4] for n in range(4)], "d": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "c": [[n] for n in range(8)], "t": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    },
+    "p2c2t2": {
+        "c": [[0, 2], [1, 3], [4, 6], [5, 7]], "dct": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        "pct": [[*range(8)]], "fsdp": [[0, 2], [1, 3], [4, 6], [5, 7]],
+    },
+    "(attn:d4t2|ffn:e2t2)": {
+        "t": [[0, 1], [2, 3], [4, 5], [6, 7]], "etp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "e": [[0, 2], [1, 3], [4, 6], [5, 7]], "edp": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    },
+    "d4t2e4": {"e": [[0, 1, 2, 3], [4, 5, 6, 7]], "edp": [[n, n + 4] for n in range(4)]},
+}  # fmt: skip
+
+
+def _groups(rank):
+    """This rank's group of each kind, of each plan."""
+    grids = {text: Grid(Plan.parse(text)) for text in GROUPS}
+    return {text: {kind: dist.get_process_group_ranks(grids[text].group[kind]) for kind in kinds}
+            for text, kinds in GROUPS.items()}  # fmt: skip
+
+
+def test_ranks_are_laid_out_pp_dp_cp_tp_and_the_experts_regroup_a_stage(tmp_path):
+    for rank, found in enumerate(ranks(tmp_path, 8, _groups)):
+        for text, kinds in GROUPS.items():
+            for kind, groups in kinds.items():
+                assert [found[text][kind]] == [x for x in groups if rank in x], (text, kind)
+
+
+@pytest.mark.quick
+def test_one_table_of_letters_is_the_plan_and_the_help(capsys):
+    fields = [field.name for field in dataclasses.fields(Plan) if field.name != "backend"]
+    assert {letter.axis for letter in LETTERS.values()} == {*fields}
+    said = "".join(letters_table().split())
+    for name, letter in LETTERS.items():
+        for text in (f"{name}{letter.splits}", *letter[2:]):
+            assert "".join(text.split()) in said
+        if len(name) == 1:
+            plan = Plan.parse(f"{name}2") if name != "e" else Plan.parse("d2e2")
+            assert getattr(plan, letter.axis) == 2
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    assert letters_table() in capsys.readouterr().out
+
+
+@pytest.mark.quick
+def test_plans_joined_by_a_bar_have_the_same_ranks():
+    rollout, trainer = Plan(dp=4, tp=2, backend="sglang"), Plan(dp=4, pp=2, backend="archon")
+    assert plans_on_same_ranks("sglang:d4t2|archon:d4p2") == (rollout, trainer)
+    nested = plans_on_same_ranks("sglang:d4|archon:(attn:d2t2|ffn:e2t2)")
+    assert nested[1].etp == 2
+    for plans in ((rollout,), (rollout, trainer), nested):
+        assert plans_on_same_ranks("|".join(map(str, plans))) == plans
+
+
+# What is refused -------------------------------------------------------------------------------
+
+NO_PLANS = (
+    "d0", "d02", "d-1", "d2.5", "D2", "d2 t2", "d2\n", "d\u0663", "(d2", "(d2)", "(attn:d2|ffn:e2",
+    "attn:d2|ffn:e2)", "((attn:d2|ffn:e2))", "attn:d2", "ffn:e2|attn:d2", "archon[]:d2", "d2|d2",
+    "archon:d2+sglang:d2", None,
+)  # fmt: skip
+PLANS = [(text, f"expected a plan such as .*got {re.escape(repr(text))}") for text in NO_PLANS]
+PLANS += [
+    ("", "expected a plan such as d2t2, .*, got ''. Each letter has a number of 1 or more"),
+    ("d4d2", "plan 'd4d2': expected letters of d t p c e, each at most once, got 'd4d2'"),
+    ("d2x2", "expected letters of d t p c e, each at most once, got 'd2x2'"),
+    ("(attn:d2e2|ffn:e2)", "expected letters of d t p c, each at most once, got 'd2e2'"),
+    ("(attn:d2|ffn:c2)", "expected letters of d e t p, each at most once, got 'c2'"),
+    ("(attn:p2d2|ffn:p1e2)", "expected p2 in ffn, as it follows from attn, got p1"),
+    ("(attn:d2t2|ffn:d2e4)", "expected d1 in ffn, as it follows from attn, got d2"),
+    ("(attn:d2t4|ffn:e2t2)", "plan .*: expected ffn's t to be 1 or attn's t = 4, got 2"),
+    ("d2t2e3", r"plan d2t2e3: expected e to divide d \* c \* t = 4, got 3"),
+    ("d2t2e8", r"plan d2t2e8: expected e to divide d \* c \* t = 4, got 8"),
+    ("d3e2", r"expected e to divide d \* c \* t = 3, got 2"),
+    ("(attn:d2t2c2|ffn:e3t2)", r"expected e to divide d \* c = 4, got 3"),
+    ("archon[actor]:d2", "expected a plan such as .*got 'archon"),
+    ("(attn:d2t2|ffn:e4t2)", r"expected e to divide d \* c = 2, got 4"),
+    ("torch:d2", "expected a backend of archon, .*, got 'torch'"),
+]
+JOINED = [
+    (text, "expected a plan such as d2t2")
+    for text in ("", "d2|", "|d2", "attn:d2|d2", "d2|ffn:e2")
+]
+JOINED += [("sglang:d2|archon:t4", "got: sglang:d2 has 2 ranks, archon:t4 has 4")]
+NOT_SHARED = "Ranks of their own for generation, A+B, are not supported. A|B shares ranks"
+JOINED += [
+    (text, re.escape(f"got {text!r}. {NOT_SHARED}"))
+    for text in ("d1+d1", "d1|d1+d1", "d2+", "(attn:d2|ffn:e2)+d2")
+]
+FIELDS = [
+    (dict(cp=degree), "expected c to be an integer of 1 or more")
+    for degree in (0, -2, 1.5, "2", None)
+]
+DENSE, SIX = tiny("qwen3"), tiny("qwen3_moe", num_experts=6)
+FOURTEEN = tiny("qwen3", num_attention_heads=14, vocab_size=54)
+FITS = [
+    ("d2t2", dict(world=8), r"plan d2t2: expected p \* d \* c \* t = 4 ranks, got 8"),
+    ("p4", dict(config=DENSE), "expected at most a stage for each of 2 layers, got p = 4"),
+    ("t4", dict(config=DENSE), "expected key heads divisible by t = 4, got 2"),
+    ("t3", dict(config=DENSE), "expected query heads divisible by t = 3, got 4"),
+    ("d2e2", dict(config=DENSE), "expected a model with experts, got a dense one"),
+    ("d4e4", dict(config=SIX), "expected experts divisible by e = 4, got 6"),
+    ("t2c2", dict(config=FOURTEEN, ulysses=True), r"\(ulysses\) divisible by t \* c = 4, got 14"),
+]
+SCHEDULES = [
+    (wrong, r"^expected .*, got ")
+    for wrong in (dict(decay="sqrt"), dict(first_step="one"), dict(warmup=11), dict(warmup=-1),
+                  dict(min_ratio=2), dict(min_ratio=-0.1))
+]  # fmt: skip
+CALLS = [
+    (SimpleGrid, [([text], f"expected a plan such as .*got '{text}'")
+                  for text in ("d2 zero1", "d2x2", "t2sp", "d0", "")]),
+    (Plan.parse, [([text], message) for text, message in PLANS]),
+    (plans_on_same_ranks, [([text], message) for text, message in JOINED]),
+    (lambda fields: Plan(**fields), [([fields], message) for fields, message in FIELDS]),
+    (lambda text, given: Plan.parse(text).require_fits(**given),
+     [([text, given], message) for text, given, message in FITS]),
+    (lambda wrong: lr_factor(3, **dict(warmup=2, total=10) | wrong),
+     [([wrong], message) for wrong, message in SCHEDULES]),
+]  # fmt: skip
+
+
+@pytest.mark.quick
+def test_what_cannot_be_is_refused():
+    for call, cases in CALLS:
+        for given, message in cases:
+            with pytest.raises(ValueError, match=message):
+                call(*given)
+    Plan.parse("d2t2p2").require_fits(world=8, config=tiny("qwen3", vocab_size=54))
+    Plan.parse("t2c2").require_fits(config=FOURTEEN)
+    Plan.parse("d4").require_fits(shard=2)
+
+
+# The learning rate -----------------------------------------------------------------------------
+
+FACTORS = [
+    (dict(), [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0, 0]),
+    (dict(first_step="zero"), [0, 0.5, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+    (dict(decay="cosine"), [0.5, 1, 1, 0.9619, 0.8536, 0.6913, 0.5, 0.3087, 0.1464, 0.0381]),
+    (dict(decay="constant"), [0.5] + [1] * 9),
+    (dict(min_ratio=0.2), [0.5, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.2, 0.2]),
+    (dict(warmup=4, total=4), [0.25, 0.5, 0.75, 1, 1]),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("options, factors", FACTORS)
+def test_lr_factors_are_these(options, factors):
+    given = dict(warmup=2, total=10) | options
+    found = [lr_factor(step, **given) for step in range(len(factors))]
+    assert found == pytest.approx(factors, abs=5e-5 if "decay" in options else 1e-15)
+
+
+# What a rank sends and holds -------------------------------------------------------------------
+
+SENDS = {  # a case of read_cases: micro-batches of a replica
+    "d2 dense": 2, "d2 dense zero1": 1, "d2 dense fsdp": 2, "t2 dense": 2, "t2 dense full": 1,
+    "t2 tied full": 1, "t2 moe full": 1, "c2 dense": 2, "c2 dense full": 1, "d2e2 moe": 2,
+    "d2e2 moe fsdp full": 2, "p2 dense": 4, "p2 tied": 2, "d2 dense zero1 mixed": 1,
+    "d2 dense fsdp mixed": 2, "t2 moe full mixed": 1, "c2 dense mixed": 2, "d2e2 moe mixed": 2,
+    "p2 tied mixed": 2,
+}  # fmt: skip
+SENDS_4 = {
+    "c4 dense": 1, "d2t2 dense fsdp": 2, "t2c2 dense full": 1, "d2t2e4 moe": 2, "etp moe full": 1,
+    "d2p2 dense zero1": 2, "d2p2 dense fsdp": 4, "p2t2 dense": 2, "p4 deep": 4,
+    "d2t2 dense fsdp mixed": 2,
+}  # fmt: skip
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SENDS_4]
+
+
+def _handed_over(rank, cases):
+    return [measure_parallel.handed_over(*case) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def handed_over(tmp_path_factory):
+    """Case -> what each rank hands over; all cases of two ranks in one start of them."""
+    made = {}
+
+    def of_case(name):
+        names = SENDS if name in SENDS else [name]
+        if name not in made:
+            cases = [(*read_cases(case)[case], (SENDS | SENDS_4)[case]) for case in names]
+            world = Plan.parse(cases[0][0]).world
+            found = ranks(tmp_path_factory.mktemp("sends"), world, _handed_over, cases)
+            made.update(zip(names, zip(*found)))
+        return made[name]
+
+    return of_case
+
+
+def _total(sent):
+    sums = {op: sum(of_rank.get(op, 0) for of_rank in sent) for of_any in sent for op in of_any}
+    return {op: size for op, size in sums.items() if size}
+
+
+@pytest.mark.parametrize("name", [*SENDS, *SLOW])
+def test_the_bytes_that_plan_tells_are_what_ranks_hand_over(handed_over, name):
+    """Exactly, on average over ranks: experts' rows are as many as the tokens, wherever they go."""
+    text, kind, options = read_cases(name)[name]
+    plan, config = Plan.parse(text), build(kind, torch.float32, vocab_size=56).config
+    step = Step(
+        mode=options.get("mode", "ddp"), tokens=8 * LENGTH // plan.dp,
+        micros=(SENDS | SENDS_4)[name], ac=options.get("ac", "none"),
+        compute=2 if "compute_dtype" in options else 0,
+    )  # fmt: skip
+    told = []
+    for stage in range(plan.pp):
+        given = {}
+        for message in Rank(plan, config, step, stage).messages():
+            given[message.op] = given.get(message.op, 0) + message.given
+        told += [given] * (plan.world // plan.pp)
+    found = _total(handed_over(name))
+    assert found and _total(told) == pytest.approx(found, rel=1e-12)
+
+
+def kept_shape(kind, layers):
+    sparse = dict(sparse_layers=tuple(range(layers))) if kind == "moe" else {}
+    sizes = dict(hidden_size=128, head_dim=32, intermediate_size=320, vocab_size=56)
+    return sizes | sparse | dict(num_hidden_layers=layers)
+
+
+def _kept(text, kind, dtype, layers, mixed):
+    """Bytes that autograd keeps of a forward of 32 tokens, without parameters."""
+    plan, options = Plan.parse(text), {}
+    model = build(kind, dtype, **kept_shape(kind, layers))
+    if mixed:
+        options["compute_dtype"] = torch.bfloat16
+        model.residual_dtype = dtype
+    model = parallelize(model, plan, device_mesh=Grid(plan), **options)
+    if mixed:
+        LocalOptimizer(model, torch.optim.AdamW)
+    own = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
+    seen, alive = {}, []
+
+    def pack(x):
+        alive.append(x)
+        seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model.hidden(torch.arange(32)[None])
+    return sum(size for pointer, size in seen.items() if pointer not in own)
+
+
+@pytest.mark.parametrize("case", ["float32", "bfloat16", "mixed"])
+@pytest.mark.parametrize("text, kind", [("d1", "dense"), ("d1", "moe"), ("t2", "dense")])
+def test_activations_are_what_is_kept(text, kind, case):
+    """Of one layer more, within 5 %: the model leaves out norms' scales and experts' numbers."""
+    plan, mixed = Plan.parse(text), case == "mixed"
+    dtype = torch.float32 if mixed else getattr(torch, case)
+    args = text, kind, dtype
+    kept = [max(ring.launch(plan.world, _kept, *args, layers, mixed)) for layers in (2, 3)]
+    config = build(kind, dtype, **kept_shape(kind, 3)).config
+    step = Step(tokens=32, micros=1, size=dtype.itemsize, ac="none", compute=2 if mixed else 0)
+    rank = Rank(plan, config, step)
+    # On a CPU, F.rms_norm of float32 is several operations and keeps its normalized input. On CUDA
+    # it is one kernel, which does not, and neither does it in bfloat16.
+    heads = config.num_attention_heads + config.num_key_value_heads
+    widths = {"float32": 2 * config.hidden_size + heads * config.head_dim,
+              "mixed": 2 * config.hidden_size}  # fmt: skip
+    norms = 32 * 4 * widths.get(case, 0) / plan.tp
+    assert kept[1] - kept[0] == pytest.approx(rank.layer() + norms, rel=0.05)
+    assert rank.activations() == 3 * rank.layer()
+
+
+def _held(rank, text, kind, mode, compute_dtype):
+    """Bytes of weights, gradients and moments after a step."""
+    plan = Plan.parse(text)
+    options = dict(mode=mode, compute_dtype=compute_dtype)
+    model = build(kind, torch.float32)
+    model = parallelize(model, plan, device_mesh=Grid(plan), **options)
+    optimizer = LocalOptimizer(model, torch.optim.AdamW, zero=mode == "zero1")
+    reduce_gradients(model)  # without a backward these are zeros
+    weights = [local(p) for p in model.parameters()]
+    gradients = [local(p.grad) for p in model.parameters()]
+    optimizer.step()
+    weights += [p.detach() for p in optimizer.mine.values()]
+    moments = [x for state in optimizer.state.values() for x in state.values() if x.dim()]
+    return [bytes_of(tensors) for tensors in (weights, gradients, moments)]
+
+
+HELD = [
+    ("d1", "moe", "ddp", None), ("t2", "bias", "ddp", None), ("d2e2", "moe", "ddp", None),
+    ("d2", "dense", "fsdp", None), ("p2", "dense", "ddp", None), ("d2", "dense", "zero1", None),
+    ("(attn:d2t2|ffn:e2t2)", "moe", "fsdp", None), ("t2", "moe", "ddp", torch.bfloat16),
+    ("d2", "dense", "zero1", torch.bfloat16), ("d2", "dense", "fsdp", torch.bfloat16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text, kind, mode, compute_dtype", HELD)
+def test_the_memory_that_plan_tells_is_what_a_rank_holds(tmp_path, text, kind, mode, compute_dtype):
+    plan = Plan.parse(text)
+    found = ranks(tmp_path, plan.world, _held, text, kind, mode, compute_dtype)
+    step = Step(mode, compute=2 if compute_dtype else 0)
+    told = memory(plan, build(kind, torch.float32).config, step)
+    for name, counted in zip(("weights", "gradients", "moments"), max(found, key=sum), strict=True):
+        assert 0.97 < told[name] / counted < 1.03, name  # a vocabulary of 57 does not divide by 2
+
+
+# The command -----------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_the_published_shapes_have_their_published_sizes():
+    for name, count in (("qwen3-8b", 8_190_735_360), ("qwen3-30b-a3b", 30_532_122_624)):
+        config = ModelConfig.from_hf(PUBLISHED[name])
+        parts = memory(Plan(), config, Step(size=2))
+        assert parts["weights"] == parts["gradients"] == parts["moments"] / 2 == 2 * count
+
+
+@pytest.mark.quick
+def test_plan_prints_groups_and_memory_and_refuses_what_does_not_divide(tmp_path, capsys):
+    save_hf(build("moe", torch.float32), tmp_path)
+    command = ["plan", "(attn:p2d2t2|ffn:p2e2t2)", "--world", "8", "--model", str(tmp_path)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "pp=2 dp=2 cp=1 tp=2 ep=2 etp=2\npp 0  dp 0  cp 0 | 0 1\npp 0  dp 1  cp 0 | 2 3\n" in out
+    assert "ep: [0 2] [1 3] [4 6] [5 7]" in out and "fsdp: " in out and "GiB in all" in out
+    assert main(["plan", "sglang:d2", "(attn:d2t2|ffn:e2t2)"]) == 0
+    of_8b = ["--model", "qwen3-8b"]
+    for argv, message in (
+        (["plan", "d2d2"], "each at most once"),
+        (["plan", "t3", *of_8b], "heads divisible by t = 3"),
+        (["plan", "c8", *of_8b, "--tokens", "100"], "100 tokens of a replica must divide by .*64"),
+    ):
+        assert main(argv) == 2
+        assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_rows_of_the_results_are_what_plan_prints(capsys):
+    page = (ROOT / "full" / "RESULTS.md").read_text()
+    page = page.split("## What a rank holds and sends")[1].split("\n## ")[0]
+    found = re.findall(r"python -m full (plan .*)", page.replace("\\\n", " "))
+    assert len(found) > 1
+    for command in found:
+        assert main(shlex.split(command.split("#")[0])) == 0
+        rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+        assert rows and all(row in page for row in rows)
+
+
+def test_the_training_commands_of_the_recipes_have_plans_that_fit():
+    page = (ROOT / "full" / "RECIPES.md").read_text()
+    page = page.split("## Several machines")[1].split("\n## ")[0]
+    config = ModelConfig.from_hf(PUBLISHED["qwen3-8b"])
+    runs = re.findall(r"torchrun --nnodes (\d+) --nproc-per-node (\d+).*?--plan (\S+)", page, re.S)
+    assert [int(nodes) for nodes, _, _ in runs] == [2, 64]
+    for nodes, each, plan in runs:
+        Plan.parse(plan).require_fits(world=int(nodes) * int(each), config=config)
+
+
+@pytest.mark.quick
+def test_a_process_group_that_is_there_is_used_with_a_warning():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.warns(UserWarning, match="timeout=5 has no effect"):
+            assert connect("cpu", timeout=5) == "cpu"
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,422 @@
+"""Mixed precision: `--compute-dtype`, with masters, gradients and moments in `--dtype`.
+
+Where masters are float64 and products float32, every plan must be the float64 process to what
+float32 products are off; in bfloat16 the error is held to that of torch.autocast. The states
+between layers stay in the masters' precision, as autocast's do: with states in bfloat16 the error
+was up to 1.41 times autocast's.
+"""
+
+import json
+import statistics
+import warnings
+
+import measure_grpo
+import pytest
+import test_run
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from conftest import shortened
+from test_audit import honest  # noqa: F401, a fixture
+from test_ranks import ranks, run_of, trained  # noqa: F401, a fixture
+from test_run import GET, begin, end, good, killed, same_run
+from torch.distributed import fsdp
+
+from full import rollouts, trainer
+from full.audit import audited
+from full.check import relative_error as relative, tiny, tiny_model
+from full.config import Config
+from full.hf import load_hf
+from full.optimizer import LocalOptimizer, reduce_gradients, training_tensors
+from full.parallelize import parallelize
+from full.places import full, part_of
+from full.plans import Grid, Plan
+from full.talk import load_policy, settings_of_run
+from full.text import make_task
+from full.transformer import Transformer
+from models import FULL, SLIDING
+
+BF16 = "--compute-dtype bfloat16"
+TINY = "--size 3 --turns 3 --device cpu --layers 2 --hidden 16 --heads 4 --prompts 4 --group 4 "
+TINY += "--lr 0.01 --lr-warmup 0 --eval-every 2 --eval-prompts 6 --save-every 1 --keep 9 --out run"
+
+
+def mixed_model(model, dtype=torch.bfloat16, plan=None, **options):
+    """A model and its optimiser in mixed precision, of a plan of one rank by default."""
+    plan = plan or Plan()
+    model.residual_dtype = next(model.parameters()).dtype
+    grid = Grid(plan)
+    model = parallelize(model, plan, device_mesh=grid, compute_dtype=dtype, **options)
+    zero = options.get("mode") == "zero1"
+    make = lambda p: torch.optim.AdamW(p, lr=1e-6)  # noqa: E731
+    return model, LocalOptimizer(model, make, zero=zero)
+
+
+def gradient(model):
+    return torch.cat([full(p.grad, part_of(model).places[name]).double().flatten()
+                      for name, p in model.named_parameters()])  # fmt: skip
+
+
+# Every plan is one process ---------------------------------------------------------------------
+
+
+def _truths(rank, file):
+    """Write one float64 process without trees, by family, and the batch."""
+    torch.save(measure_grpo.truths(measure_grpo.FAMILIES), file)
+
+
+def _cells(rank, world, cells, file):
+    return measure_grpo.run_cells(world, cells, *torch.load(file, weights_only=False))
+
+
+def mixed_cells(world):
+    """What `check --all` has, in the plans of so many ranks."""
+    for cell in measure_grpo.all_cells(tuple(measure_grpo.MIXED)):
+        config = measure_grpo.cell_setting(cell)
+        if measure_grpo.CELLS[cell[0]][0] == world:
+            if not measure_grpo.refused(config, cell[2], world):
+                yield cell
+
+
+SOME_OF_TWO = [cell for cell in measure_grpo.mixed_cells() if measure_grpo.CELLS[cell[0]][0] == 2]
+CELLS = [pytest.param(2, SOME_OF_TWO, 5e-5, id="2 some")]
+CELLS += [
+    pytest.param(world, None, measure_grpo.MIXED_BOUND, marks=pytest.mark.slow, id=f"{world} all")
+    for world in (1, 2, 4)
+]
+
+
+@pytest.mark.parametrize("world, cells, bound", CELLS)
+def test_every_plan_is_one_process_to_the_rounding_of_its_products(tmp_path, world, cells, bound):
+    """fsdp, zero1, t, c, e, p, trees, critics, balanced experts: masters float64, products
+    float32. Worst of loss, gradients, norm, and masters after three steps."""
+    cells = cells or [*mixed_cells(world)]
+    ranks(tmp_path, 1, _truths, tmp_path / "truth")
+    found = ranks(tmp_path, world, _cells, world, cells, tmp_path / "truth")
+    errors = [max(part[cell] for part in found) for cell in cells]
+    assert len(errors) >= 6 and max(errors) < bound and min(errors) > 1e-8, errors
+
+
+SCHEDULES = (  # ranks and flags that are in no cell
+    "2 --plan p2 --pp-schedule zbv", "2 --plan p2 --pp-schedule interleaved1f1b",
+    "2 --plan d2 --compile",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", shortened(SCHEDULES, SCHEDULES[0]))
+def test_runs_of_other_schedules_are_the_run_of_one_process(run_of, tmp_path, how):  # noqa: F811
+    """Masters in float64, products in float32: sampling draws the same tokens, and metrics stay
+    within what float32 rounding makes of two steps. A reference and old log-probs are scored."""
+    world, more = how.split(maxsplit=1)
+    flags = f"{TINY.replace('--out run', '')} --dtype float64 --compute-dtype float32 --steps 2 "
+    flags += "--kl-coef 0.05 --proximal --layers 4 --eval-every 9"
+    line, true = trained(tmp_path, int(world), f"{flags} {more}")[-1], run_of(flags)[-1]
+    for name in "loss/token_mean", "grad_norm", "kl/token_mean", "entropy/token_mean", "ratio/max":
+        assert line[name] == pytest.approx(true[name], rel=1e-3, abs=1e-6), name
+    assert line["reward/mean"] == true["reward/mean"] and true["kl/token_mean"] > 1e-6
+
+
+# How large its errors are ----------------------------------------------------------------------
+
+
+SIZES = dict(
+    vocab_size=128, hidden_size=64, intermediate_size=160, num_hidden_layers=4, head_dim=16,
+    num_attention_heads=4, num_key_value_heads=2, initializer_range=0.02,
+)  # fmt: skip
+EXPERTS = dict(
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, sparse_layers=(0, 1, 2, 3)
+)
+LAYERS = [SLIDING, FULL] * 2
+FAMILIES = {
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS,
+    "gemma3_text": dict(sliding_window=16, layer_types=LAYERS, query_pre_attn_scalar=16),
+    "biased moe": EXPERTS | dict(model_type="qwen3_moe", router_bias_rate=0.05),
+}
+
+
+def drawn(family, seed):
+    """A float32 model with weights as large as a released one's, norms and votes off neutral."""
+    config = tiny(**dict(model_type=family) | SIZES | FAMILIES[family])
+    model = Transformer(config).init_weights(seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p += 0.2 * torch.randn(p.shape, generator=generator)
+        for votes in model.buffers():
+            votes.copy_(torch.randint(-2, 3, votes.shape, generator=generator))
+    return model
+
+
+def plain_loss(model, tokens, weights):
+    logits = model(tokens[:, :-1])
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logprobs = logits.to(wide).log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    return (weights.to(wide) * logprobs).sum()
+
+
+def our_loss(model, tokens, weights):
+    hidden = model.hidden(tokens[:, :-1]).flatten(0, 1)
+    logprobs, _ = model.logprobs(hidden, tokens[:, 1:].flatten())
+    assert logprobs.dtype == torch.float32
+    return (weights.flatten() * logprobs).sum()
+
+
+def errors_of(family, seed):
+    """The gradient's error against float64: of torch.autocast training, and of ours."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(SIZES["vocab_size"], (8, 129), generator=generator)
+    weights = torch.randn(8, 128, generator=generator) / 1024
+    true = drawn(family, seed).double()
+    plain_loss(true, tokens, weights).backward()
+
+    auto = drawn(family, seed)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = plain_loss(auto, tokens, weights)
+    loss.backward()
+
+    ours, _ = mixed_model(drawn(family, seed))
+    assert ours.hidden(tokens[:1]).dtype == torch.bfloat16
+    our_loss(ours, tokens, weights).backward()
+    return [relative(gradient(model), gradient(true)) for model in (auto, ours)]
+
+
+@pytest.mark.parametrize("family", shortened(FAMILIES, "qwen3", "gemma3_text"))
+def test_gradients_are_as_good_as_those_of_autocast(process_group, family):
+    """At most 1.25 times its error, the median of 5 seeds. `-s` shows a row of RESULTS.md."""
+    errors = [errors_of(family, seed) for seed in range(5)]
+    ratios = [ours / auto for auto, ours in errors]
+    autos, ours = (statistics.median(column) for column in zip(*errors, strict=True))
+    print(f"\n| {family} | {autos:.4f} | {ours:.4f} | {statistics.median(ratios):.2f} | "
+          f"{min(ratios):.2f} to {max(ratios):.2f} |")  # fmt: skip
+    assert 0.5 < statistics.median(ratios) < 1.25
+
+
+def test_gradients_add_up_in_float32(process_group):
+    """300 equal micro-batches: 300 times the gradient of one. A bfloat16 sum stops at 256."""
+    model, _ = mixed_model(tiny_model("gemma3_text", dtype=torch.float32))
+    tokens = torch.arange(8)[None]
+    gradients = []
+    for _ in range(300):
+        model.hidden(tokens).pow(2).sum().backward()
+        gradients = gradients or [gradient(model)]
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert relative(gradient(model), 300 * gradients[0]) < 1e-5
+
+
+def _far(rank, cast=False):
+    """How far gradients of a row of 600 tokens are apart under ddp and under fsdp."""
+    if cast:
+        policy = fsdp.MixedPrecisionPolicy
+        fsdp.MixedPrecisionPolicy = lambda *given, **no_cast: policy(*given)
+    found = []
+    for mode in ("ddp", "fsdp"):
+        model = tiny_model("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
+        model, _ = mixed_model(model, plan=Plan(dp=dist.get_world_size()), mode=mode)
+        tokens = (torch.arange(600)[None] + rank) % 53
+        model.hidden(tokens).to(torch.float32).pow(3).sum().backward()
+        reduce_gradients(model)
+        found.append(gradient(model))
+    return relative(*found)
+
+
+def test_fsdp_computes_as_ddp_does(tmp_path):
+    """Bit for bit on one rank, also behind position 256: FSDP2's own cast of inputs would round
+    the states, and the cosines of the positions. A sum of two ranks is in the weights' dtype."""
+    assert ranks(tmp_path, 1, _far) == [0.0]
+    assert max(ranks(tmp_path, 2, _far)) < 1e-6
+    assert ranks(tmp_path, 1, _far, True)[0] > 1e-3  # with that cast
+
+
+def moved(dtype, mixed):
+    """How 200 updates at lr 1e-6 have moved the weights."""
+    small = SIZES | dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    model = Transformer(tiny("qwen3", **small)).init_weights(0).to(dtype)
+    begun = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    if mixed:
+        model, optimizer = mixed_model(model)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(SIZES["vocab_size"], (2, 33), generator=generator)
+    weights = torch.randn(2, 32, generator=generator)
+    for _ in range(200):
+        our_loss(model, tokens, weights).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tensors = training_tensors(model, optimizer)
+    now = [tensors[f"model.{name}"].double().flatten() for name, _ in model.named_parameters()]
+    return torch.cat(now) - begun
+
+
+def test_two_hundred_updates_at_1e_6_move_weights_as_in_float32(process_group):
+    """Pure bfloat16 moves few of them: a step is a hundredth of its unit in the last place."""
+    single = moved(torch.float32, False)
+    found = {}
+    for name, dtype in (("mixed", torch.float32), ("pure", torch.bfloat16)):
+        other = moved(dtype, name == "mixed")
+        still = (other[single != 0] == 0).double().mean().item()
+        found[name] = (other.norm() / single.norm()).item(), relative(other, single), still
+        print(f"\n| {name} | " + " | ".join(f"{x:.3f}" for x in found[name]) + " |", end="")
+    (length, error, still), (_, error_of_pure, still_in_pure) = found.values()
+    assert error < 0.06 and abs(length - 1) < 0.01 and still < 0.001
+    assert error_of_pure > 0.9 and still_in_pure > 0.9
+
+
+# Checkpoints, the push, the audit --------------------------------------------------------------
+
+
+def tensors_of(path, prefix):
+    reader = dcp.HuggingFaceStorageReader(str(path))
+    names = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in names.items() if name.startswith(prefix)
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is alone
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+@pytest.mark.parametrize("world, more", [
+    (1, ""), (2, "--plan d2 --data-parallel zero1"),
+    pytest.param(2, "--data-parallel fsdp", marks=pytest.mark.slow),
+    pytest.param(2, "--plan t2", marks=pytest.mark.slow)])  # fmt: skip
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, world, more):
+    """A checkpoint holds masters, in --dtype; the model's weights are their rounding."""
+    flags = f"{TINY} {BF16} {more} --lr-decay constant"
+    for name in ("straight", "stopped"):
+        (tmp_path / name).mkdir()
+    good(tmp_path / "straight", f"{flags} --steps 4", world)
+    killed(tmp_path / "stopped", f"{flags} --steps 4", GET, 3, world)
+    good(tmp_path / "stopped", "--resume --out run", world)
+    same_run(tmp_path / "stopped" / "run", tmp_path / "straight" / "run")
+
+    stored = tensors_of(tmp_path / "straight" / "run" / "step-00000004", "model.")
+    assert all(x.dtype == torch.float32 for x in stored.values())
+    assert all((x != x.bfloat16()).any() for x in stored.values() if x.dim() == 2)
+
+
+def test_what_a_run_writes_is_its_masters(tmp_path, process_group):
+    """OUT/hf and `export` are in --dtype; `eval` and the run sample with their rounding."""
+    pytest.importorskip("safetensors")
+    good(tmp_path, f"{TINY} {BF16} --steps 2")
+    run = tmp_path / "run"
+    stored = tensors_of(run / "step-00000002", "model.")
+    written = load_hf(run / "hf")
+    for name, p in written.named_parameters():
+        assert p.dtype == torch.float32 and torch.equal(p, stored[f"model.{name}"])
+    good(tmp_path, "export run again")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        run / "hf" / "model.safetensors").read_bytes()  # fmt: skip
+
+    task = make_task(settings_of_run(run))
+    policy, _ = load_policy(run, task)
+    for name, p in policy.named_parameters():
+        assert torch.equal(p, stored[f"model.{name}"].bfloat16())
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    out, _ = good(tmp_path, "eval run --samples 1")
+    assert json.loads(out.splitlines()[-1])["solved"][0] == line["eval/solved"]
+
+
+AUDITED = {
+    "": (1, ""),
+    "critic": (1, "--advantage gae --kl-coef 0.05 --minibatches 1"),
+    "float64 masters": (1, "--dtype float64 --generator-dtype float32"),
+    "sparse": (1, "--tree sparse --forks 2 --fork-turns 1"),
+    "t2 zero1": (2, "--plan t2 --data-parallel zero1"),
+    "fsdp": (2, "--data-parallel fsdp --kl-coef 0.05"),
+}
+
+
+@pytest.mark.parametrize("name", shortened(AUDITED, "critic", "float64 masters", "t2 zero1"))
+def test_runs_in_mixed_precision_are_audited(honest, process_group, name):  # noqa: F811
+    world, more = AUDITED[name]
+    run = honest(f"{TINY} {BF16} --steps 3 {more}", world)
+    for step in (0, 2):
+        report = audited(run, step)
+        assert report.wrong is None, [row for row in report.rows if not row.ok]
+        rows = {row.key: row for row in report.rows}
+        assert 0 < rows["parameters"].difference <= rows["parameters"].allowed
+
+
+def _late_push():
+    """The push has another step's weights: the third and later ones do nothing."""
+    push, seen = rollouts.copy_weights, []
+
+    def late(*given):
+        seen.append(given)
+        if len(seen) < 3:
+            push(*given)
+
+    rollouts.copy_weights = late
+
+
+def _masters_stay():
+    LocalOptimizer.step = lambda self: None
+
+
+def _masters_are_rounded():
+    """To bfloat16, as if they were the model's weights: by up to a 20th of lr or so."""
+    step = LocalOptimizer.step
+
+    def rounded(self):
+        step(self)
+        for master in self.mine.values():
+            master.data.copy_(master.bfloat16())
+
+    LocalOptimizer.step = rounded
+
+
+def _coarse_gradients():
+    clip = trainer.clip_grad_norm
+
+    def wrong(model, most):
+        for p in model.parameters():
+            p.grad *= 1.05
+        return clip(model, most)
+
+    trainer.clip_grad_norm = wrong
+
+
+FAULTS = {  # what is wrong -> the row that the audit names, and more flags
+    _late_push: ("sampling", "--lr 0.1 --generator-dtype float32"),
+    _masters_stay: ("parameters", "--minibatches 1"),
+    _masters_are_rounded: ("parameters", "--minibatches 1 --dtype float64"),
+    _coarse_gradients: ("grad_norm", "--minibatches 1"),
+}
+
+
+def _faulty(rank, world, port, cwd, log, flags, fault):
+    """`main` with a fault planted in its process."""
+    fault()
+    test_run._main(rank, world, port, cwd, log, flags, None)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_audit_names_a_fault(tmp_path, process_group, fault):
+    row, more = FAULTS[fault]
+    flags = f"{TINY} {BF16} --steps 3 {more}"
+    codes, _, errors = end(*begin(tmp_path, flags, die=fault, main=_faulty))
+    assert codes == [0], errors
+    assert audited(tmp_path / "run", 2).wrong == row
+
+
+# What cannot be --------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_products_finer_than_the_weights_are_refused(process_group):
+    for dtype, compute in (("bfloat16", "float32"), ("float32", "float64")):
+        with pytest.raises(ValueError, match="--compute-dtype float.* is finer than --dtype"):
+            Config(dtype=dtype, compute_dtype=compute).check()
+    for dtype in ("float32", "float64", "bfloat16"):
+        assert not Config(dtype=dtype, compute_dtype=dtype).check().is_mixed
+    for dtype in (torch.float32, torch.float64):
+        with pytest.raises(ValueError, match="expected a coarser dtype than the weights'"):
+            mixed_model(tiny_model(dtype=torch.float32), dtype)

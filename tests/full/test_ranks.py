@@ -1,0 +1,423 @@
+"""Ranks: any number of them, sharded or not, give the run of one process, and fail together.
+
+A rank is a process forked from a server that has imported torch and the project once (0.03 s
+each, see rank_server.py), so that no threads, process group or CUDA context of the test process
+reach it, and nothing that a test changed in one rank reaches another. What ranks return is judged
+apart from how they exit.
+"""
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import runpy
+import sys
+import tempfile
+import traceback
+from datetime import timedelta
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import LOOKUP, ROOT, batch_of, shortened
+
+from full.config import parse_config
+from full.optimizer import clip_grad_norm
+from full.places import full
+from full.rollouts import play
+from full.run import build, start_run
+from full.text import make_task
+from full.trainer import Trainer
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["rank_server"])
+TASK = "--size 3 --turns 3 --dtype float64 --device cpu --prompts 5 --group 8"
+TASK += " --lr-warmup 0 --lr-decay constant"
+TINY = f"{TASK} --layers 2 --hidden 16 --heads 2 --lr 0.01"
+
+
+# The harness ---------------------------------------------------------------------------------
+
+
+def serve():
+    """Start the server, unless it runs. Python 3.11 does not give it this process's sys.path."""
+    with mock.patch.dict(os.environ, PYTHONPATH=str(ROOT / "tests")):
+        forkserver.ensure_running()
+
+
+def start(world, function, *args):
+    """Processes that run function(rank, *args)."""
+    serve()
+    processes = [CONTEXT.Process(target=function, args=(rank, *args)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def join(processes, seconds=300):
+    """Exit codes; what still runs after so long is killed, and fails the test as hung."""
+    for process in processes:
+        process.join(seconds)
+    hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert not hung, f"ranks {hung} hung"
+    return [process.exitcode for process in processes]
+
+
+def _rank(rank, world, folder, function, args):
+    torch.set_num_threads(1)
+    meet = dict(init_method=f"file://{folder}/store", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=world, **meet)
+    try:
+        result = function(rank, *args)
+    except BaseException:
+        (folder / f"failed-{rank}").write_text(traceback.format_exc())
+        raise
+    (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def ranks(tmp_path, world, function, *args):
+    """What function(rank, *args) returned on each rank of a process group of so many."""
+    folder = tmp_path / f"ranks-{len(list(tmp_path.iterdir()))}"
+    folder.mkdir()
+    codes = join(start(world, _rank, world, folder, function, args))
+    failed = [path.read_text() for path in sorted(folder.glob("failed-*"))]
+    assert not failed, "\n".join(failed)
+    results = [folder / f"result-{rank}" for rank in range(world)]
+    assert all(path.exists() for path in results), f"a rank died: exit codes {codes}"
+    return [pickle.loads(path.read_bytes()) for path in results]
+
+
+def _script(rank, file, argv, cwd, log, environment):
+    # As Python would start it: nobody's modules but the libraries', and paths of its own.
+    os.chdir(cwd)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{log}-{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.environ.update(environment)
+    for path in sys.path[:]:
+        if Path(path).resolve() in (ROOT, ROOT / "tests", ROOT / "tests" / "full"):
+            sys.path.remove(path)
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", None) or "").startswith(f"{ROOT}{os.sep}"):
+            del sys.modules[name]
+    sys.argv = [file, *argv]
+    if file == "full":
+        sys.path.insert(0, str(ROOT))
+        runpy.run_module(file, run_name="__main__", alter_sys=True)
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    runpy.run_path(file, run_name="__main__")
+
+
+def as_script(file, *argv, cwd, **environment):
+    """`python FILE ARGV` in a process that has imported the libraries: its code, stdout, stderr.
+
+    file: relative to cwd, or whole. "full": `python -m full ARGV`. What lies in this repository is
+        imported anew, from beside it.
+    """
+    log = Path(tempfile.mkdtemp(dir=cwd.parent)) / "script"
+    (code,) = join(start(1, _script, str(file), argv, cwd, log, environment))
+    out, err = (Path(f"{log}-{name}").read_text() for name in ("out", "err"))
+    return code, out, err
+
+
+UNEQUAL = "seconds/", "memory/"  # metrics that cannot be equal in two runs
+
+
+def read_metrics(out, name="metrics.jsonl"):
+    """The lines of metrics.jsonl, or of a file like it, without what differs between runs."""
+    lines = [json.loads(line) for line in (Path(out) / name).read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(UNEQUAL)} for line in lines]
+
+
+# Whole runs ----------------------------------------------------------------------------------
+
+
+def _train(rank, flags, out):
+    with contextlib.redirect_stdout(None):
+        start_run(parse_config([*flags.split(), "--out", str(out)]).check())
+
+
+def trained(tmp_path, world, flags):
+    out = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+    ranks(tmp_path, world, _train, flags, out)
+    return read_metrics(out)
+
+
+def largest_difference(run, truth):
+    """Over all metrics of all steps, relative to 1 or more; counts and rewards must be equal.
+
+    The gap to the sampler is left out: it is rounding itself.
+    """
+    worst = 0.0
+    for line, true in zip(run, truth, strict=True):
+        assert line.keys() == true.keys()
+        names = [k for k in line if not k.startswith("logprob_gap")]
+        # A tree has fewer tokens of its own than the batch; the flat count is the batch's.
+        if line.get("tokens/trained", 0) < line.get("tokens/trained_flat", 0):
+            names.remove("tokens/trained")
+        for name in names:
+            if name.startswith(("reward/", "tokens/", "eval/")):
+                assert line[name] == true[name], f"{name} at step {line['step']}"
+            worst = max(worst, abs(line[name] - true[name]) / max(1.0, abs(true[name])))
+    return worst
+
+
+def learns_something(run):
+    norms = [line["grad_norm"] for line in run if "grad_norm" in line]  # none if all was dropped
+    return len({line["reward/mean"] for line in run}) > 1 and norms and min(norms) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory):
+    """flags -> the metrics of one process, made once."""
+    made = {}
+
+    def run(flags):
+        if flags not in made:
+            made[flags] = trained(tmp_path_factory.mktemp("truth"), 1, flags)
+        return made[flags]
+
+    return run
+
+
+EVALUATED = f"{TINY} --eval-every 2 --steps"
+# Four ranks are two ranks after some steps too; twenty of them are behind `-m slow`.
+SHAPES = [("ddp", 2, 8), ("fsdp", 1, 4), ("fsdp", 2, 6)]
+MORE = [("ddp", 2, 20), ("ddp", 4, 20), ("fsdp", 4, 4)]
+SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in MORE]
+
+
+@pytest.mark.parametrize("mode, world, steps", SHAPES)
+def test_ranks_and_sharding_give_the_one_process_run(run_of, tmp_path, mode, world, steps):
+    truth = run_of(f"{EVALUATED} 20")
+    assert learns_something(truth)
+    found = trained(tmp_path, world, f"{EVALUATED} {steps} --data-parallel {mode}")
+    assert largest_difference(found, truth[:steps]) < 1e-9
+
+
+def test_the_comparison_of_runs_tells_another_seed_and_coefficient(run_of, tmp_path):
+    truth = run_of(f"{EVALUATED} 20")[:4]
+    with pytest.raises(AssertionError, match="at step"):
+        largest_difference(trained(tmp_path, 1, f"{EVALUATED} 4 --seed 1"), truth)
+    near = trained(tmp_path, 1, f"{EVALUATED} 4 --entropy-coef 0.030001")
+    assert largest_difference(near[:1], truth[:1]) > 1e-8
+
+
+# name -> flags, and what shows in the metrics that the option did something
+OPTIONS = {
+    "more ranks than prompts": ("--prompts 3", lambda x: True),
+    "a scale of the whole step": ("--advantage none_batch", lambda x: True),
+    "KL in the loss": ("--kl-coef 0.1", lambda x: x["kl/token_mean"] > 1e-6),
+    # wide clips: the advantage of a group without reward is rounding, whose sign decides a clip
+    "KL in the reward": (
+        "--kl-coef 0.1 --kl k1 --kl-in reward --advantage group_mean --clip-low 0.9 --clip-high 9",
+        lambda x: abs(x["kl/token_mean"]) > 1e-6),
+    "a warm start": (
+        f"--task {LOOKUP} --size 2 --demos 3 --prompts 3 --kl-coef 0.1 "
+        "--entropy-coef 0.02",
+        lambda x: x["policy_version"] > 2 * (x["step"] + 1)),
+    "decoupled": (
+        "--proximal --importance-cap 2 --minibatches 4 --clip-high 0.01",
+        lambda x: x["ratio/clipped_fraction"] > 0),
+    "truncated importance": (
+        "--importance-cap 0.9 --minibatches 1 --temperature 0.7",
+        lambda x: x["policy_version"] == 4),
+    "dynamic sampling": (
+        "--dynamic-sampling --max-rounds 3 --entropy-coef 0 --group 4",
+        lambda x: x["tokens/trained"] < x["tokens/generated"]),
+    "forks": ("--forks 2 --fork-turns 2 --advantage per_branch", lambda x: True),
+    "sequences": (
+        "--objective gspo --aggregation sequence_mean --clip-low 0.001 --clip-high 0.001",
+        lambda x: x["ratio/clipped_fraction"] > 0),
+    "small micro-batches": (
+        "--micro-tokens 20 --aggregation constant --overlong filter --max-new-tokens 9",
+        lambda x: x["tokens/truncated_fraction"] > 0),
+}  # fmt: skip
+
+
+# test_flags.py draws the others at random, against one process too. A mode and an option are tried
+# together where they meet: shares of the data without a prompt, and several updates a step.
+SOME_OPTIONS = (
+    "ddp more ranks than prompts", "ddp KL in the reward", "ddp dynamic sampling", "fsdp decoupled",
+    "ddp a scale of the whole step",
+)  # fmt: skip
+MODES = [f"{mode} {name}" for name in OPTIONS for mode in ("ddp", "fsdp")]
+
+
+@pytest.mark.parametrize("name", shortened(MODES, *SOME_OPTIONS))
+def test_every_option_gives_the_same_run_on_several_ranks(run_of, tmp_path, name):
+    mode, option = name.split(" ", 1)
+    more, shows = OPTIONS[option]
+    flags = f"{TINY} --steps 4 {more}"
+    truth = run_of(flags)
+    assert learns_something(truth) and any(shows(line) for line in truth)
+    world = 4 if option == "more ranks than prompts" else 2
+    found = trained(tmp_path, world, f"{flags} --data-parallel {mode}")
+    assert largest_difference(found, truth) < 1e-9
+
+
+# One optimizer step --------------------------------------------------------------------------
+
+
+def _trainer(flags, seed=0):
+    """A trainer at step 0, and a batch of trajectories that is the same on every rank."""
+    config = parse_config([*TINY.split(), *flags.split(), "--seed", str(seed)]).check()
+    task = make_task(config)
+    model, generator, _ = build(config, task)
+    trainer = Trainer(config, model, generator=generator)
+    trainer.push_weights()
+    starts = [(g, *task.prompt(np.random.default_rng(g), g, False)) for g in range(config.prompts)]
+    groups = play(config, task, trainer.sampler, starts, key=(seed, 0))
+    # Each rank has all groups here, and the table of the step's rewards is a sum over ranks.
+    for n, trajectory in enumerate(t for group in groups for t in group):
+        trajectory.reward = n % 7 / 7 / dist.get_world_size()
+    trainer.prepare(batch_of(groups))
+    return trainer, [t for group in groups for t in group]
+
+
+def reduced_gradient(trainer):
+    """The whole gradient as one vector, reduced by this test's own means."""
+    parts = []
+    for p in trainer.model.parameters():
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if not hasattr(grad, "full_tensor"):
+            dist.all_reduce(grad := grad.clone())
+        parts.append(full(grad).flatten())
+    return torch.cat(parts)
+
+
+SHARES = {
+    "all": lambda rank, batch: batch,
+    "all on rank 0": lambda rank, batch: batch if rank == 0 else [],
+    "all on rank 1": lambda rank, batch: batch if rank == 1 else [],
+    "one on rank 0": lambda rank, batch: batch[:1] if rank == 0 else batch[1:],
+}
+TINY_ROWS = "--data-parallel fsdp --micro-tokens 50"
+STEPS = [(share, flags) for share in SHARES for flags in ("", TINY_ROWS) if "all on" in share]
+STEPS += [("one on rank 0", f"--aggregation {name}") for name in ("sequence_mean", "constant")]
+STEPS += [("one on rank 0", "--aggregation token_mean")]
+
+
+def _step(rank, flags, share):
+    """Loss and norm, gradient, and new weights of one step on the given shares."""
+    trainer, batch = _trainer(flags)
+    mine = SHARES[share](rank, batch)
+    metrics = trainer.forward_backward(mine, trainer.total(trainer.loss_denominator(mine)))
+    gradient = reduced_gradient(trainer)
+    numbers = [metrics["loss/token_mean"], trainer.optim_step()["grad_norm"]]
+    weights = torch.cat([full(p.detach()).flatten() for p in trainer.model.parameters()])
+    return torch.tensor(numbers, dtype=torch.float64), gradient, weights
+
+
+@pytest.mark.parametrize("share, flags", STEPS)
+def test_unequal_shares_sum_to_the_whole(tmp_path, share, flags):
+    """A rank without data takes part; all that differs from one process is who has what."""
+    whole = flags if "aggregation" in flags else ""
+    (truth,) = ranks(tmp_path, 1, _step, whole, "all")
+    assert truth[1].norm() > 1e-2
+    for result in ranks(tmp_path, 2, _step, flags, share):
+        errors = [(a - b).norm() / b.norm() for a, b in zip(result, truth, strict=True)]
+        assert torch.stack(errors).max() < 1e-10, errors
+
+
+def _plant(rank, flags, where, culprit, name):
+    """Four steps with a NaN on one rank: texts, and what moved."""
+    trainer, batch = _trainer(flags)
+    seen, before = [], [full(p.detach()).clone() for p in trainer.model.parameters()]
+    if rank == culprit and where == "batch":
+        batch[0].advantages = np.full_like(batch[0].advantages, np.nan)
+    try:
+        for _ in range(4):
+            trainer.forward_backward(batch, trainer.total(trainer.loss_denominator(batch)))
+            if rank == culprit and where == "gradient":
+                dict(trainer.model.named_parameters())[name].grad.view(-1)[3] = np.nan
+            seen.append(trainer.optim_step().get("nonfinite"))
+    except FloatingPointError as error:
+        seen.append(str(error))
+    after = [full(p.detach()) for p in trainer.model.parameters()]
+    moved = any(not torch.equal(a, b) for a, b in zip(after, before))
+    return seen, moved, trainer.policy_version
+
+
+PLANTED = [
+    ("ddp", "gradient", "model.layers.0.mlp.up_proj.weight"), ("ddp", "batch", "lm_head.weight"),
+    ("fsdp", "batch", "lm_head.weight"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("mode, where, name", PLANTED)
+def test_a_nan_on_one_rank_is_skipped_and_named_by_all(tmp_path, mode, where, name, culprit):
+    flags = f"--data-parallel {mode}"
+    results = ranks(tmp_path, 2, _plant, flags, where, culprit, name)
+    assert results[0] == results[1]
+    (first, second, last), moved, version = results[0]
+    assert f"{name} on rank {culprit}" in first and first == second and first in last
+    assert mode == "fsdp" or first == f"{name} on rank {culprit}"  # shards spread a NaN to all
+    assert "3 optimizer steps in a row" in last and not moved and version == 0
+
+
+# --debug ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tree", ["", "--tree sparse"])
+def test_a_run_with_debug_is_the_run_without(tmp_path, tree):
+    plain, checked = (
+        trained(tmp_path, 2, f"{TINY} --steps 2 --prompts 3 --plan c2 {tree} {debug}")
+        for debug in ("", "--debug")
+    )  # fmt: skip
+    assert learns_something(plain) and largest_difference(checked, plain) == 0
+
+
+def _spoil(rank, flags, culprit):
+    """Plant a NaN in a weight of one rank; the error of its next step."""
+    trainer, batch = _trainer(flags)
+    if rank == culprit:
+        with torch.no_grad():
+            trainer.model.model.layers[1].self_attn.v_proj.weight[0, 0] = np.nan
+    try:
+        trainer.forward_backward(batch, trainer.total(trainer.loss_denominator(batch)))
+    except FloatingPointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("more", ["", "--tree sparse", "--cp-method ulysses"])
+def test_debug_names_layer_rank_and_tensor(tmp_path, more):
+    for culprit in (0, 1):
+        errors = ranks(tmp_path, 2, _spoil, f"--plan c2 --debug {more}", culprit)
+        assert errors == [f"layer 1, ring attention: not finite: rank {culprit}: v"] * 2
+    assert ranks(tmp_path, 2, _spoil, f"--plan c2 {more}", 1) == [None] * 2
+
+
+# The clip ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", [0.5, 100.0])
+def test_the_clip_is_exactly_the_ratio_of_norms(bound):
+    model = torch.nn.Linear(3, 2).double()
+    for n, p in enumerate(model.parameters()):
+        p.grad = torch.full_like(p, n + 1.0)
+    before = [p.grad.clone() for p in model.parameters()]
+    norm = math.sqrt(sum(g.square().sum().item() for g in before))
+    assert clip_grad_norm(model, bound).item() == pytest.approx(norm, rel=1e-15)
+    for p, g in zip(model.parameters(), before):
+        assert torch.allclose(p.grad, g * min(1.0, bound / norm), rtol=1e-15, atol=0)
+
+
+def test_the_norm_of_many_float32_entries_is_that_of_float64():
+    """Summed in float32, the squares of an embedding's gradient were off by 1e-5."""
+    model = torch.nn.Embedding(4096, 32)
+    model.weight.grad = torch.randn(4096, 32, generator=torch.Generator().manual_seed(0))
+    norm = model.weight.grad.double().square().sum().sqrt().item()
+    assert clip_grad_norm(model, 1e9).item() == pytest.approx(norm, rel=1e-12)

@@ -1,0 +1,555 @@
+"""Across gloo ranks: every layout and method is the definition; faults are named on every rank."""
+
+import itertools
+import math
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import shortened
+from measure_ring import multiple_of_sdpa
+from oracles import FLASH, Watch, draw, plain_attention, worst
+from test_ranks import ranks
+from torch.autograd import grad as grad_of
+
+import models
+import ring_attention as ra
+from full.attend import DTYPES, attend
+from full.check import TINY, by_way, examples, relative, tiny_model
+from full.masks import Mask, as_mask, digest
+from full.plans import Grid, Plan
+from full.ring import Ring, indices, ring_attention, shard, unshard
+from parallel import Grid as SimpleGrid
+
+METHODS = ("ring", "allgather", "ulysses", "usp")
+LAYOUTS = ("zigzag", "contiguous")
+HEADS = dict(heads=12, groups=2)
+
+
+def dense_of(mask, tokens):
+    return (Mask.full(tokens) if mask is None else as_mask(mask)).dense()
+
+
+def truth_of(leaves, mask, *upstream):
+    """Out, lse and gradients of the whole sequence, on one process; upstream of out, of lse too."""
+    pair = plain_attention(*leaves, dense_of(mask, leaves[0].shape[2]))
+    return [x.detach() for x in (*pair, *grad_of(pair[: len(upstream)], leaves, upstream))]
+
+
+def run(leaves, *upstream, group=None, layout="zigzag", passes=1, **options):
+    """The same of this rank's shards, by `ring_attention`, of tensors in other layouts.
+
+    passes: how often out, and its backward into one .grad, are computed.
+    """
+    place = dict(dim=2, group=group, layout=layout)
+    parts = [shard(x.detach(), **place).transpose(0, 1).contiguous() for x in leaves]
+    parts = [x.transpose(0, 1).requires_grad_() for x in parts]
+    mine = [shard(x, **place).mT.contiguous().mT for x in upstream]
+    for _ in range(passes):
+        pair = ring_attention(*parts, group=group, layout=layout, return_lse=True, **options)
+        torch.autograd.backward(pair[: len(mine)], mine)
+    return [x.detach() for x in (*pair, *(part.grad / passes for part in parts))]
+
+
+def summed(grads):
+    """Gradients of what every rank has, over all ranks."""
+    grads = [grad.contiguous() for grad in grads]
+    for grad in grads:
+        dist.all_reduce(grad)
+    return grads
+
+
+def _errors(rank, lengths):
+    """{(length, mask, layout, method): worst error of out, lse, dq, dk, dv}, of this rank.
+
+    PAD holds NaN and inf, in upstream gradients too. One mask serves two passes into one .grad, and
+    rings of two on four ranks.
+    """
+    found = {}
+    pair = [dist.new_subgroups(2)[0], None] if dist.get_world_size() == 4 else []
+    for tokens in lengths:
+        for name, mask in examples(tokens, 12).items():
+            qkv, dout = draw(tokens, **HEADS)
+            dlse = draw(tokens, width=1, seed=1, **HEADS)[1][..., 0]
+            truth = truth_of(qkv, mask, dout, dlse)
+            blind, unseen = (~dense_of(mask, tokens).any(1).any(dim) for dim in (2, 1))
+            given = [x.detach().clone() for x in (*qkv, dout, dlse)]
+            pad = [blind, unseen, unseen, blind, blind]
+            for x, at, fill in zip(given, pad, (math.nan, math.inf, math.nan, math.inf, math.nan)):
+                x.movedim(1, 2)[at.expand(2, -1)] = fill
+
+            for group in (None, *(pair if name == "window" else ())):
+                for layout, method in itertools.product(LAYOUTS, METHODS):
+                    place = dict(group=group, layout=layout)
+                    twice = name == "window" and group is None
+                    how = dict(mask=mask, method=method, passes=1 + twice)
+                    ours = run(given[:3], *given[3:], **how, **place)
+                    want = [shard(x, dim=2, **place) for x in truth]
+                    assert torch.equal(ours[1] == -math.inf, want[1] == -math.inf)
+                    key = tokens, name, layout, method
+                    found[key] = max(found.get(key, 0.0), worst(ours, want))
+    return found
+
+
+@pytest.mark.quick
+def test_messages_name_the_global_rank(monkeypatch):
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, member: 10 + member)
+    ring = Ring("a group", rank=0, world=3, first=1, stride=2)
+    assert [ring.name(rank) for rank in (-1, 0, 1, 3)] == [15, 11, 13, 11]
+    assert Ring(None, rank=0, world=1).name(0) == 0
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("world, methods", [(1, METHODS), (4, METHODS), (5, METHODS[:2])])
+def test_check_has_a_column_for_each_method_that_can_share_12_heads(world, methods, monkeypatch):
+    monkeypatch.setattr("full.check.ring_of", lambda group: SimpleNamespace(world=world))
+    given = [*by_way(None, lambda **way: (way["method"], way["layout"])).values()]
+    assert given == [*itertools.product(methods, LAYOUTS)]
+
+
+@pytest.mark.parametrize("world", shortened([1, 2, 3, 4], 4))
+def test_every_layout_and_method_is_the_definition(tmp_path, world):
+    for found in ranks(tmp_path, world, _errors, (41,)):
+        assert len(found) == 10 * 2 * 4
+        assert max(found.values()) < 1e-12, max(found, key=found.get)
+
+
+LENGTHS = [(2, (0, 1, 7))]  # on two ranks: nothing, less than a token each, and an uneven zigzag
+LENGTHS += [pytest.param(n, (0, 1, 2, 3, 7, 13), marks=pytest.mark.slow) for n in (2, 3, 4)]
+
+
+@pytest.mark.parametrize("world, lengths", LENGTHS)
+def test_every_length_is_right_on_every_world(tmp_path, world, lengths):
+    for found in ranks(tmp_path, world, _errors, lengths):
+        assert max(found.values()) < 1e-12, max(found, key=found.get)
+
+
+def _dtype_errors(rank):
+    found, options = {}, {"heads": (4, 2), "width": 64, "layout": "zigzag"}
+    given = [(Mask.causal(256), None, dtype, 256) for dtype in DTYPES[1:]]
+    for case in given:
+        for method in METHODS:
+            found[case[2], method] = multiple_of_sdpa(*case, method=method, **options)
+    return found
+
+
+@pytest.mark.parametrize("world", shortened([2, 4], 2))
+def test_low_precision_over_ranks_stays_within_its_multiple_of_sdpa(tmp_path, world):
+    for found in ranks(tmp_path, world, _dtype_errors):
+        for (dtype, _), multiple in found.items():
+            assert multiple <= (4 if dtype == torch.float32 else 2)
+
+
+def _summed(rank):
+    """The gradient of three numbers of each of three ranks, in bf16: 256 from one of them, 1, 1."""
+    x = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+    factor = torch.where(torch.arange(9) % 3 == rank, 256.0, 1.0)
+    (unshard(x, dim=0, layout="contiguous", length=9) * factor).sum().backward()
+    return x.grad.tolist()
+
+
+def test_gradients_of_a_gather_are_summed_before_they_are_rounded(tmp_path):
+    """bf16 has no 257, and 256 + 1 is 256 there, in whatever order ranks are added."""
+    assert ranks(tmp_path, 3, _summed) == [[258.0] * 3] * 3
+
+
+def _core_errors(rank, fault):
+    """`core_check` of this rank, with messages of a tag that arrive as zeros."""
+    real, lost = dist.batch_isend_irecv, {"block": 0, "gradient": 1}.get(fault)
+
+    def post(ops):
+        for op in ops:
+            if op.op is dist.irecv and op.tag == lost:
+                op.tensor = torch.empty_like(op.tensor.zero_())
+        return real(ops)
+
+    dist.batch_isend_irecv = post
+    return ra.check()
+
+
+@pytest.mark.parametrize("fault", [None, "block", "gradient"])
+@pytest.mark.parametrize("world", shortened([2, 3, 4], 3))
+def test_the_core_check_passes_and_catches_a_lost_block(tmp_path, world, fault):
+    largest = max(ranks(tmp_path, world, _core_errors, fault))
+    assert largest <= 1e-12 if fault is None else largest > 1e-2
+
+
+class _Awaited(NamedTuple):
+    """A message, with a list of what happens."""
+
+    work: dist.Work
+    events: list
+
+    def wait(self):
+        self.events.append("wait")
+        self.work.wait()
+
+
+class _Listener(Watch):
+    """Lists the messages that are posted and awaited, and the tiles that are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__.startswith(FLASH):
+            self.events.append("compute")
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def __enter__(self):
+        self.real, self.sent = dist.batch_isend_irecv, []
+        dist.batch_isend_irecv = self.post
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        dist.batch_isend_irecv = self.real
+        return super().__exit__(*error)
+
+    def post(self, ops):
+        self.events.append("post")
+        self.sent += [(op.tensor.nbytes, op.tensor.dtype) for op in ops if op.op is dist.isend]
+        return [_Awaited(work, self.events) for work in self.real(ops)]
+
+
+def _events(rank):
+    """What happens in a forward and in a backward, in order; computing counts once."""
+    leaves, found = [shard(x, dim=2).detach().requires_grad_() for x in draw(18)[0]], []
+    with _Listener() as heard:
+        out = ring_attention(*leaves, mask=Mask.causal(18))
+        found.append(heard.events)
+        heard.events = []
+        out.sum().backward()
+        found.append(heard.events)
+    return [[x for n, x in enumerate(some) if some[n - 1 : n] != [x]] for some in found]
+
+
+def test_double_buffering_computes_while_a_message_is_in_flight(tmp_path):
+    hop = ["post", "compute", "wait"]
+    for forward, backward in ranks(tmp_path, 3, _events):
+        assert forward == [*hop * 2, "compute"]
+        assert backward == [*hop * 3, "post", "wait"]  # the last one brings a sum to its owner
+
+
+def _traffic(rank, masks):
+    """{(mask, layout, dtype): [(bytes, dtype) of each send]}, forward and backward apart."""
+    found = {}
+    for name, mask in masks.items():
+        for layout in LAYOUTS:
+            for dtype in (torch.bfloat16, torch.float64):
+                x = shard(torch.randn(1, 2, 48, 4), dim=2, layout=layout).to(dtype)
+                x.requires_grad_()
+                with _Listener() as forward:
+                    out = ring_attention(x, x, x, mask=mask, layout=layout)
+                with _Listener() as backward:
+                    out.sum().backward()
+                found[name, layout, dtype] = forward.sent, backward.sent
+    return found
+
+
+def _moves(mask, world, layout):
+    """How many times the blocks move: the last hop at which any rank sees some of its block."""
+    visible = dense_of(mask, 48)[0, 0]
+    held = [indices(48, rank, world, layout) for rank in range(world)]
+    pairs = ((block, hop) for block in range(world) for hop in range(1, world))
+    needed = [
+        hop for block, hop in pairs if visible[held[(block + hop) % world]][:, held[block]].any()
+    ]
+    return max(needed, default=0)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_bytes_on_the_wire_match_the_formula(tmp_path, world):
+    """Blocks in their dtype, and gradients, as many numbers, in float32 or better."""
+    alone = Mask.documents(doc_ids=np.arange(48) * world // 48)
+    masks = {"full": None, "causal": Mask.causal(48), "window": Mask.causal(48, window=5)}
+    masks |= {"documents": Mask.documents(doc_ids=np.arange(48) // 20), "alone": alone}
+    tables = ranks(tmp_path, world, _traffic, masks)
+    for name, layout, dtype in tables[0]:
+        parts = [table[name, layout, dtype] for table in tables]
+        sums = [sum(n for part in parts for n, _ in part[way]) for way in range(2)]
+        wide = torch.promote_types(dtype, torch.float32)
+        numbers = 2 * 2 * 4 * 48 * _moves(masks[name], world, layout)
+        bytes_of = [numbers * dtype.itemsize, numbers * (dtype.itemsize + wide.itemsize)]
+        assert sums == bytes_of, (name, layout)
+        assert (name, layout) != ("alone", "contiguous") or sums == [0, 0]
+        dtypes = [{d for part in parts for _, d in part[way]} for way in range(2)]
+        assert not any(sums) or dtypes == [{dtype}, {dtype, wide}]
+
+
+def _held(rank):
+    """The shapes that a forward saves, and the numbers in the largest tensor of all."""
+    shapes, tokens = [], 4096
+    parts = [shard(x, dim=2).detach().requires_grad_() for x in draw(tokens, batch=1, width=16)[0]]
+    pack = lambda x: (shapes.append(tuple(x.shape)), x)[1]  # noqa: E731
+    with Watch() as watch:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = ring_attention(*parts, mask=Mask.causal(tokens))
+        out.sum().backward()
+    return sorted(shapes), watch.largest
+
+
+def test_only_q_k_v_out_and_lse_are_saved_and_no_tensor_is_larger_than_a_few_shards(tmp_path):
+    want = sorted([(1, 4, 1024, 16)] * 2 + [(1, 2, 1024, 16)] * 2 + [(1, 4, 1024)])
+    for shapes, largest in ranks(tmp_path, 4, _held):
+        assert shapes == want and largest <= 8 * 4 * 1024 * 16
+
+
+CASES = {  # a part of the error: q, k, v and options of rank 1, from those of rank 0
+    "mask": lambda q, k, v, o: (q, k, v, {"mask": Mask.causal(24, window=9)}),
+    "dtype": lambda q, k, v, o: (q.double(), k.double(), v.double(), o),
+    "query heads": lambda q, k, v, o: (torch.cat((q, q), 1), k, v, o),
+    "key heads": lambda q, k, v, o: (q, k[:, :1], v[:, :1], o),
+    "batch size": lambda q, k, v, o: (q[:1], k[:1], v[:1], o),
+    "head_dim": lambda q, k, v, o: (q[..., :4], k[..., :4], v[..., :4], o),
+    "options, method": lambda q, k, v, o: (q, k, v, {**o, "method": "allgather"}),
+    "options, scale": lambda q, k, v, o: (q, k, v, {**o, "scale": 0.5}),
+    "options, debug": lambda q, k, v, o: (q, k, v, {**o, "debug": True}),
+    "[True, False, False]": lambda q, k, v, o: (q.requires_grad_(), k, v, o),
+    "[False, True, True]": lambda q, k, v, o: (q, k.requires_grad_(), v.requires_grad_(), o),
+    "multiple of key heads": lambda q, k, v, o: (q[:, :3], k, v, o),
+    "expected q (B, H, q, D)": lambda q, k, v, o: (q[0], k, v, o),
+    "one dtype": lambda q, k, v, o: (q, k.double(), v, o),
+    "expected a mask of": lambda q, k, v, o: (q, k, v, {"mask": torch.ones(1, 1, 9, 24) > 0}),
+    "one shape": lambda q, k, v, o: (q, k, v[:, :, :5], o),
+    "hold [12, 7] tokens": lambda q, k, v, o: (q[:, :, :7], k[:, :, :7], v[:, :, :7], o),
+    "as many keys as queries": lambda q, k, v, o: (q[:, :, :8], k, v, o),
+    "layout": lambda q, k, v, o: (q, k, v, {**o, "layout": "spiral"}),
+    "method": lambda q, k, v, o: (q, k, v, {**o, "method": "star"}),
+    "backend": lambda q, k, v, o: (q, k, v, {**o, "backend": "magic"}),
+    "softcap": lambda q, k, v, o: (q, k, v, {**o, "softcap": 0.0}),
+    "must divide": lambda q, k, v, o: (q[:, :1], k[:, :1], v[:, :1], {**o, "method": "ulysses"}),
+    'is for method="usp"': lambda q, k, v, o: (q, k, v, {**o, "inner": 2}),
+    "NoneType": lambda q, k, v, o: (None, k, v, o),
+}  # fmt: skip
+
+
+def _text(*given, **options):
+    """What `ring_attention` raises; None where it accepts."""
+    try:
+        ring_attention(*given, **options)
+    except ValueError as error:
+        return str(error)
+
+
+def _refused(rank):
+    """What each case raises on this rank if only rank 1 has it, and what other calls raise."""
+    texts, x = {}, torch.randn(1, 2, 4, 4)
+    with _Listener() as heard:
+        for name, case in CASES.items():
+            q, k, v = (torch.randn(2, n, 12, 8) for n in (4, 2, 2))
+            given = q, k, v, {"mask": Mask.causal(24)}
+            *qkv, options = case(*given) if rank == 1 else given
+            texts[name] = _text(*qkv, **options)
+
+        # Without a mask the length is the sum of the shards; they must be those of the layout.
+        short = torch.randn(1, 2, 5 - 4 * rank, 4)
+        unequal = _text(short, short, short)
+    nothing_sent = not heard.sent
+
+    # The group works after all these errors.
+    accepted = _text(x, x, x)
+    others = dist.new_group([0])
+    outsider = _text(x, x, x, group=others)
+    return texts, unequal, nothing_sent, accepted, outsider
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    return ranks(tmp_path_factory.mktemp("refused"), 2, _refused)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_disagree_are_named_on_every_rank(refusals, case):
+    for texts, *_ in refusals:
+        assert case.split(",")[0] in texts[case] and "rank 1" in texts[case]
+
+
+def test_nothing_is_sent_before_all_agree_and_the_group_works_afterwards(refusals):
+    for _, unequal, nothing_sent, accepted, _ in refusals:
+        assert nothing_sent and accepted is None
+        assert "hold [5, 1] tokens, but the zigzag shards of 6" in unequal
+    inside, outside = (outsider for *_, outsider in refusals)
+    assert inside is None and "rank 1 is not in this group" in outside
+
+
+@pytest.mark.quick
+def test_one_change_anywhere_changes_a_digest():
+    numbers = np.arange(5000)
+    given = [
+        (numbers, 7), (np.where(numbers == 2500, -1, numbers), 7), (numbers.astype(np.int32), 7),
+        (numbers.astype(float), 7), (numbers.reshape(50, 100), 7), (numbers[::-1], 7),
+        (numbers, 8), (numbers, "7"), (numbers, None), (7, numbers), (numbers,), (numbers, 7, 7),
+        (1, 23), (12, 3),
+    ]  # fmt: skip
+    digests = [digest(*parts) for parts in given]
+    assert digests == [digest(*parts) for parts in given]
+    assert len(set(digests)) == len(digests) and all(0 <= x < 2**63 for x in digests)
+
+
+def _probed(rank, method):
+    """Error texts of a NaN in v on rank 1 and an inf in dout on rank 2, and if clean is equal."""
+    found = []
+    for where in ("v", "dout", None):
+        leaves, dout = draw(24, **HEADS)
+        if where == "v":
+            leaves[2].data[0, 0, indices(24, 1, 3)[0], 0] = math.nan
+        if where == "dout":
+            dout[0, 0, indices(24, 2, 3)[0], 0] = math.inf
+        given = dict(mask=Mask.causal(24), method=method)
+        try:
+            ours = run(leaves, dout, debug="step 3, layer 7", **given)
+            plain = run(leaves, dout, **given)
+            found.append(all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True)))
+        except FloatingPointError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_first_tensor_that_is_not_finite_is_named_on_every_rank(tmp_path, method):
+    for forward, backward, clean in ranks(tmp_path, 3, _probed, method):
+        assert "step 3, layer 7" in forward and "not finite: rank 1: v" in forward
+        assert "not finite: rank 2: dout" in backward and clean is True
+
+
+def _communicators(rank):
+    """The sizes of all groups after attention over all ranks, by the core and every method."""
+    q, k, v = (shard(x, dim=2).detach().requires_grad_() for x in draw(16)[0])
+    grids = Grid(Plan.parse("c2")).group["c"], SimpleGrid("c2").group["c"]
+    out = ra.ring_attention(q, k, v) + ra.ulysses_attention(q, k, v)
+    for group, method in itertools.product((None, *grids), METHODS):
+        out = out + ring_attention(q, k, v, group=group, method=method, mask=Mask.causal(16))
+    out.sum().backward()
+    return sorted(dist.get_world_size(x) for x in dist.distributed_c10d._world.pg_map)
+
+
+def test_a_ring_of_the_world_opens_no_second_communicator(tmp_path):
+    for sizes in ranks(tmp_path, 2, _communicators):
+        assert sizes.count(2) == 1 and len(sizes) > 1, sizes
+
+
+def _gathered(rank):
+    world, gen, found = dist.get_world_size(), torch.Generator().manual_seed(rank), []
+    for tokens, layout in itertools.product((0, 1, 7, 12), LAYOUTS):
+        x = torch.arange(6.0 * tokens, dtype=torch.float64).view(3, tokens, 2)
+        upstream = torch.randn(x.shape, generator=gen, dtype=torch.float64)  # another per rank
+        (total,) = summed([upstream.clone()])
+        index = indices(tokens, rank, world, layout)
+        place = {"dim": -2, "layout": layout}
+        mine = shard(x, **place).requires_grad_()
+        whole = unshard(mine, **place, length=tokens)
+        (grad,) = grad_of(whole, mine, upstream)
+        found += [torch.equal(whole, x), torch.allclose(grad, total[:, index], rtol=1e-14, atol=0)]
+
+        leaf = x.clone().requires_grad_()
+        shard(leaf, **place).backward(upstream[:, index])
+        want = torch.zeros_like(x).index_copy(1, index, upstream[:, index])
+        found.append(torch.equal(leaf.grad, want))
+        ids = torch.arange(tokens)
+        found.append(torch.equal(unshard(shard(ids, dim=0), dim=0, length=tokens), ids))
+    with pytest.raises(ValueError, match=f"rank {rank} of {world} holds 4 of {4 * world} tokens"):
+        unshard(torch.zeros(3), dim=0, length=4 * world)
+    with pytest.raises(ValueError, match="^expected 0 <= rank < world"):
+        indices(4, world, world)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_gather_undoes_a_shard_and_its_gradient_is_the_sum(tmp_path, world):
+    assert all(all(found) for found in ranks(tmp_path, world, _gathered))
+
+
+def _different(rank, method):
+    """Errors where rank 0's loss uses only out, rank 1's only lse, and the last rank's neither."""
+    qkv, dout = draw(13, **HEADS)
+    whole = plain_attention(*qkv, Mask.causal(13).dense())
+    parts = [shard(x, dim=2) for x in qkv]
+    ours = ring_attention(*parts, mask=Mask.causal(13), method=method, return_lse=True)
+
+    def losses(out, lse, owner):
+        """What the loss of each rank is, of its tokens."""
+        tokens = indices(13, owner, 3)
+        out, lse = (x if x.shape[2] < 13 else x[:, :, tokens] for x in (out, lse))
+        return [(out * dout[:, :, tokens]).sum(), lse.pow(2).sum(), 0.0 * out.sum()][owner]
+
+    want = grad_of(sum(losses(*whole, owner) for owner in range(3)), qkv)
+    return worst(summed(grad_of(losses(*ours, rank), qkv)), want)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_may_use_different_outputs(tmp_path, method):
+    assert max(ranks(tmp_path, 3, _different, method)) < 1e-12
+
+
+DOCUMENTS = torch.tensor([-1, *(d for d, n in enumerate((7, 1, 6, 12, 5)) for _ in range(n)), -1])
+
+
+def by_intervals(**place):
+    """A model's callable: interval masks over the ring."""
+
+    def attention(q, k, v, /, *, layer, scale, window=None):
+        mask = Mask.documents(doc_ids=DOCUMENTS).with_window(window)
+        return ring_attention(q, k, v, mask=mask, scale=scale, **place)
+
+    return attention
+
+
+def of_a_model(kind, attention, index):
+    """States of the real tokens `index`, and gradients, of packed documents and PAD."""
+    model, gen = tiny_model(kind, seed=5), torch.Generator().manual_seed(0)
+    at = torch.arange(len(DOCUMENTS))
+    positions = at - (DOCUMENTS[:, None] == DOCUMENTS).int().argmax(1)
+    tokens = torch.randint(53, at.shape, generator=gen)
+    upstream = torch.randn(*at.shape, 24, generator=gen, dtype=torch.float64)
+    given = tokens[index][None], positions[index][None]
+    out = model.hidden(given[0], positions=given[1], attention=attention)[0]
+    real = DOCUMENTS[index] >= 0
+    parameters = [p for n, p in model.named_parameters() if n != "lm_head.weight"]
+    return out.detach()[real], grad_of((out * upstream[index])[real].sum(), parameters)
+
+
+def _model_error(rank, kind, layout, method):
+    """The worst error of this rank's states and of the gradients, over all ranks."""
+    index, every = indices(33, rank, dist.get_world_size(), layout), torch.arange(33)
+    packed = models.packed_attention(DOCUMENTS[None])
+    whole, want = of_a_model(kind, packed, every)
+    out, grads = of_a_model(kind, by_intervals(layout=layout, method=method), index)
+    mine = [int((DOCUMENTS[:i] >= 0).sum()) for i in index if DOCUMENTS[i] >= 0]
+    assert min(relative(0 * x, x) for x in want) == 1  # zeros would not pass
+    return worst([out, *summed(grads)], [whole[mine], *want])
+
+
+@pytest.mark.parametrize("layout, method", [("zigzag", "ring"), ("contiguous", "ulysses")])
+@pytest.mark.parametrize("kind", TINY)
+def test_a_model_over_a_ring_has_the_one_process_states_and_gradients(
+    tmp_path, kind, layout, method
+):
+    """Interval masks are also the rule of `simple_packed_attention`."""
+    assert max(ranks(tmp_path, 2, _model_error, kind, layout, method)) < 1e-10
+
+
+@pytest.mark.quick
+def test_without_torch_distributed_a_ring_just_attends():
+    qkv, _ = draw(9)
+    for method in METHODS:
+        out = ring_attention(*qkv, mask=Mask.causal(9), method=method)
+        assert torch.equal(out, attend(*qkv, Mask.causal(9))[0])
+        with torch.no_grad():
+            assert torch.equal(ring_attention(*qkv, mask=Mask.causal(9), method=method), out)
+    with pytest.raises(ValueError, match="not initialized"):
+        ring_attention(*qkv, group=object())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shards_are_a_partition_in_order(layout):
+    for length in (0, 1, 2, 3, 7, 24, 97):
+        for world in (1, 2, 3, 4, 8):
+            shards = [indices(length, rank, world, layout) for rank in range(world)]
+            assert sorted(torch.cat(shards).tolist()) == list(range(length))
+            assert all((x[1:] > x[:-1]).all() for x in shards)
+    assert indices(8, 0, 2).tolist() == [0, 1, 6, 7] and indices(8, 1, 2).tolist() == [2, 3, 4, 5]

@@ -1,0 +1,498 @@
+"""Rollouts: what is sampled, what is trained, what is shared, what is refused.
+
+`Script` is a model whose every token is known beforehand; `Chat` a task in which any answer is
+heard. Where real weights are needed they are random, tiny and float64.
+"""
+
+import itertools
+import json
+import math
+import threading
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from example_tasks import Lookup
+from test_example_tasks import SortThree, converse
+
+from full import rollouts
+from full.batches import collect
+from full.check import TINY, tiny, tiny_model
+from full.config import Config
+from full.hf import save_hf
+from full.objectives import loss_denominator
+from full.rollouts import Sampler, demonstrations, evaluate
+from full.tasks import Task
+from full.text import final_answer, make_task, same_answer
+from full.trainer import Trainer
+from full.transformer import Transformer
+from train_grpo import uniforms
+
+pytestmark = pytest.mark.quick
+END = 9
+
+
+class Chat(Task):
+    """Hears up to three answers, says `8 9` after each (its 9 ends nothing), and stops at once at
+    an answer of one token. Reward: tenths of the answer's length."""
+
+    vocab_size, end = 10, (END,)
+
+    def prompt(self, rng, index, held_out):
+        return 1, [0, index % 2]
+
+    def reply(self, turn, answer):
+        over = turn == 3 or len(answer) == 1
+        return turn + 1, None if over else [8, END], len(answer) / 10
+
+
+class Script:
+    """A model without weights: token n of a row is script[n], with probability 1/2; the logits of
+    token `broken` are NaN."""
+
+    def __init__(self, script, vocab=10, broken=-1):
+        self.broken = broken
+        self.config = SimpleNamespace(vocab_size=vocab, max_position_embeddings=99)
+        self.head_weight = torch.zeros(vocab, 99, dtype=torch.float64)
+        for n, token in enumerate(script[1:]):
+            self.head_weight[token, n] = math.log(vocab - 1)
+
+    def hidden(self, tokens, *, positions, attention):
+        broken = (positions == self.broken - 1)[..., None]
+        return F.one_hot(positions, 99).double().masked_fill(broken, math.nan)
+
+    def logits(self, hidden):
+        return F.linear(hidden, self.head_weight)
+
+
+def random_model(vocab, seed=0):
+    shape = tiny("qwen3", vocab_size=vocab, initializer_range=0.1)
+    return Transformer(shape).double().init_weights(seed).requires_grad_(False)
+
+
+def opening(task, groups, held_out=False):
+    return [(g, *task.prompt(np.random.default_rng(g), g, held_out)) for g in groups]
+
+
+def play(task, model=None, groups=range(3), key=(0, 0), **options):
+    """Lists of trajectories, one for each of the groups."""
+    config = Config(**dict(group=4, max_new_tokens=16, temperature=1.0) | options)
+    sampler = Sampler(model or random_model(task.vocab_size))
+    return rollouts.play(config, task, sampler, opening(task, groups), key=key)
+
+
+def task_of(name, **options):
+    return make_task(Config(task=name, **options))
+
+
+# 1. What is sampled and what is trained ------------------------------------------------------
+
+SMALL = {
+    "guess": task_of("guess", size=2), "sort": SortThree(Config(size=4)),
+    "lookup": Lookup(Config(size=2)), "chat": Chat(),
+}  # fmt: skip
+
+
+def by_hand(logp, task, start, number, *, key, room=16, forks=1, fork_turns=0):
+    """A rollout by hand, of the log-probs at each of its tokens, as the fields of a Trajectory."""
+    group, state, prompt = start
+    tokens, mask, logprobs, rewards = list(prompt), [False] * len(prompt), [0.0] * len(prompt), []
+    share, turn = forks**fork_turns, len(prompt)
+    path = [(turn, number - number % share, share)]
+    truncated = True
+    while (new := len(tokens) - len(prompt)) < room:
+        # The first token whose cumulated probability exceeds the draw.
+        row = logp[len(tokens) - 1]
+        draw = uniforms((*key, group, path[-1][1]), room)[new]
+        tokens.append(int((row.exp().cumsum(0) <= draw).sum()))
+        mask.append(True)
+        logprobs.append(row[tokens[-1]].item())
+        if tokens[-1] not in task.end:
+            continue
+
+        state, reply, reward = task.reply(state, tokens[turn:])
+        rewards.append((len(tokens) - 2, reward))
+        if reply is None:
+            truncated = False
+            break
+        turn = len(tokens) + len(reply)
+        for token in reply[: room - new - 1]:
+            tokens.append(token)
+            mask.append(False)
+            logprobs.append(0.0)
+        if len(path) <= fork_turns:
+            share //= forks
+            path.append((turn, number - number % share, share))
+    fields = dict(tokens=tokens, mask=mask[1:], path=path, turn_rewards=rewards)
+    return logprobs[1:], fields | dict(truncated=truncated)
+
+
+def assert_by_hand(model, task, groups, temperature, *, key=(0, 0), room=16, group=4, **forks):
+    """Play groups, and compare each rollout with that by hand. Returns the trajectories."""
+    how = dict(max_new_tokens=room, group=group, **forks)
+    played = play(task, model, groups, temperature=temperature, key=key, **how)
+    for start, group in zip(opening(task, groups), played, strict=True):
+        for number, t in enumerate(group):
+            # A full forward pass of the whole rollout. Where a token differs, so does the list.
+            logp = (model(torch.tensor([t.tokens]))[0] / temperature).log_softmax(-1)
+            logprobs, expected = by_hand(logp, task, start, number, key=key, room=room, **forks)
+            found = {name: getattr(t, name) for name in expected} | dict(mask=t.mask.tolist())
+            assert found == expected
+            assert np.abs(t.sampler_logprobs - logprobs).max() <= 1e-12
+            assert t.reward == pytest.approx(sum(reward for _, reward in t.turn_rewards))
+    return played
+
+
+CASES = [(name, "") for name in SMALL] + [("chat", family) for family in TINY]
+
+
+@pytest.mark.parametrize("name, family", CASES)
+def test_a_rollout_depends_on_seed_step_group_and_number_only(name, family):
+    """Groups in any order; 0 and 4 have the same prompt, and 3 and 7."""
+    task = SMALL[name]
+    model = random_model(task.vocab_size)
+    if family:
+        model = tiny_model(family, vocab_size=10).requires_grad_(False)
+    size = 4 if family else 16
+    groups = assert_by_hand(model, task, [7, 4, 3, 0], 0.7, key=(5, 2), group=size)
+    if not family:
+        # Replies were played between answers; groups differ, and rollouts within them.
+        answers = [(np.diff(t.mask.astype(int), prepend=0) == 1).sum() for t in sum(groups, [])]
+        assert max(answers) > 1 or name == "sort"
+        assert len({str([t.tokens for t in group]) for group in groups}) == 4
+        assert all(group[0].tokens != group[-1].tokens for group in groups)
+
+
+def test_truncation_keeps_what_was_played_until_then():
+    for room in range(1, 13):  # in an answer, at its end, in a reply, at its end, ..
+        assert_by_hand(random_model(10), Chat(), range(4), 0.7, room=room, group=8)
+
+
+# After the prompt 0 0 the model says `1 2 9`, `3 9`, `9`; what it says while Chat speaks is lost.
+SCRIPT = [0, 0, 1, 2, 9, 9, 9, 3, 9, 9, 9, 9]
+
+
+def test_non_finite_sampler_logprobs_leave_the_loss(process_group):
+    model, how = Script(SCRIPT, broken=3), dict(group=1, temperature=0, max_new_tokens=3)
+    [[t]] = play(Chat(), model, groups=[0], **how)
+    assert (t.mask.tolist(), t.sampler_logprobs[2]) == ([False, True, False, True], 0.0)
+    for aggregation, Z in {"token_mean": 2, "sequence_mean": 1, "constant": 16}.items():
+        config = Config(aggregation=aggregation, entropy_coef=0.0)
+        how = dict(aggregation=aggregation, max_new_tokens=16)
+        assert loss_denominator([t.mask], **how) == Z
+        t.advantages, t.old_logprobs = np.full(4, -1.0), np.where(t.mask, -99.0, 0.0)  # r = e^10
+        loss = Trainer(config, random_model(10).requires_grad_(True)).forward_backward([t], Z)
+        w = 1 / 2 if aggregation == "sequence_mean" else 1
+        assert loss["loss/token_mean"] == pytest.approx(2 * w * math.exp(10) / Z)
+
+
+class Counted(Chat):
+    """Notes the number of each prompt and what its generator draws first. Rewards of the prompt
+    `unequal` are 0, 1, ..; others are 0."""
+
+    end = tuple(range(10))
+
+    def __init__(self, unequal=None):
+        self.asked, self.unequal, self.rewards = [], unequal, itertools.count()
+
+    def prompt(self, rng, index, held_out):
+        self.asked.append((index, rng.random()))
+        return index, super().prompt(rng, index, held_out)[1]
+
+    def reply(self, index, answer):
+        return index, None, float(next(self.rewards) if index == self.unequal else 0)
+
+
+def test_every_step_has_prompts_and_random_numbers_of_its_own(process_group):
+    """Without a prompt that is left out: each round of a step has the next ones."""
+    how = dict(dynamic_sampling=True, max_rounds=3, entropy_coef=0)
+    config, task = Config(prompts=2, group=2, max_new_tokens=2, **how), Counted()
+    for step in range(3):
+        assert collect(config, task, Sampler(random_model(10)), step)[1] == []
+    numbers, draws = zip(*task.asked)
+    assert numbers == tuple(range(18)) and len({*draws}) == 18
+
+    # The first prompt is kept, so that one more is missing.
+    task = Counted(unequal=0)
+    assert collect(config, task, Sampler(random_model(10)), 0)[1] == [0]
+    assert [number for number, _ in task.asked] == [0, 1, 2, 3]
+
+
+# 2. What is shared ---------------------------------------------------------------------------
+
+
+def watch(monkeypatch, model, measure):
+    """A list that gets measure(tokens) of every batch that the model computes from now on."""
+    seen, plain = [], model.hidden
+
+    def hidden(tokens, **how):
+        seen.append(measure(tokens))
+        return plain(tokens, **how)
+
+    monkeypatch.setattr(model, "hidden", hidden)
+    return seen
+
+
+@pytest.mark.parametrize("name, distinct", [("guess", 1), ("chat", 2), ("sort", 6)])
+def test_each_distinct_prompt_and_each_token_after_it_is_computed_once(monkeypatch, name, distinct):
+    task = SMALL[name]
+    model = random_model(task.vocab_size)
+    fed = watch(monkeypatch, model, torch.numel)
+    groups = play(task, model, groups=range(6), group=5)
+    prompt = len(task.prompt(np.random.default_rng(0), 0, False)[1])
+    assert fed[0] == distinct * prompt
+    assert sum(fed[1:]) == sum(len(t.tokens) - prompt - 1 for group in groups for t in group)
+
+
+def test_batch_rows_bounds_what_is_decoded_at_a_time_and_changes_no_token(monkeypatch):
+    task, model, tokens, peak = Chat(), random_model(10), {}, {}
+    rows = watch(monkeypatch, model, len)
+    for most in (1024, 8, 1):
+        groups = play(task, model, range(5), batch_rows=most, max_new_tokens=12)
+        tokens[most] = [[t.tokens for t in group] for group in groups]
+        peak[most] = max(rows)
+        rows.clear()
+    assert tokens[1024] == tokens[8] == tokens[1]
+    assert peak[1] == 1 < peak[8] <= 8 < peak[1024]  # a group may be divided
+
+
+def test_a_group_has_all_its_rollouts_even_where_a_row_ended_before_its_forks():
+    """Six groups of 8 in two roots, each forked in two at its first two turn boundaries."""
+    how = dict(group=8, forks=2, fork_turns=2)
+    forked = assert_by_hand(random_model(10), Chat(), range(6), 1.0, **how)
+    assert [len(group) for group in forked] == [8] * 6
+    stood_for = Counter(t.path[-1][2] for group in forked for t in group)
+    assert set(stood_for) == {1, 2, 4}  # ended after two forks, one, none
+
+
+def test_evaluation_plays_each_held_out_prompt_once_and_greedily(process_group, monkeypatch):
+    config = Config(size=3, turns=2, eval_prompts=7, max_new_tokens=9)
+    model = Script([3, 1, 6, 6, 0, 6], vocab=7)  # always `1 .` and then `0 .`: never finds 2
+    task, asked = make_task(config), []
+    prompt = task.prompt
+    monkeypatch.setattr(task, "prompt", lambda *how: asked.append(how[1:]) or prompt(*how))
+    solved, shown = evaluate(config, task, Sampler(model))
+    assert asked == [(index, True) for index in range(7)]
+    assert solved == pytest.approx(5 / 7)  # secrets 0 1 2 0 1 2 0
+    assert (shown.tokens, shown.reward) == ([3, 1, 6, 5, 0, 6], 1.0)
+
+
+# 3. Guess, answers in text, demonstrations -----------------------------------------------------
+
+
+@pytest.mark.parametrize("answers, heard, reward", [
+    (["4 ."], [None], 1.0), (["3 .", "5 .", "4 ."], ["higher", "lower", None], 1.0),
+    (["3 .", "5 .", "6 ."], ["higher", "lower", None], 0.2 * 2 / 3),  # 6 was ruled out by 5
+    (["6 .", "3 .", "5 ."], ["lower", "higher", None], 0.2), (["."], [None], 0.0),
+    (["3 .", "4 4 ."], ["higher", None], 0.0), (["3 .", "higher ."], ["higher", None], 0.0),
+    (["4 ? ."], [None], 0.0), (["? ."], [None], 0.0),
+])  # fmt: skip
+def test_guess_rewards(answers, heard, reward):
+    task = task_of("guess", size=7, turns=3)
+    state, prompt = task.prompt(None, 4, True)  # evaluation asks for 0, 1, 2, ..
+    assert task.show(prompt) == "?" and converse(task, state, *answers) == (heard, reward)
+
+
+def test_guess_deals_each_number_equally_often_in_an_order_of_the_seed():
+    def secrets(seed, decks=6):
+        task = task_of("guess", size=5, seed=seed)
+        states = [task.prompt(None, index, False)[0] for index in range(5 * decks)]
+        found = [[n for n in range(5) if task.reply(s, [n, 8])[2] == 1] for s in states]
+        return [[n for [n] in found[5 * d : 5 * d + 5]] for d in range(decks)]
+
+    assert all(sorted(deck) == [0, 1, 2, 3, 4] for deck in secrets(0))
+    assert secrets(0) == secrets(0) != secrets(1) and len({str(deck) for deck in secrets(0)}) > 1
+
+
+FINAL = {
+    "6 * 7 = 42\n#### 42": "42", "#### 1\nno:\n####  2 \nso": "2", "42": None, "# 42": None,
+    "####42": "42", "####": "", "#### 5 #### 6": "6", "####\nno 5": "", "##### 7": "7",
+}  # fmt: skip
+SAME = [
+    ("1,000", "1000"), ("$1,000.00", "1000"), ("42.", "42"), (".5", "0.50"), ("-3", "-3.0"),
+    ("-$3", "-3"), ("blue", " blue "), ("1 000", "1000"), ("$ 5", "5 %"),
+]  # fmt: skip
+OTHERS = [
+    ("3", "-3"), ("42", "43"), ("42 apples", "42"), ("blue", "red"), ("", "0"), ("1 2", "12"),
+    ("3, 4", "34"), ("1,00", "100"), (None, "1"), (None, None), ("nan", "1"), ("1e3", "1000"),
+]  # fmt: skip
+
+
+def test_the_final_answer_follows_the_last_mark_and_is_compared_as_a_number_or_as_text():
+    assert {text: final_answer(text) for text in FINAL} == FINAL
+    for a, b in SAME + OTHERS:
+        assert same_answer(a, b) is same_answer(b, a) is ((a, b) in SAME), (a, b)
+
+
+def test_demonstrations_of_a_task_without_an_end_stop_at_the_limit():
+    class Endless(Task):
+        vocab_size, end = 3, (2,)
+
+        def reply(self, state, answer):
+            return state, [0], 0.0
+
+        def demo(self, state, rng):
+            return [1, 2]
+
+    (t,) = demonstrations(Endless(), [(0, None, [0])], (0,), max_new_tokens=7)
+    assert len(t.tokens) == 1 + 9 and t.mask.sum() == 6
+
+
+# 4. Replies in threads, and what is refused --------------------------------------------------
+
+
+class Meeting(Chat):
+    """A task whose reply waits until `parties` replies are asked for at the same time."""
+
+    def __init__(self, parties):
+        self.barrier = threading.Barrier(parties, timeout=20)
+        self.asked = []
+
+    def reply(self, turn, answer):
+        self.asked.append(threading.get_ident())
+        self.barrier.wait()
+        return super().reply(turn, answer)
+
+
+@pytest.mark.parametrize("parties", [12, 1])
+def test_replies_of_one_decoding_step_are_asked_for_together(parties):
+    """12 episodes of one script end their turns together: one by one they would wait for ever.
+
+    A task that is not safe in threads is asked by one.
+    """
+    task, script = Meeting(parties), dict(groups=range(3), group=4, temperature=0)
+    task.threads = parties > 1
+    played = play(task, Script(SCRIPT), **script)
+    truth = play(Chat(), Script(SCRIPT), **script)
+    assert [t.tokens for t in sum(played, [])] == [t.tokens for t in sum(truth, [])]
+    assert task.threads or {*task.asked} == {threading.get_ident()}
+
+
+def test_threads_change_no_token_and_no_order():
+    class Slow(Chat):
+        """Answers the later the shorter the answer, so replies come back in another order."""
+
+        def reply(self, turn, answer):
+            time.sleep(0.002 / len(answer))
+            return super().reply(turn, answer)
+
+    model = random_model(10)
+    alone, in_threads = Slow(), Slow()
+    alone.threads = False
+    one, many = (play(task, model, group=8) for task in (alone, in_threads))
+    for a, b in zip(sum(one, []), sum(many, []), strict=True):
+        assert a.tokens == b.tokens and a.turn_rewards == b.turn_rewards
+        assert (a.sampler_logprobs == b.sampler_logprobs).all()
+
+
+BROKEN = [  # a reply to a turn, how many threads ask for it, and what is said of it
+    (lambda turn: {}["no mood"], 4, "KeyError: 'no mood' .*, in <lambda>"),
+    (lambda turn: (turn, None, math.nan), 1, "gave reward nan in group 6, rollout 0.*'1 2 9'"),
+    (lambda turn: (turn, [3, 10], 0.0), 1, r"replied \[3, 10\] in group 6, .*: ids end at 9"),
+]
+
+
+@pytest.mark.parametrize("reply, threads, message", BROKEN)
+def test_an_error_of_a_reply_is_raised_also_from_a_thread(reply, threads, message):
+    task = Chat()
+    task.threads = threads > 1
+    task.reply = lambda turn, answer: reply(turn)
+    with pytest.raises(ValueError, match=message):
+        play(task, Script(SCRIPT), [6], temperature=0)
+
+
+@pytest.mark.parametrize("prompt", [[], [3, 10], [-1], [1] * 84])
+def test_a_prompt_that_cannot_be_played_is_refused(prompt):
+    starts = [(4, 1, [0]), (5, 1, prompt)]
+    config = Config(group=2, max_new_tokens=16, temperature=0)
+    shape = tiny("qwen3", vocab_size=10, max_position_embeddings=99)
+    model = Transformer(shape).init_weights(0)
+    with pytest.raises(ValueError, match="prompts: expected|0..9|a prompt of 84 tokens"):
+        rollouts.play(config, Chat(), Sampler(model), starts, key=(0, 0))
+
+
+OWN_TASK = """
+from full.tasks import Task
+
+class Echo(Task):
+    vocab_size, end = 4, (3,)
+
+    def __init__(self, config):
+        self.word = config.size
+
+    def prompt(self, rng, index, held_out):
+        return None, [self.word]
+
+    def reply(self, state, answer):
+        return state, None, float(answer == [self.word, 3])
+
+class Endless(Echo):
+    end = (4,)
+
+class Slotted:
+    __slots__ = ()
+    vocab_size, end = 4, (3,)
+    def __init__(self, config): pass
+    def show(self, tokens): return "x"
+    def prompt(self, rng, index, held_out): return None, [0]
+    def reply(self, state, answer): return 3
+"""
+NO_TASK = {
+    "mine.py:Nothing": "mine.py has no class 'Nothing'", "mine.py:": "has no class ''",
+    "mine.py:Endless": r"Endless needs vocab_size and end, .* got 4 and \(4,\)",
+    "other.py:Echo": "--task other.py:Echo: other.py: no such file",
+    "gues": "expected --task guess, jsonl or FILE.py:Class, got 'gues'",
+}  # fmt: skip
+
+
+def test_a_task_in_a_file_of_its_own_is_played_and_may_have_slots(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(OWN_TASK)
+    task, model = task_of("mine.py:Echo", size=2), Script([2, 2, 3], vocab=4)
+    [[t]] = play(task, model, groups=[0], group=1, temperature=0)
+    assert (t.tokens, t.reward, task.show(t.tokens)) == ([2, 2, 3], 1.0, "2 2 3")
+    with pytest.raises(ValueError, match="TypeError: cannot unpack.*mine.py"):
+        play(task_of("mine.py:Slotted"), model, groups=[0], group=1, temperature=0)
+    for name, message in NO_TASK.items():
+        with pytest.raises(ValueError, match=message):
+            task_of(name)
+
+
+# 5. A checkpoint and questions, for other files -----------------------------------------------
+
+LINES = [{"question": f"What is {n} and {n}?", "answer": f"It is\n#### {2 * n}"} for n in range(40)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A directory with random weights and a byte-level BPE tokenizer of a few sentences."""
+    tokenizers = pytest.importorskip("tokenizers", reason="makes a tokenizer.json")
+    pytest.importorskip("transformers", reason="jsonl reads it")
+    pytest.importorskip("safetensors", reason="checkpoints are safetensors")
+    path = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([text for line in LINES for text in line.values()], trainer)
+    tokenizer.save(str(path / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    shape = tiny(vocab_size=size, eos_token_id=(0,), max_position_embeddings=48)
+    save_hf(Transformer(shape).double().init_weights(0), path)
+    return path
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path, monkeypatch):
+    """A working directory with what the README's commands call DIR and questions.jsonl."""
+    (tmp_path / "DIR").symlink_to(checkpoint)
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

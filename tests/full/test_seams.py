@@ -1,0 +1,80 @@
+"""An idea is one entry of one table: an objective, an advantage, an aggregation, a metric."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from test_run import TINY
+
+from full import run as run_py
+from full.__main__ import main
+from full.advantages import ADVANTAGES, Advantage
+from full.metrics import METRICS, Metric
+from full.objectives import AGGREGATIONS, OBJECTIVES
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """A run of this process with some flags: the lines of its metrics."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(flags):
+        assert main(f"{TINY} --steps 2 --out run {flags}".split()) == 0
+        return [json.loads(line) for line in open("run/metrics.jsonl")]
+
+    return run
+
+
+def test_an_objective_with_a_constant_of_its_own(run, monkeypatch):
+    def halved(c, d_N, A_N, lp_N, mean_of_sequence, share=0.5):
+        return -share * lp_N, d_N > c.clip_high
+
+    monkeypatch.setitem(OBJECTIVES, "halved", halved)
+    (first, _) = run("--objective halved --clip-high 0.01 --minibatches 1")
+    assert first["loss/policy_token_mean"] != 0 and first["ratio/clipped_fraction"] == 0
+
+
+def test_an_advantage(run, monkeypatch):
+    def of_the_best(rewards_PG, tokens_PG):
+        return rewards_PG - rewards_PG.max(-1, keepdims=True)
+
+    monkeypatch.setitem(ADVANTAGES, "of_the_best", Advantage(of_the_best))
+    lines = run("--advantage of_the_best")
+    assert min(line["advantage/token_mean"] for line in lines) < 0
+
+
+def test_an_aggregation(run, monkeypatch):
+    monkeypatch.setitem(
+        AGGREGATIONS, "sum", lambda count_B, limit: (count_B / count_B, count_B > -1)
+    )
+    assert run("--aggregation sum")[0]["loss/token_mean"] != 0
+
+
+def test_a_metric_of_tokens(run, monkeypatch, capsys):
+    metric = Metric("squared log-ratio", "mean", "mean", lambda t: t.ratio_N.log() ** 2)
+    monkeypatch.setitem(METRICS, "ratio/square", metric)
+    assert all(line["ratio/square"] >= 0 for line in run("--minibatches 2"))
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert "ratio/square                squared log-ratio; mean of updates" in out
+
+
+def test_a_sampler(run, monkeypatch):
+    class Guesses:
+        def push(self, model, optimizer, version):
+            self.version = version
+
+        def generate(self, rows, *, end, ending, after, **how):
+            for row in rows:
+                row.append(self.version % 3, -1.0), row.append(end[0], -1.0)
+            ending(rows)
+            return [row for row in rows if not after(row)]
+
+    build = run_py.build
+    monkeypatch.setattr("full.run.build", lambda *made: (build(*made)[0], Guesses(), None))
+    lines = run("--turns 1 --prompts 3")
+    assert [line["reward/solved"] for line in lines] == [1 / 3, 1 / 3]

@@ -1,0 +1,237 @@
+"""`--staleness K`: which weights sample which batch; kept batches, ranks, resume, audit.
+
+The oracle is a loop that keeps every step's weights and samples each batch when it is trained, by
+the weights that the schedule names. It knows no queue.
+"""
+
+import copy
+import dataclasses
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from conftest import shortened, slow
+from test_audit import digit, edit_line
+from test_plan_run import SHAPE
+from test_ranks import largest_difference, learns_something, ranks, read_metrics
+from test_ranks import run_of  # noqa: F401, a fixture
+from test_run import GET, _main, at, cli, good, killed, refused
+
+from full.audit import audited
+from full.batches import SampledBatch, collect
+from full.checkpoint import checkpoints, sealed
+from full.config import parse_config
+from full.logs import do_step
+from full.rollouts import Sampler, evaluate
+from full.run import build, start_run
+from full.text import make_task
+from full.trainer import Trainer
+
+TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
+TINY += "--lr 0.02 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 6 --out run"
+SETTINGS = {
+    "two updates": "",
+    "one update": "--minibatches 1",
+    "decoupled": "--proximal --importance-cap 2 --minibatches 1",
+    "gae": "--advantage gae",
+    "KL in the reward": "--kl-coef 0.1 --kl-in reward --clip-low 0.9 --clip-high 9",
+    "dynamic sampling, forks": (
+        "--dynamic-sampling --max-rounds 2 --entropy-coef 0 --forks 2 --fork-turns 1"),
+}  # fmt: skip
+
+
+def by_the_definition(flags):
+    """The metrics of a run whose batch b is sampled with the weights of max(0, b - K) steps."""
+    config = parse_config(flags.split()).check()
+    task = make_task(config)
+    model, generator, reference = build(config, task)
+    trainer = Trainer(config, model, generator=generator, reference=reference)
+    if reference is not None:
+        reference.load_state_dict(model.state_dict())
+    trainer.push_weights()
+    weights = []
+    lines = []
+    for step in range(config.steps):
+        copied = copy.deepcopy(generator, {id(generator.part): None})
+        weights.append((trainer.policy_version, copied))
+        version, sampler = weights[max(0, step - config.staleness)]
+        groups, kept, metrics = collect(config, task, Sampler(sampler), step)
+        batch = SampledBatch(groups, kept, config.minibatches, version, metrics)
+        source = SimpleNamespace(get=lambda step, batch=batch: batch)
+        metrics = do_step(config, source, trainer, step)
+        trainer.push_weights()
+        if step % 2 or step + 1 == config.steps:  # --eval-every 2
+            metrics["eval/solved"], _ = evaluate(config, task, trainer.sampler)
+        lines.append({"step": step} | metrics)
+    return lines
+
+
+NAMES = [f"{name}, {K}" for name in SETTINGS for K in (0, 1, 2, 5)]
+
+
+@pytest.mark.parametrize("name", shortened(NAMES, "two updates, 0", "one update, 2", "gae, 1"))
+def test_batches_are_sampled_with_the_weights_of_the_schedule(process_group, tmp_path, name):
+    """Bit for bit; with 5 all four batches are sampled by the first weights."""
+    setting, K = name.rsplit(", ", 1)
+    flags = f"{TINY} {SETTINGS[setting]} --staleness {K} --steps 4"
+    good(tmp_path, flags)
+    found = read_metrics(tmp_path / "run")
+    for line, true in zip(found, by_the_definition(flags), strict=True):
+        age = min(line["step"], int(K))
+        assert (line.pop("policy/age_mean"), line.pop("policy/age_max")) == (age, age)
+        line.pop("eval/solved_before", None)
+        assert line == {name: pytest.approx(x, abs=0, rel=0) for name, x in true.items()}
+    assert learns_something(found)
+
+    # With one update a step the ratio is 1 without staleness, and measures the age with it.
+    if setting == "one update":
+        first, *others = found
+        assert abs(first["ratio/token_mean"] - 1) < 1e-6
+        assert K == "0" or all(x["ratio/max"] > 1.01 for x in others)
+        assert K == "0" or all(x["logprob_gap/max"] > 0.01 for x in others)
+        ages = [line["policy_age/update_mean"] for line in found]
+        assert ages == [min(step, int(K)) for step in range(4)]
+
+
+PLANS = {
+    "d2": (2, "--plan d2"),
+    "fsdp": (2, "--data-parallel fsdp"),
+    "t2": (2, "--plan t2"),
+    "p2 sparse": (2, "--plan p2 --tree sparse"),
+    "c2": (2, "--plan c2"),
+}
+
+
+def _resumed(rank, flags, out, more):
+    for again in (flags, f"--resume {more}"):
+        words = [*again.split(), "--out", str(out)]
+        start_run(parse_config(words).check())
+
+
+CASES = [("d2", 4), *slow(*((name, 20) for name in PLANS))]
+
+
+@pytest.mark.parametrize("name, steps", CASES)
+def test_ranks_and_a_resume_make_the_run_of_one_process(
+    run_of, tmp_path, name, steps  # noqa: F811
+):  # fmt: skip
+    """Half of the steps under a plan, then to the end: the pending batches were kept."""
+    world, plan = PLANS[name]
+    flags = f"{SHAPE} --eval-every 2 --staleness 2 --steps"
+    half = f"{flags} {steps // 2} {plan}"
+    ranks(tmp_path, world, _resumed, half, tmp_path / "run", f"--steps {steps}")
+    runs = read_metrics(tmp_path / "run"), run_of(f"{flags} {steps}")
+    # The shorter run evaluates at its own end too.
+    found, truth = (
+        [{name: x for name, x in line.items() if name != "eval/solved"} for line in run]
+        for run in runs
+    )
+    assert largest_difference(found, truth) < 1e-8
+
+
+def test_a_killed_run_and_a_longer_one_go_on_bit_for_bit(tmp_path):
+    """Killed in a step, then to 4 steps in another process, then to 6: the run of 6 steps."""
+    flags = f"{TINY} --staleness 2 --minibatches 1 --save-every 2 --steps"
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    killed(folders[0], f"{flags} 4", GET, 4)
+    good(folders[0], "--resume --out run")
+    good(folders[0], "--resume --out run --steps 6")
+    good(folders[1], f"{flags} 6")
+    found, truth = (read_metrics(folder / "run") for folder in folders)
+    assert found == truth
+    pending = []
+    for folder in folders:
+        newest = checkpoints(folder / "run")[-1]
+        pending.append(json.loads((newest / "state.json").read_text())["pending"])
+        for batch in pending[-1]:
+            metrics = batch["metrics"].items()
+            batch["metrics"] = {k: x for k, x in metrics if not k.startswith("seconds/")}
+    assert [batch["batch"] for batch in pending[0]] == [6, 7] and pending[0] == pending[1]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of 5 steps with a checkpoint after each, all rollouts kept."""
+    folder = tmp_path_factory.mktemp("finished")
+    flags = "--staleness 2 --steps 5 --save-every 1 --keep 9 --log-rollouts all"
+    good(folder, f"{TINY} {flags} --minibatches 1")
+    return folder / "run"
+
+
+def _first_rollout(state):
+    return state["pending"][0]["groups"][0][1][0]
+
+
+DAMAGED = {
+    "no batch": lambda state: state.pop("pending"),
+    "another batch": lambda state: state["pending"][0].update(batch=99),
+    "a foreign token": lambda state: _first_rollout(state)["tokens"].__setitem__(1, 10**6),
+    "a short mask": lambda state: _first_rollout(state)["sampled"].pop(),
+    "short vectors": lambda state: [
+        _first_rollout(state)[name].pop() for name in ("sampled", "logprobs")],
+    "a missing group": lambda state: state["pending"][1]["groups"].pop(),
+    "a missing rollout": lambda state: state["pending"][0]["groups"][0][1].pop(),
+    "no form": lambda state: state.update(pending={"a": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", DAMAGED)
+def test_a_checkpoint_with_other_batches_is_refused(finished, tmp_path, change):
+    path = checkpoints(shutil.copytree(finished, tmp_path / "run"))[-1] / "state.json"
+    state = json.loads(path.read_text())
+    DAMAGED[change](state)
+    path.write_text(json.dumps(sealed(state)))
+    refused(tmp_path, "--resume --out run --steps 7", "its pending batches are damaged")
+
+
+@pytest.mark.parametrize("step", range(5))
+def test_every_step_is_audited(finished, process_group, step):
+    report = audited(finished, step)
+    assert report.wrong is None, [row for row in report.rows if not row.ok]
+    keys = {row.key for row in report.rows}
+    assert {"sampling", "policy/age_max", "policy_age/update_mean", "loss/token_mean"} <= keys
+
+
+def test_the_default_step_is_one_whose_sampler_is_kept(process_group, tmp_path):
+    """Of checkpoints 3 and 6: step 5 was sampled with the weights of 3, and is logged whole."""
+    good(tmp_path, f"{TINY} --staleness 2 --steps 6 --save-every 3")
+    report = audited(tmp_path / "run")
+    assert report.step == 5 and report.wrong is None
+    assert not any("sampled again" in text for text in report.intro)
+
+    # What was not logged is sampled again, by the weights that sampled it.
+    (tmp_path / "run" / "rollouts.jsonl").unlink()
+    report = audited(tmp_path / "run")
+    assert report.wrong is None and any("sampled again" in text for text in report.intro)
+
+
+@pytest.mark.parametrize("key", ["policy/age_max", "policy_age/update_mean", "ratio/max"])
+def test_a_changed_digit_is_named(finished, process_group, tmp_path, key):
+    run = shutil.copytree(finished, tmp_path / "run")
+    edit_line(run, 3, key, digit)
+    assert audited(run, 3).verdict == f"audit of step 3: {key} is outside"
+
+
+def _with_fresher_weights(*args):
+    """As if there were no staleness, for two batches: sampled by weights of one step later."""
+    def set_staleness(steps):
+        def act(queue, step):
+            queue.config = dataclasses.replace(queue.config, staleness=steps)
+
+        return act
+
+    at(GET, 2, set_staleness(1))
+    at(GET, 3, set_staleness(2))
+    _main(*args)
+
+
+def test_a_batch_by_other_weights_is_named(process_group, tmp_path):
+    """Batch 3 is sampled a step late, by fresher weights than the schedule says."""
+    flags = f"{TINY} --staleness 2 --steps 5 --log-rollouts all --minibatches 1"
+    codes, _, err = cli(tmp_path, flags, main=_with_fresher_weights)
+    assert codes == [0], err
+    assert audited(tmp_path / "run", 3).verdict == "audit of step 3: sampling is outside"
+    assert audited(tmp_path / "run", 2).wrong is None

@@ -1,0 +1,295 @@
+"""What happens before the first step: defaults, the supervised start, the evaluation, five lines.
+
+And the line that a run says where it has nothing to learn from; and a model that starts in parts.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import LOOKUP, shortened, slow
+from measure_parallel import read_cases
+from oracles import LiveBytes
+from test_precision import tensors_of
+from test_ranks import ranks, read_metrics
+from test_run import (
+    DEMOS, SAVING, SUPERVISED, TINY, _main, _task, at, begin, cli, end, good, same_run,
+)  # fmt: skip
+
+from full.audit import audited
+from full.check import tiny
+from full.config import Config, parse_config
+from full.hf import load_hf, save_hf
+from full.logs import DEMO_METRICS, IdleWarning, Log
+from full.parallelize import materialise, parallelize
+from full.places import full, local
+from full.plans import Grid, Plan
+from full.talk import load_policy, settings_of_run
+from full.text import make_task
+from full.transformer import Transformer, draw_weights
+
+FLAGS = f"{SAVING} 2 {DEMOS}"
+RESUME = f"--resume --out run --task {LOOKUP}"  # code is never imported from what a run stored
+
+
+# Defaults ------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("given, defaults", [
+    ({}, (1e-3, 0.02)), (dict(demos=3), (1e-4, 0)), (dict(model="DIR"), (1e-6, 0)),
+    (dict(demos=3, model="DIR"), (1e-6, 0))])
+def test_defaults_depend_on_what_the_run_begins_with(given, defaults):
+    """A default is that of the start; a flag wins over it, 0 too where 0 has a meaning."""
+    config = Config(**given).check()
+    assert (config.lr, config.entropy_coef) == defaults
+    flags = [x for name, value in given.items() for x in (f"--{name}", str(value))]
+    for entropy_coef in (0.5, 0.0):
+        more = parse_config([*flags, "--entropy-coef", f"{entropy_coef}", "--lr", "3"]).check()
+        assert (more.entropy_coef, more.lr) == (entropy_coef, 3.0)
+
+
+# The supervised start --------------------------------------------------------------------------
+
+
+def test_the_supervised_start_is_seen(straight):
+    run = straight(FLAGS)
+    out = (run.parent / "out").read_text()
+    lines = read_metrics(run, "demos.jsonl")
+    assert [line["step"] for line in lines] == list(range(10))
+    assert all(line.keys() == {"step", *DEMO_METRICS} - {"seconds/total"} for line in lines)
+    losses = [line["loss/token_mean"] for line in lines]
+    assert losses[-1] < losses[0] - 0.05 and 1.9 < losses[0] < 2
+    assert {line["lr"] for line in lines} == {1e-3}  # --lr-warmup 0
+
+    # Two tables, of which the second begins with what is solved behind the demonstrations.
+    first = [line.split(maxsplit=1)[0] for line in out.splitlines()]
+    begin, second = (n for n, word in enumerate(first) if word == "step")
+    assert out.splitlines()[begin].split() == ["step", "loss", "entropy", "norm", "tokens/s"]
+    assert first[begin + 1 : second] == ["0", "5", "9"] and begin < 5
+    assert first[second + 1 : second + 4] == ["before", "0", "1"]
+
+    # The loop has lines and checkpoints of its own, and its optimiser begins anew.
+    metrics = read_metrics(run)
+    assert [line["step"] for line in metrics] == [0, 1] and metrics[0]["policy_version"] == 12
+    assert {path.name for path in run.glob("*-0*")} == {"step-00000000", "step-00000002"}
+    stored = json.loads((run / "config.json").read_text())
+    assert stored["entropy_coef"] == 0.02 and stored["lr"] == 0.01
+
+
+def _stopped(rank, world, port, cwd, log, flags, count):
+    """A run whose last rank gets SIGTERM in a supervised step."""
+    if rank == world - 1:
+        at(SUPERVISED, count, lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    _main(rank, world, port, cwd, log, flags, None)
+
+
+@pytest.mark.parametrize("world, count", [(1, 6), *slow((1, 10), (2, 6))])
+def test_sigterm_in_the_supervised_start_saves_it(straight, tmp_path, world, count):
+    codes, out, err = end(*begin(tmp_path, FLAGS, world, count, _stopped))
+    assert codes == [143] * world, err
+    assert f"SIGTERM: saved after {count} supervised steps; go on with --resume --out run" in out[0]
+    saved = "step-00000000" if count == 10 else f"demos-{count:08d}"
+    assert (tmp_path / "run" / saved / "state.json").exists()
+    assert read_metrics(tmp_path / "run") == []
+    good(tmp_path, RESUME, world)
+    same_run(tmp_path / "run", straight(FLAGS, world))
+
+
+def test_a_policy_is_read_of_a_loop_and_not_of_its_supervised_start(
+    straight, tmp_path, process_group
+):
+    run = shutil.copytree(straight(FLAGS), tmp_path / "run")
+    task = make_task(settings_of_run(run))
+    (run / "demos-00000004").mkdir()
+    assert load_policy(run, task)[1].endswith("step-00000002")
+    for path in run.glob("step-*"):
+        shutil.rmtree(path)
+    with pytest.raises(ValueError, match="is still in its supervised start"):
+        load_policy(run, task)
+
+
+def test_supervised_steps_are_skipped_as_those_of_the_loop(tmp_path):
+    """The second step's gradient is not finite: its state is not saved, as in the loop."""
+    for demos, text in ((2, "ends in steps that were skipped.*demos-00000001"), (4, "3 optimizer")):
+        flags = f"--demos {demos} --weight-decay 1e38 --dtype float32 --save-every 1 "
+        flags += f"--out run{demos}"
+        codes, _, err = cli(tmp_path, f"{FLAGS} {flags}")
+        assert codes == [2] and "supervised step 1: skipped, non-finite gradient" in err[0]
+        assert re.search(text, err[0])
+
+
+# The evaluation before the first step ------------------------------------------------------------
+
+
+def test_what_is_solved_before_the_first_step_is_audited(straight, tmp_path, process_group):
+    run = Path(shutil.copytree(straight(FLAGS), tmp_path / "run"))
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert ["eval/solved_before" in json.loads(line) for line in lines] == [True, False]
+    report = audited(run, 0, task=LOOKUP)
+    assert report.wrong is None and "from step-00000000, the state before step 0" in report.intro
+    before = [row for row in report.rows if row.key == "eval/solved_before"]
+    assert len(before) == 1
+    assert "eval/solved_before" not in {row.key for row in audited(run, 1, task=LOOKUP).rows}
+
+    # The loop's optimiser begins anew: the moments of the supervised steps are gone.
+    stored = tensors_of(run / "step-00000000", "optimizer.")
+    assert stored and not any(x.any() for x in stored.values())
+
+    # Without that checkpoint the supervised steps are done again; a changed number is found.
+    shutil.rmtree(run / "step-00000000")
+    first = json.loads(lines[0])
+    first["eval/solved_before"] += 1 / 6
+    (run / "metrics.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
+    report = audited(run, 0, task=LOOKUP)
+    assert report.wrong == "eval/solved_before"
+    assert any("after 10 supervised steps" in text for text in report.intro)
+
+
+def test_it_is_evaluated_once_and_again_only_with_line_0(straight, tmp_path):
+    finished = straight(FLAGS)
+    out = (finished.parent / "out").read_text()
+    lines = read_metrics(finished)
+    (before,) = re.findall(r"^before +(\S+)$", out, re.M)
+    assert float(before) == pytest.approx(lines[0]["eval/solved_before"], abs=1e-3)
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    out, _ = good(tmp_path, RESUME)
+    assert "before" not in out and read_metrics(run) == lines
+    shutil.rmtree(run / "step-00000002")
+    out, _ = good(tmp_path, RESUME)
+    assert f"before{before:>30}\n" in out and read_metrics(run) == lines
+
+
+# What is printed --------------------------------------------------------------------------------
+
+
+def test_the_first_screen_is_five_lines(tmp_path):
+    out, err = good(tmp_path, f"{TINY} --out run --steps 1 --dtype float64")
+    lines = out.splitlines()
+    assert re.fullmatch(r"guess: [\d,]+ parameters, random of seed 0", lines[0])
+    assert lines[1] == ("from step 0 of 1: 3 groups of 4 a step, 1 rank(s), plan d1, ddp, cpu, "
+                        "float64")  # fmt: skip
+    assert lines[2] == ("out run: `python -m full plot run` draws it; Ctrl-C saves, "
+                        "--resume --out run goes on")  # fmt: skip
+    assert lines[3].split()[:2] == ["step", "reward"] and lines[4].startswith("before")
+    assert err == "" and max(map(len, lines)) <= 100 and '"minibatches"' not in out
+
+
+@pytest.mark.quick
+def test_supervised_steps_and_the_loop_have_a_bar_each(monkeypatch, capsys, process_group):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    config = Config(demos=3, steps=5)
+    Log(config, None, SimpleNamespace(first_step=-2), "run")  # after one supervised step
+    Log(config, None, SimpleNamespace(first_step=0), "run")
+    assert set(re.findall(r"\| (\d/\d) \[", capsys.readouterr().err)) == {"1/3", "0/5"}
+
+
+# Nothing to learn from --------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_it_warns_once_a_streak_in_words_of_what_is_equal(process_group, capsys):
+    log = IdleWarning(Config())
+    for step, equal in enumerate([1, 1, 0.9, 1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1]):
+        none = 1.0 if step < 9 else 0.5
+        shares = {"reward/groups_none": none, "reward/groups_all": float(step > 12)}
+        metrics = {"reward/groups_equal": equal, **shares}
+        log.step(step, SimpleNamespace(metrics=metrics), {}, [], None)
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.match(r"warning: steps (\d+) to (\d+): ", line).groups() for line in lines] == [
+        ("3", "5"), ("9", "11"), ("13", "15")]  # fmt: skip
+    for line, words in zip(lines, ("no rollout is solved", "--group", "give harder prompts")):
+        assert words in line
+    assert "--demos" in lines[0] and "solved" not in lines[1] and "every rollout" in lines[2]
+
+
+PER_PROMPT = "return state, None, 0.5 * (state % 2)"  # equal in a group, not in a step
+
+
+@pytest.mark.parametrize("flags, reply, warns", [
+    ("", PER_PROMPT, True), ("--advantage gae", PER_PROMPT, False),
+    *slow(("--advantage gae", "return state, None, 1.0", True))])  # fmt: skip
+@pytest.mark.parametrize("world", shortened([1, 2], 1))
+def test_a_run_without_unequal_rewards_warns(tmp_path, world, flags, reply, warns):
+    """With a critic, rewards of different prompts can be compared. Rank 0 says it for all."""
+    task = _task(tmp_path, state="index", reply=reply)
+    codes, _, err = cli(tmp_path, f"{task} --steps 5 {flags}", world)
+    assert codes == [0] * world and err[1:] == [""] * (world - 1)
+    assert err[0].count("warning: steps 0 to 2: ") == err[0].count("\n") == int(warns)
+    equal = {line["reward/groups_equal"] for line in read_metrics(tmp_path / "run")}
+    assert equal == {1.0 if warns else 0.0}
+
+
+# A model that starts in parts -------------------------------------------------------------------
+
+CASES = read_cases("""
+    t2 qwen3, t2 llama, t2 gemma3_text, d2 qwen3 fsdp, d2 qwen3 fsdp offload, d2 qwen2 zero1,
+    p2 qwen3, p2 gemma3_text zbv, d2e2 qwen3_moe, d4 qwen3 fsdp, d4e4 qwen3_moe, d2t2 qwen3 fsdp,
+    d2p2 qwen3_moe fsdp
+""")
+# Wide enough that a part is more than one tensor; the vocabulary is the largest.
+SHAPE = dict(vocab_size=512, hidden_size=64, num_hidden_layers=4, initializer_range=0.1)
+FAMILIES = {
+    "qwen3_moe": dict(num_experts=8),
+    "llama": dict(qkv_bias=True, o_bias=True, mlp_bias=True),
+    "gemma3_text": dict(layer_types=["sliding_attention", "full_attention"] * 2),
+}
+
+
+def shape_of(family):
+    return tiny(family, **SHAPE, **FAMILIES.get(family, {}))
+
+
+def _start(rank, name, directory):
+    """Bytes of a rank's part of the weights, the most that were live, of the largest tensor; the
+    largest difference from the whole model's weights, drawn and loaded."""
+    text, family, options = CASES[name]
+    shape, plan = shape_of(family), Plan.parse(text)
+    truth = Transformer(shape).double().init_weights(3)
+    if rank == 0:
+        save_hf(truth, directory)
+    dist.barrier()
+
+    @torch.no_grad()
+    def apart(model):
+        places = model.part.places
+        return max((full(p, places[name]) - truth.get_parameter(name)).abs().max().item()
+                   for name, p in model.named_parameters())  # fmt: skip
+
+    grid = Grid(plan)
+    with LiveBytes() as counted:
+        with torch.device("meta"):
+            whole = Transformer(shape).double()
+            model = Transformer(shape).double()
+        model = parallelize(model, plan, device_mesh=grid, **options)
+        materialise(model)
+        draw_weights(model, 3, whole)
+    found = [apart(model)]
+
+    own = [local(p.detach()) for p in model.parameters()]
+    for p in own:
+        p.fill_(7.0)
+    load_hf(directory, model=model, whole=whole)
+    largest = max(p.numel() * 8 for p in truth.parameters())
+    return sum(p.numel() * 8 for p in own), counted.peak, largest, [*found, apart(model)]
+
+
+@pytest.mark.parametrize("name", shortened(CASES, "d2 qwen3 fsdp", "p2 gemma3_text zbv"))
+def test_a_rank_holds_its_part_and_the_weights_are_those_of_one_process(tmp_path, name):
+    """The bytes of its live tensors are counted, not the process's."""
+    text, family, _ = CASES[name]
+    world = Plan.parse(text).world
+    for part, most, largest, apart in ranks(tmp_path, world, _start, name, tmp_path / "hf"):
+        assert apart == [0.0, 0.0]
+        assert part <= most <= 1.1 * (part + largest)
+    # That fewer bytes than the whole were counted is of use only where a part is less than it.
+    whole = sum(p.numel() * 8 for p in Transformer(shape_of(family)).parameters())
+    assert part < 0.7 * whole or name == "d2 qwen2 zero1" or "e" in text

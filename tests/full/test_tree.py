@@ -1,0 +1,1105 @@
+"""tree_attention.py on one process: the tree, attention, chunks, the walk, the partition."""
+
+import copy
+import functools
+import gc
+import itertools
+import json
+import math
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from conftest import shortened
+from measure_tree import draw, modeled_time
+from oracles import FLASH, LiveBytes, Watch, plain_attention, worst
+from oracles import draw as draw_qkv
+from torch import nn
+from torch.autograd import grad as grad_of
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from full.__main__ import main
+from full.attend import attend
+from full.check import TINY, TinyModel, check_tree, example_loss, forests, relative, tiny_model
+from full.chunks import Cost, NonFiniteLoss, partition, partition_tree, tree_backward, tree_scores
+from full.experts import Balance
+from full.masks import Mask
+from full.tree import SHORT, WIDTH, tree_attention
+from full.trie import TokenTrie
+from tree_attention import definition
+
+quick = pytest.mark.quick
+
+
+@pytest.fixture(params=[0, 128], ids=["boxes", "groups"])
+def grouped(request, monkeypatch):
+    """Whether paths count as short: their tokens attend in groups then, and else in boxes."""
+    monkeypatch.setattr("full.tree.SHORT", request.param)
+    return request.param > 0
+
+
+def random_forest(seed, count=12, longest=9, letters=2):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, longest + 1, count)
+    return [torch.tensor(rng.integers(0, letters, n).tolist()) for n in sizes]
+
+
+def shape(name):
+    return [torch.tensor(x) for x in SHAPES[name]]
+
+
+STEM = np.random.default_rng(0).integers(0, 10, 150).tolist()
+SHAPES = forests() | {
+    "nested": [STEM[:n] + [10, n % 10] for n in range(2, 150, 10)],
+    "lone": [[3], [3], [4, 5, 6]],
+}
+
+
+def outcome(model, way, *given, **options):
+    """Loss, log-probs and all gradients of way(model, ..), from no .grad; and what it returned."""
+    model.zero_grad()
+    result = way(model, *given, **options)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    model.zero_grad()
+    return [torch.as_tensor(result[0]), *result[1], *grads], result
+
+
+def flat(model, sequences, loss_fn=example_loss, **options):
+    """The outcome of every sequence by itself. A critic's .logprobs returns the values too."""
+    alone = model
+    if getattr(getattr(model, "config", None), "value_head", False):
+        alone = types.SimpleNamespace(hidden=model.hidden)
+        alone.logprobs = lambda states_nM, *given, **options: (
+            *model.logprobs(states_nM, *given, **options), model.values(states_nM)
+        )  # fmt: skip
+    return outcome(model, lambda _, *given: definition(alone, *given, **options),
+                   sequences, loss_fn)[0]  # fmt: skip
+
+
+def walked(model, sequences, loss_fn=example_loss, **options):
+    """The outcome of a walk."""
+    return outcome(model, tree_backward, TokenTrie(sequences), loss_fn, **options)[0]
+
+
+def one_graph(model, sequences, loss_fn=example_loss, **options):
+    """The outcome of the whole tree in one graph."""
+
+    def packed(model, trie):
+        scores = tree_scores(model, trie, **options)
+        loss = sum(loss_fn(i, *score) for i, score in enumerate(scores))
+        loss.backward()
+        return loss.detach(), [score[0].detach() for score in scores]
+
+    return outcome(model, packed, TokenTrie(sequences))[0]
+
+
+def tree_logprobs(model, trie, **options):
+    return [score[0] for score in tree_scores(model, trie, **options)]
+
+
+def grads_in(found, model):
+    return found[-len([*model.parameters()]) :]
+
+
+def linear_loss(i, logprobs, entropy):
+    """A loss whose gradient is a fixed weight of each token of each sequence, and no entropy."""
+    return (torch.cos(torch.arange(len(logprobs)) * 1.0 + i).to(logprobs) * logprobs).sum()
+
+
+def brute_force(sequences):
+    """Every distinct prefix in DFS preorder, of a fork's branches the largest one first."""
+    nodes = sorted({tuple(x.tolist()[:n]) for x in sequences for n in range(1, len(x) + 1)})
+
+    def size(node):
+        return sum(other[: len(node)] == node for other in nodes)
+
+    def walk(node):
+        branches = [other for other in nodes if other[:-1] == node]
+        below = [walk(branch) for branch in sorted(branches, key=size, reverse=True)]
+        return sum(below, [node] if node else [])
+
+    return walk(())
+
+
+def ancestors(trie, sequences, window=None):
+    """bool (N, N): which tokens each token of a tree sees."""
+    nodes = brute_force(sequences)
+    sees = torch.tensor([[q[: len(k)] == k for k in nodes] for q in nodes])
+    return sees & (trie.positions[:, None] - trie.positions < (window or math.inf))
+
+
+@quick
+@pytest.mark.parametrize("seed", range(30))
+def test_the_trie_is_the_set_of_prefixes_and_its_mask_is_ancestors(seed):
+    sequences = random_forest(seed, letters=1 + seed % 4)
+    trie, nodes = TokenTrie(sequences), brute_force(sequences)
+    assert trie.tokens.tolist() == [node[-1] for node in nodes]
+    assert trie.positions.tolist() == [len(node) - 1 for node in nodes]
+    index = {node: i for i, node in enumerate(nodes)}
+    assert trie.parent.tolist() == [index.get(node[:-1], -1) for node in nodes]
+    below = [[m for m in nodes if m[: len(node)] == node] for node in nodes]
+    assert trie.subtree_end.tolist() == [index[some[-1]] + 1 for some in below]
+    for i, x in enumerate(sequences):
+        assert torch.equal(trie.tokens[trie.path(i)], x)
+        assert trie.ends[i] == trie.path(i)[-1]
+    for window in (None, 3):
+        sees = ancestors(trie, sequences, window)
+        assert torch.equal(trie.mask(window).dense()[0, 0], sees)
+    assert trie.stats().tree_pairs == ancestors(trie, sequences).sum()
+
+    # The order of the input changes nothing, and the input is not changed.
+    shuffled = [sequences[i] for i in torch.randperm(len(sequences))]
+    again, after = TokenTrie(shuffled), random_forest(seed, letters=1 + seed % 4)
+    for name in ("tokens", "positions", "subtree_end", "parent"):
+        assert torch.equal(getattr(trie, name), getattr(again, name))
+    assert all(torch.equal(x, y) for x, y in zip(sequences, after, strict=True))
+
+
+@quick
+def test_stats_count_tokens_and_pairs():
+    trie = TokenTrie([[5, 6, 7], [5, 6, 8], [5, 9]])
+    assert trie.stats(10.0, 1.0) == (8, 5, 15, 11, 8 / 5, (80 + 15) / (50 + 11))
+    assert trie.stats().flop_bound is None and TokenTrie([]).stats().token_bound == 1.0
+
+
+@quick
+def test_thousands_of_forks_and_leaves_need_no_recursion():
+    nested = [np.append(np.zeros(k, int), 1) for k in range(1, 3001)]
+    star = [np.append(np.arange(200), [k, 7]) for k in range(2000)]
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(200)
+    try:
+        for sequences, tokens in ((nested, 6000), (star, 200 + 4000)):
+            trie = TokenTrie(sequences)
+            chunks = partition_tree(trie, 64)
+            assert chunks[0].start == 0 and chunks[-1].stop == len(trie) == tokens
+            assert max(chunk.stop - chunk.start for chunk in chunks) <= 64
+            assert sorted(sum(partition(sequences, 8), [])) == list(range(len(sequences)))
+            assert len(draw(trie, most=10).splitlines()) == 11
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+@pytest.mark.parametrize("window", [None, 2, 50])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("seed", shortened(range(3), 0))
+def test_tree_attention_is_dense_attention_over_ancestors(grouped, seed, window, softcap):
+    sequences = random_forest(seed, count=40, longest=30)
+    trie = TokenTrie(sequences)
+    leaves, dout = draw_qkv(len(trie), batch=1, seed=seed)
+    scores = dict(scale=0.4, softcap=softcap)
+    out = tree_attention(*leaves, trie, window=window, **scores)
+    truth, _ = plain_attention(*leaves, ancestors(trie, sequences, window), **scores)
+    found, true = (grad_of(x, leaves, dout) for x in (out, truth))
+    assert worst([out], [truth]) < 1e-14 and worst(found, true) < 1e-13
+    assert relative(torch.zeros_like(found[1]), true[1]) > 1 - 1e-12  # 0 would not pass
+
+
+class AttentionOnly(nn.Module):
+    """A token's q, k, v are the rows of its id; its score is its parent's output, weighted."""
+
+    def __init__(self, q, k, v, weight):
+        super().__init__()
+        self.qkv = nn.ParameterList(x.detach() for x in (q, k, v))
+        self.weight = weight  # (1, H, N, D), by the id of the token that is scored
+
+    def hidden(self, tokens, /, *, positions=None, attention=None):
+        q, k, v = (x[:, :, tokens[0]] for x in self.qkv)
+        return attention(q, k, v, layer=0, scale=0.3).transpose(1, 2).flatten(2)
+
+    def logprobs(self, states_nM, targets_n, /, *, temperature=1.0):
+        weight_nM = self.weight[0].transpose(0, 1)[targets_n].flatten(1)
+        logprobs_n = (states_nM * weight_nM).sum(-1)
+        return logprobs_n, 0 * logprobs_n
+
+
+@pytest.mark.parametrize("size", [None, 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tree_attention_in_low_precision_is_as_good_as_plain_torch(dtype, grouped, size):
+    """Of the whole tree, and of chunks of up to 24 tokens, whose first one has 48 above it."""
+    spine = torch.arange(96)
+    sequences = [spine, torch.cat([spine[:40], torch.arange(96, 120)])]
+    trie = TokenTrie(sequences)
+    assert trie.tokens.tolist() == list(range(120))
+    leaves, dout = draw_qkv(120, batch=1, groups=4, width=16, dtype=dtype)
+    mask = trie.mask().dense()
+
+    def gradients(model, attention):
+        out = attention(*model.qkv)
+        scored = model.weight[:, :, trie.tokens[trie.parent >= 0]]
+        return grad_of(out[:, :, trie.parent[trie.parent >= 0]], [*model.qkv], scored)
+
+    def plain(q, k, v):
+        return scaled_dot_product_attention(q, k, v, mask, scale=0.3)
+
+    def once(i, logprobs, entropy):  # the two sequences share 40 tokens
+        return logprobs[39 * i :].sum()
+
+    model = AttentionOnly(*leaves, dout)
+    exact = AttentionOnly(*(x.double() for x in leaves), dout.double())
+    truth, theirs = gradients(exact, plain), gradients(model, plain)
+    if size is None:
+        ours = gradients(model, lambda *x: tree_attention(*x, trie, scale=0.3))
+    else:
+        tree_backward(model, trie, once, max_tokens=size, recompute=True)
+        ours = [x.grad for x in model.qkv]
+
+    # Groups compute in float32; plain torch, like a box, rounds the weights of a bf16 tile.
+    most = 0.9 if grouped and dtype != torch.float32 else 1.2
+    for a, b, c in zip(ours, theirs, truth, strict=True):
+        assert a.dtype == dtype and relative(a, c) <= most * relative(b, c)
+
+
+@quick
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_keys_are_summed_in_float32_or_better(dtype):
+    """Branches of weight 4096, 1, .., 1, -4096 below a prompt: 4096 + 1 is 4096 in both dtypes."""
+    branches = 40
+    leaves, weight = draw_qkv(3 + 2 * branches, batch=1, dtype=dtype)
+    for x in (*leaves, weight):  # the branches are equal but for their ids
+        x.data[:, :, 3:] = x.data[:, :, 3:5].repeat(1, 1, branches, 1)
+    trie = TokenTrie([[0, 1, 2, 3 + 2 * n, 4 + 2 * n] for n in range(branches)])
+    factors = [4096.0, *[1.0] * (branches - 2), -4096.0]
+
+    def of_the_prompt(dtype, size):
+        model = AttentionOnly(*(x.to(dtype) for x in leaves), weight.to(dtype))
+        loss = lambda i, logprobs, _: factors[i] * logprobs[3]  # noqa: E731
+        tree_backward(model, trie, loss, max_tokens=size)
+        return [x.grad[:, :, :3] for x in model.qkv[1:]]
+
+    found, truth = of_the_prompt(dtype, 3), of_the_prompt(torch.float64, None)
+    assert worst(found, truth) < 0.02
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_huge_token_and_a_huge_gradient_reach_their_own_paths_only(grouped, window):
+    trie = TokenTrie([[1, 2, 3, 4], [1, 2, 5, 6], [1, 7, 8]])
+    leaves, dout = draw_qkv(len(trie), batch=1, dtype=torch.float32)
+    spoilt = int(trie.path(1)[2])  # token 5 sees 1, 2 and itself; itself and 6 see it
+
+    def run(leaves, dout):
+        out = tree_attention(*leaves, trie, window=window)
+        return out.detach(), *grad_of(out, leaves, dout)
+
+    clean, sees = run(leaves, dout), trie.mask(window).dense()[0, 0]
+    keys = [leaves[0], *(x.detach().clone().requires_grad_() for x in leaves[1:])]
+    huge = dout.clone()
+    for x in (*keys[1:], huge):
+        x.data[0, :, spoilt] = 1e30
+
+    # Its own query, and the keys and values that it sees; of the rest nothing changes.
+    own, seen = torch.arange(len(trie)) == spoilt, sees[spoilt]
+    assert sees[:, spoilt].sum() == 2 and seen.sum() == (window or 3)
+    pairs = [(run(keys, dout)[0], clean[0], sees[:, spoilt])]
+    pairs += zip(run(leaves, huge)[1:], clean[1:], (own, seen, seen), strict=True)
+    for new, old, reached in pairs:
+        assert not torch.allclose(new[:, :, reached], old[:, :, reached])
+        assert relative(new[:, :, ~reached], old[:, :, ~reached]) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_hold_what_torchs_attention_holds_and_nothing_more(dtype):
+    """Bytes that a backward waits with, in float32: q, out, lse, and k, v, bias of each group."""
+    trie = TokenTrie(random_forest(1, count=40, longest=30))
+    leaves, _ = draw_qkv(len(trie), batch=1, dtype=dtype)
+    storages = {}
+
+    def pack(x):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        tree_attention(*leaves, trie)
+    groups = -(-len(trie) // WIDTH)
+    keys = groups * (int(trie.positions[:: WIDTH].max()) + WIDTH)
+    most = groups * WIDTH * 4 * (8 + 8 + 1) * 4
+    most += keys * (2 * 2 * 8 * 4 + WIDTH * 4 + 2 * 8)  # and which key it is, twice
+    assert 0.5 * most < sum(storages.values()) <= most
+
+
+def biases_of_groups(watch):
+    """The biases of torch's attention over groups of tokens; boxes have fewer or more rows."""
+    calls = watch.calls(FLASH)
+    return [kw["attn_mask"] for args, kw in calls if args[0].shape[2] == WIDTH]
+
+
+@quick
+def test_groups_are_for_short_paths_on_a_cpu_without_a_softcap(monkeypatch):
+    def is_grouped(longest=16, device="cpu", batch=1, **options):
+        trie = TokenTrie([list(range(longest)), [*range(12), 20]])
+        with Watch() as watch:
+            tree_attention(*torch.zeros(3, batch, 2, len(trie), 4, device=device), trie, **options)
+        return bool(biases_of_groups(watch))
+
+    assert is_grouped() and is_grouped(longest=SHORT) and is_grouped(window=4)
+    for case in (
+        dict(longest=SHORT + 1), dict(device="meta"), dict(batch=2), dict(softcap=2.0),
+        dict(backend="math"), dict(backend="fused"),
+    ):  # fmt: skip
+        assert not is_grouped(**case)
+    monkeypatch.setattr("full.tree.GATHERED", 300)
+    assert not is_grouped()
+
+
+def test_groups_and_what_they_see_are_found_once_for_all_layers():
+    model, trie = tiny_model("qwen3", num_hidden_layers=3), TokenTrie([[1, 2], [1, 3]])
+    with Watch() as watch:
+        tree_scores(model, trie)
+    biases = biases_of_groups(watch)
+    assert len(biases) == 3 and len({bias.data_ptr() for bias in biases}) == 1
+
+
+@quick
+def test_inputs_are_checked_where_paths_are_short_too(grouped):
+    """Of batches, dtypes, lengths and options tree_attention says what `attend` says."""
+    trie = TokenTrie([[1, 2, 3], [1, 2, 4], [5]])
+    q, k, v = torch.randn(3, 2, 4, 5, 8)
+    assert relative(tree_attention(q, k, v, trie), attend(q, k, v, trie.mask())[0]) < 1e-6
+
+    q, k, v = q[:1], k[:1], v[:1]
+    longer = torch.randn(1, 4, 6, 8)
+    for given, options, message in [
+        ((q, k.double(), v), {}, "in one dtype"),
+        ((q, longer, longer), {}, "expected a mask of .5, 6. queries and keys, got .5, 5."),
+        ((q, k[:, :3], v[:, :3]), {}, "multiple of key heads"),
+        ((q, k, v), dict(scale=-1), "positive number or None as scale, got -1"),
+        ((q, k, v), dict(window=0), "at least 1 as a window, got 0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            tree_attention(*given, trie, **options)
+
+
+def held_tokens(chunks):
+    """The most tokens of chunks that are below each other: their graphs are held at once."""
+    held = []
+    for chunk in chunks:
+        above = held[chunk.parent] if chunk.parent >= 0 else 0
+        held.append(above + chunk.stop - chunk.start)
+    return max(held)
+
+
+# max_tokens: what the longest paths of chunks of forests 0 to 19 held, in all, when the
+# chunks of a path could have subtrees of any fork on it.
+HELD = {1: 276, 2: 282, 3: 291, 7: 405, 13: 607, 40: 1303}
+
+
+@pytest.mark.parametrize("size", HELD)
+def test_chunks_hold_each_token_once_and_joined_ones_hold_no_more(size):
+    """And a forward pass by chunks is the one by sequences: it reads the paths above."""
+    total, model = 0, TinyModel()
+    for seed in range(20):
+        trie = TokenTrie(random_forest(seed, count=25, longest=14))
+        plain = partition_tree(trie, size)
+        joined = partition_tree(trie, size, join_only_children=True)
+        assert all(0 < chunk.stop - chunk.start <= size for chunk in plain)
+        assert held_tokens(joined) == held_tokens(plain)
+        total += held_tokens(plain)
+
+        # Nobody is an only child any more, and chunks that were no only child begin as before.
+        parents = [chunk.parent for chunk in joined if chunk.parent >= 0]
+        assert all(parents.count(parent) > 1 for parent in parents)
+        were = [chunk.parent for chunk in plain]
+        kept = [x.start for x in plain if x.parent < 0 or were.count(x.parent) > 1]
+        assert [chunk.start for chunk in joined] == kept
+        if seed < 8:
+            with torch.no_grad():
+                found = tree_logprobs(model, trie, max_tokens=size)
+                assert worst(found, tree_logprobs(model, trie)) < 1e-12
+    assert total <= HELD[size]
+
+
+SPINE = np.arange(128)
+TWO_ENDS = [[1, 2, 3] + [4] * 10, [1, 2, 3, 5, 5]]
+CUTS = {  # sequences, max_tokens, and of each chunk its length, its parent, its depth
+    "sibling subtrees are packed together": (
+        [[1] * 10 + [k] * 5 for k in range(8)], np.int64(20),
+        [20, 20, 10], [-1, 0, 0], [0, 10, 10]),
+    "the whole tree": ([[1] * 10 + [k] * 5 for k in range(8)], None, [50], [-1], [0]),
+    # A spine with a small branch every 8 tokens: chunks are full, and no fork ends a path. Twelve
+    # branches of three chunks' forks are one more chunk, below the last fork of them all.
+    "a path runs past forks while what is below it fits": (
+        [np.append(SPINE[:k], np.full(4, 500 + k)) for k in range(8, 129, 8)], 48,
+        [48] * 4, [-1, 0, 1, 1], [0, 48, 96, 96]),
+    # Other branches that fill the chunk end a path too: none of the largest branch would fit.
+    "others fill the chunk": (TWO_ENDS, 5, [3, 5, 5, 2], [-1, 0, 1, 0], [0, 3, 8, 3]),
+    "others leave room": (TWO_ENDS, 6, [6, 6, 3], [-1, 0, 1], [0, 6, 12]),
+    # A branch that does not fit next to the path ends it, and gets a chunk of its own.
+    "a branch does not fit": (
+        [SPINE, np.append(SPINE[:40], np.full(20, 500))], 48,
+        [40, 48, 40, 20], [-1, 0, 1, 0], [0, 40, 88, 40]),
+}  # fmt: skip
+
+
+@quick
+@pytest.mark.parametrize("name", CUTS)
+def test_where_a_tree_is_cut(name):
+    sequences, size, *expected = CUTS[name]
+    trie = TokenTrie(sequences)
+    chunks = partition_tree(trie, size)
+    depths = trie.positions[[x.start for x in chunks]].tolist()
+    lengths = [x.stop - x.start for x in chunks]
+    assert [lengths, [x.parent for x in chunks], depths] == expected
+
+
+# A conversation that is trained on at each turn is one path. At a fork the walk goes down the
+# largest branch first: chunks of 10, 10, 10, 10 and 2 tokens.
+CHAIN = [torch.arange(n) % 11 for n in range(5, 41, 5)]
+FORK = [torch.arange(30) % 11, torch.cat([torch.arange(10), torch.full((12,), 5)])]
+CALLS = {  # name: (sequences, options of the walk, [(tokens of a call, with a graph or without)])
+    "kept, whole": (CHAIN, dict(max_tokens=None), [(40, True)]),
+    "kept, 10": (CHAIN, dict(max_tokens=10), [(40, True)]),
+    "kept, 3": (CHAIN, dict(max_tokens=3), [(40, True)]),
+    # Four chunks: three without a graph, then each with its own, from the last one up.
+    "again, 10": (
+        CHAIN, dict(max_tokens=10, recompute=True), [(10, False)] * 3 + [(10, True)] * 4),
+    "again, 4": (CHAIN, dict(max_tokens=4, recompute=True), [(4, False)] * 9 + [(4, True)] * 10),
+    "again, a fork": (
+        FORK, dict(max_tokens=10, recompute=True),
+        [(10, False), (10, False), (10, True), (10, True),  # down the long branch, and back
+         (10, False), (2, True), (10, True),  # the other branch
+         (10, True)]),  # the chunk above both
+    # A scoring pass has no graph: there a chunk is all that bounds what a call holds.
+    "scores": (CHAIN, None, [(10, False)] * 4),
+}  # fmt: skip
+
+
+@quick
+@pytest.mark.parametrize("name", CALLS)
+def test_a_path_is_one_call_or_chunks_that_run_again_where_others_are_below(name):
+    sequences, options, expected = CALLS[name]
+    model, calls = TinyModel(), []
+    hidden = model.hidden
+
+    def counted(tokens, /, *, positions, attention):
+        calls.append((tokens.shape[1], torch.is_grad_enabled()))
+        return hidden(tokens, positions=positions, attention=attention)
+
+    model.hidden = counted
+    if options is None:
+        with torch.no_grad():
+            tree_scores(model, TokenTrie(sequences), max_tokens=10)
+    else:
+        tree_backward(model, TokenTrie(sequences), example_loss, **options)
+    assert calls == expected
+
+
+class Windowed(TinyModel):
+    """All layers have one window, and none a softcap."""
+
+    window = None
+
+    def layer_options(self, layer):
+        return dict(window=self.window, softcap=None)
+
+
+@quick
+@pytest.mark.parametrize("window", [None, 5, 60])
+def test_chunks_of_long_paths_are_the_definition(grouped, window):
+    """In groups and in boxes: of 24 queries at depth 40 the first sees 41 keys."""
+    model = Windowed()
+    model.window = window
+    spine = [torch.arange(n) % 7 for n in range(8, 89, 8)]
+    sequences = [*spine, torch.cat([spine[7], torch.full((4,), 9)])]
+    truth = flat(model, sequences)
+    for size in (24, 48):
+        with Watch() as watch:
+            found = walked(model, sequences, max_tokens=size, recompute=True)
+        assert worst(found, truth) < 1e-12
+        assert bool(biases_of_groups(watch)) == grouped
+
+
+CHUNKS = [*itertools.product((None, 1, 2, 3, 7), (False, True))]  # tokens a chunk, recomputation
+FEW = [(None, True), (3, False), (7, True)]
+few_or_every = pytest.mark.parametrize(
+    "chunks", [FEW, pytest.param(CHUNKS, marks=pytest.mark.slow)], ids=["few", "every"]
+)
+
+
+def worst_of_walks(model, name, chunks, **options):
+    """The largest error of loss, log-probs and gradients, of one graph and of walks in chunks."""
+    sequences = shape(name)
+    truth = flat(model, sequences, **options)
+    found = [one_graph(model, sequences, **options)]
+    for size, recompute in chunks:
+        found.append(walked(model, sequences, max_tokens=size, recompute=recompute, **options))
+    if name != "one token":  # zeros would not pass
+        assert all(relative(torch.zeros_like(x), x) == 1 for x in grads_in(truth, model)[:5])
+    return max(worst(x, truth) for x in found)
+
+
+@quick
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradients_are_those_of_every_sequence_by_itself(name):
+    """A model with windows and soft caps; chunk by chunk, kept and run again."""
+    chunks = [(None, False), (3, False), (2, True), (5, True)]
+    assert worst_of_walks(TinyModel(), name, chunks, temperature=0.7) < 1e-12
+
+
+@few_or_every
+@pytest.mark.parametrize("kind", TINY)
+def test_every_family_of_models_has_the_gradients_of_the_flat_batch(kind, chunks):
+    """With values; without them the whole check of the file has every family."""
+    model = tiny_model(kind)
+    nn.init.normal_(model.add_value_head().score.weight)
+    for name in ("prefixes", "binary", "forest"):
+        assert worst_of_walks(model, name, chunks, temperature=0.8) < 1e-10
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_forward_passes_are_the_definitions_and_leave_no_gradient(kind):
+    model, sequences = tiny_model(kind), shape("forest")
+    trie = TokenTrie(sequences)
+    _, logprobs = definition(model, sequences, example_loss, temperature=0.8)
+    assert worst(tree_logprobs(model, trie, temperature=0.8), logprobs) < 1e-12
+    model.zero_grad()
+    with torch.no_grad():
+        whole = tree_scores(model, trie)
+        for size in (1, 2, 7):
+            for few, every in zip(tree_scores(model, trie, max_tokens=size), whole, strict=True):
+                assert worst(few, every) < 1e-12
+
+        # Padded, they are the same numbers, and 0 past the end of a sequence.
+        padded = zip(*tree_scores(model, trie, padded=True), strict=True)
+    for row, few in zip(whole, padded, strict=True):
+        for x, y in zip(row, few, strict=True):
+            assert torch.equal(y[: len(x)], x) and not y[len(x) :].any()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@quick
+@pytest.mark.parametrize("size, recompute", [(None, False), (4, False), (1, True), (3, True)])
+def test_masks_score_what_a_loss_uses_and_nothing_else(size, recompute):
+    """Also where a chunk has nothing to score, and only passes on the gradient from below."""
+    model, rng = tiny_model("qwen3"), np.random.default_rng(0)
+    sequences = random_forest(3) + [torch.tensor([4, 4, 4, 5, 6, n, n]) for n in (1, 2)]
+    trie, options = TokenTrie(sequences), dict(max_tokens=size, recompute=recompute)
+    masks = [rng.random(len(x) - 1) < 0.4 for x in sequences[:-2]] + [np.arange(6) > 4] * 2
+
+    def loss_fn(i, *scores):
+        return linear_loss(i, *(torch.where(torch.from_numpy(masks[i]), x, 0.0) for x in scores))
+
+    truth = walked(model, sequences, loss_fn, **options)
+    scored, plain = [], model.logprobs
+    model.logprobs = lambda x_nM, *rest, **more: (
+        scored.append(len(x_nM)) or plain(x_nM, *rest, **more)
+    )
+    options["masks"] = masks
+    found = walked(model, sequences, loss_fn, **options)
+    wanted = {int(n) for i, m in enumerate(masks) for n in trie.path(i)[1:][torch.from_numpy(m)]}
+    assert recompute or sum(scored) == len(wanted) < len(trie)
+    pairs = zip(grads_in(found, model), grads_in(truth, model), strict=True)
+    assert max((a - b).abs().max() for a, b in pairs) < 1e-12
+    with torch.no_grad():
+        given = tree_logprobs(model, trie, masks=masks, max_tokens=size), tree_logprobs(model, trie)
+    for mask, few, every in zip(masks, *given, strict=True):
+        assert (few - every)[torch.from_numpy(mask)].abs().sum() < 1e-10
+        assert len(few) == len(mask)
+
+
+@pytest.mark.parametrize("size", [None, 3])
+@pytest.mark.parametrize("critic", [False, True])
+def test_a_loss_of_all_sequences_of_a_chunk_is_the_sum_of_theirs(critic, size):
+    model = tiny_model("qwen3")
+    sequences = random_forest(5) + [torch.tensor(x) for x in [[0], [1, 1, 1]] * 2]
+    if critic:
+        model.add_value_head()
+    calls = []
+
+    def together(some, *scores):
+        assert all(x.requires_grad for x in scores)
+        calls.extend(some)
+        lengths = [len(sequences[i]) - 1 for i in some]
+        assert all((x[n:] == 0).all() for y in scores for x, n in zip(y, lengths, strict=True))
+        parts = zip(*([x[:n] for x, n in zip(y, lengths, strict=True)] for y in scores))
+        return sum(example_loss(i, *part) for i, part in zip(some, parts, strict=True))
+
+    options = dict(max_tokens=size, temperature=0.7)
+    truth = walked(model, sequences, **options)
+    found = walked(model, sequences, together, batched=True, **options)
+    assert sorted(calls) == list(range(len(sequences)))
+    assert relative(found[0], truth[0]) < 1e-12
+    assert max((a - b).abs().max() for a, b in zip(found, truth) if len(a.shape) > 1) < 1e-13
+    with pytest.raises(NonFiniteLoss, match="loss of sequences"):
+        walked(model, sequences, lambda some, lp, *_: lp.sum() * math.nan, batched=True, **options)
+
+
+def test_two_calls_accumulate():
+    model, sequences = TinyModel(), random_forest(4)
+    once = grads_in(walked(model, sequences, linear_loss), model)
+    for _ in range(2):
+        tree_backward(model, TokenTrie(sequences), linear_loss, max_tokens=3)
+    assert worst([p.grad for p in model.parameters()], [2 * x for x in once]) < 1e-13
+
+
+def nan_gradient(logprobs):
+    zero = (logprobs - logprobs.detach()).sum()
+    return zero + zero.square().sqrt()
+
+
+FAILING = {  # what the loss of sequence 7 is, from its log-probs; error; message
+    "raises": (lambda logprobs: {}["from loss_fn"], KeyError, "from loss_fn"),
+    "nan": (lambda x: x.sum() * math.nan, NonFiniteLoss, "the loss of sequence 7 is nan"),
+    "gradient": (nan_gradient, NonFiniteLoss, "sequence 7 is .*, its gradient is not finite"),
+    "vector": (lambda x: x, ValueError, "expected one number from loss_fn.*sequence 7"),
+}
+
+
+@pytest.mark.parametrize("size", shortened([None, 4], 4))
+@pytest.mark.parametrize("name", FAILING)
+def test_a_failure_in_the_middle_leaves_nothing_behind(name, size):
+    model, sequences = TinyModel(), random_forest(1, count=14)
+    bad, error, message = FAILING[name]
+
+    def failing(i, logprobs, entropy):
+        return bad(logprobs) if i == 7 else linear_loss(i, logprobs, entropy)
+
+    truth = walked(model, sequences, linear_loss, max_tokens=size)
+    before = [torch.ones_like(p) for p in model.parameters()]
+    for p, grad in zip(model.parameters(), before, strict=True):
+        p.grad = grad
+    with pytest.raises(error, match=message):
+        tree_backward(model, TokenTrie(sequences), failing, max_tokens=size)
+    for p, grad in zip(model.parameters(), before, strict=True):
+        assert p.grad is grad and (grad == 1).all()
+    assert worst(walked(model, sequences, linear_loss, max_tokens=size), truth) == 0
+
+    # Where nobody may stop, NaN goes on into the gradient.
+    if name == "nan":
+        found = walked(model, sequences, failing, max_tokens=size, check_finite=False)
+        assert not all(x.isfinite().all() for x in grads_in(found, model))
+
+
+def test_an_entropy_that_no_loss_uses_costs_no_second_head():
+    """The head's backward gets nothing for it, not even a zero gradient."""
+    model, trie, got = TinyModel(), TokenTrie(random_forest(0)), []
+    real = model.logprobs
+
+    def watched(*given, **options):
+        logprobs, entropies = real(*given, **options)
+        if entropies.requires_grad:
+            entropies.register_hook(got.append)
+        return logprobs, entropies
+
+    model.logprobs = watched
+    tree_backward(model, trie, linear_loss, max_tokens=4)
+    assert not got
+    tree_backward(model, trie, example_loss)
+    assert len(got) == 1
+
+
+def test_the_loss_is_summed_in_the_models_precision():
+    model, trie = TinyModel(), TokenTrie([[k] for k in range(10)] * 12 + [[0]])
+    for dtype in (torch.bfloat16, torch.float16, torch.int64):
+        result = tree_backward(model, trie, lambda i, *x, d=dtype: torch.tensor(6e4).to(d))
+        assert result.loss == 121 * torch.tensor(6e4).to(dtype).double()
+    assert tree_backward(model, trie, lambda i, *x: 1.5).loss == 121 * 1.5  # or a number
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_frozen_parameters_and_no_grad_outside(kind):
+    model, sequences = tiny_model(kind), shape("forest")
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.startswith(("model.layers.1", "lm_head")))
+    truth = flat(model, sequences)
+    with torch.no_grad():
+        given = tree_backward, TokenTrie(sequences), example_loss
+        found, _ = outcome(model, *given, max_tokens=3, recompute=True)
+    assert worst(found, truth) < 1e-10
+
+
+@quick
+def test_nothing_is_an_ordinary_case():
+    model, trie = TinyModel(), TokenTrie([])
+    result = tree_backward(model, trie, example_loss, max_tokens=3)
+    assert result.loss == 0 and result.logprobs == []
+    assert [x.shape for x in tree_scores(model, trie, padded=True)] == [(0, 0)] * 2
+    assert tree_scores(model, trie) == [] and draw(trie) == "" and partition_tree(trie) == []
+    assert all(p.grad is None for p in model.parameters())
+    assert partition([], 3) == [[], [], []]
+
+
+def counted(model, sequences):
+    """The tokens of each expert, by layer, one sequence at a time."""
+    counts = {}
+    for x in sequences:
+        balance = Balance(torch.zeros(len(x)).long())
+        model.hidden(x[None], on_routing=balance)
+        for layer, n in balance.counts.items():
+            counts[layer] = counts.get(layer, 0) + n
+    return counts
+
+
+@few_or_every
+@pytest.mark.parametrize("name", ["lone", "duplicates", "prefixes", "caterpillar", "forest"])
+def test_experts_count_tokens_as_the_flat_batch_does(name, chunks):
+    """A token counts for each sequence that has it, and once if its chunk runs twice."""
+    model, sequences = tiny_model("qwen3_moe", num_hidden_layers=3), shape(name)
+    counts = counted(model, sequences)
+    for size, recompute in chunks:
+        options = dict(max_tokens=size, recompute=recompute)
+        given = tree_backward, TokenTrie(sequences), example_loss
+        _, result = outcome(model, *given, **options)
+        assert result.router_counts.keys() == counts.keys() and counts
+        assert all(torch.equal(result.router_counts[k], counts[k]) for k in counts)
+
+
+BF16 = [("qwen3", (None, 32))]
+BF16 += [
+    pytest.param(kind, (None, 64, 32, 8), marks=pytest.mark.slow)
+    for kind in ("qwen3", "gemma3_text")
+]
+
+
+@pytest.mark.parametrize("kind, sizes", BF16)
+def test_bf16_is_as_good_as_flat_bf16(kind, sizes):
+    """Root mean square over seeds and shapes: one case alone is +-10 % by the roundings' luck."""
+    errors = {size: [] for size in ("flat", *sizes)}
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        prompt = torch.from_numpy(rng.integers(0, 53, 96))
+        star = [torch.cat([prompt, torch.from_numpy(rng.integers(0, 53, 24))]) for _ in range(8)]
+        low = tiny_model(kind, seed=seed, dtype=torch.bfloat16, hidden_size=64)
+        exact = copy.deepcopy(low).float()
+        for sequences in (star, [prompt[:n] for n in range(12, 97, 12)]):
+            results = {"flat": flat(low, sequences, linear_loss)}
+            for size in sizes:
+                results[size] = walked(low, sequences, linear_loss, max_tokens=size)
+            truth = flat(exact, sequences, linear_loss)
+            for way, found in results.items():
+                both = (nn.utils.parameters_to_vector(grads_in(x, low)) for x in (found, truth))
+                errors[way].append(relative(*both))
+    for size in sizes:
+        assert np.linalg.norm(errors[size]) <= 1.1 * np.linalg.norm(errors["flat"]), size
+
+
+def peak(model, trie, **options):
+    """Bytes that tree_backward held, beyond the parameters' gradients."""
+    model.zero_grad()
+    with LiveBytes() as live:
+        tree_backward(model, trie, linear_loss, **options)
+    return live.peak - sum(p.grad.nbytes for p in model.parameters())
+
+
+def peak_of_scores(model, trie, **options):
+    with LiveBytes() as live, torch.no_grad():
+        tree_scores(model, trie, **options)
+    return live.peak - 16 * len(trie)  # what it returns
+
+
+def star(leaves):
+    return TokenTrie([np.append(np.arange(200) % 50, [k, *range(31)]) for k in range(leaves)])
+
+
+def small_model(kind="qwen3"):
+    return tiny_model(kind, dtype=torch.float32, hidden_size=64, vocab_size=101)
+
+
+@pytest.mark.parametrize("kind", shortened(["qwen3", "qwen3_moe"], "qwen3_moe"))
+@pytest.mark.parametrize("recompute", shortened([False, True], True))
+def test_memory_does_not_depend_on_the_number_of_leaves(recompute, kind):
+    model = small_model(kind)
+    few, many = (peak(model, star(n), max_tokens=32, recompute=recompute) for n in (8, 32))
+    assert few <= many < 1.1 * few
+    assert peak(model, star(64)) > 4 * many  # all at once, it does
+    few, many = (peak_of_scores(model, star(n), max_tokens=32) for n in (8, 32))
+    assert 0.9 * few < many < 1.1 * few < 0.5 * peak_of_scores(model, star(64))
+
+
+def test_a_path_grows_by_its_keys_and_values_and_their_gradients():
+    """MEMORY: when the loss is called, by keys and values, and the lowest chunk's copy of them.
+
+    Keys and values are a part of a matrix that holds the queries too. A value that kept all of it
+    alive would show. At the peak there are their gradients, and sums, and what a kernel makes.
+    """
+    model, held = Windowed(layers=4), {}
+    for n in (330, 660):
+        trie = TokenTrie([np.append(np.zeros(n, int), k) for k in (1, 2)])
+        model.zero_grad()
+        with LiveBytes() as live:
+
+            def loss(i, logprobs, entropy):
+                held[n] = live.now  # noqa: B023
+                return linear_loss(i, logprobs, entropy)
+
+            tree_backward(model, trie, loss, max_tokens=30, recompute=True)
+        held["peak", n] = live.peak
+    keys_and_values = 330 * 4 * 2 * (2 * 4) * 8
+    assert 2.0 < (held[660] - held[330]) / keys_and_values < 2.2
+    assert 3.5 < (held["peak", 660] - held["peak", 330]) / keys_and_values < 3.7
+
+
+def test_a_walk_leaves_nothing_for_the_garbage_collector():
+    """MEMORY: what a chunk held is freed when it is done, not when Python looks for cycles."""
+    model, trie = tiny_model("gemma3_text"), TokenTrie(random_forest(0))
+    tree_backward(model, trie, linear_loss, max_tokens=4)
+    gc.collect()
+    gc.disable()
+    try:
+        for recompute in (False, True):
+            tree_backward(model, trie, linear_loss, max_tokens=4, recompute=recompute)
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            assert not any(isinstance(x, torch.Tensor | Mask) for x in gc.garbage)
+            gc.set_debug(0)
+            gc.garbage.clear()
+    finally:
+        gc.set_debug(0)
+        gc.enable()
+
+
+def test_larger_calls_hold_no_more(monkeypatch):
+    """MEMORY: at the peak as many bytes as with a call for each chunk, on paths and on a star."""
+    model = small_model()
+    path = TokenTrie([np.arange(n) % 53 for n in range(60, 481, 60)])
+    assert peak(model, path) > 2.5 * peak(model, path, max_tokens=60, recompute=True)
+    joined = [peak(model, trie, max_tokens=60) for trie in (path, star(12))]
+    plain = partition_tree
+    monkeypatch.setattr("full.chunks.partition_tree", lambda *x, join_only_children: plain(*x))
+    for trie, most in zip((path, star(12)), joined, strict=True):
+        assert most < 1.02 * peak(model, trie, max_tokens=60)
+
+
+KEEPING = functools.partial(
+    create_selective_checkpoint_contexts, [getattr(torch.ops.aten, FLASH).default]
+)
+CONTEXTS = {  # around attention; and how often a call with a graph runs the kernel
+    "recomputed": (dict(use_reentrant=False), 2),
+    "reentrant": (dict(use_reentrant=True), 2),
+    "the kernel's results kept": (dict(use_reentrant=False, context_fn=KEEPING), 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_checkpoints_around_attention_change_no_gradient(grouped, context):
+    """The walk's callable runs again then. In groups it is one call of the kernel."""
+    how, times = CONTEXTS[context]
+    model = tiny_model("qwen3")
+    truth, hidden, layers = flat(model, FORK), model.hidden, model.config.num_hidden_layers
+
+    def checkpointed(tokens, /, *, positions=None, attention=None):
+        def again(*qkv, **options):
+            return checkpoint(lambda *x: attention(*x, **options), *qkv, **how)
+
+        return hidden(tokens, positions=positions, attention=again)
+
+    model.hidden = checkpointed
+    for way, calls in (
+        (functools.partial(walked, recompute=False), times),
+        (functools.partial(walked, max_tokens=1), 3 * times),  # a path, and two below it
+        (functools.partial(walked, max_tokens=10, recompute=True), 3 + 5 * times),  # as in CALLS
+        (one_graph, times),
+    ):
+        with Watch() as watch:
+            assert worst(way(model, FORK), truth) < 1e-10
+        assert not grouped or len(watch.calls(FLASH)) == layers * calls
+
+
+@quick
+def test_a_path_in_chunks_makes_two_kernel_calls_a_chunk_and_layer(monkeypatch):
+    """Where paths are long: a rectangle of the keys above, and a triangle; no mask in either."""
+    monkeypatch.setattr("full.tree.SHORT", 0)
+    model = tiny_model("qwen3")
+    layers = model.config.num_hidden_layers
+    path = TokenTrie([np.arange(n) % 11 for n in range(5, 1025, 5)])
+    with Watch() as watch:
+        tree_backward(model, path, example_loss, max_tokens=256, recompute=True)
+    assert not any(options.get("attn_mask") for _, options in watch.calls(FLASH))
+
+    # Forward: the first chunk has nothing above it. Three chunks run twice, the last one once.
+    assert len(watch.calls(FLASH)) == layers * (2 * 1 + 2 * 2 * 2 + 2)
+
+    # The backward cuts a triangle of 256 into one of 128, a square and another triangle.
+    assert len(watch.calls(f"{FLASH}_backward")) == layers * (3 + 3 * 4)
+
+
+@quick
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_reentrant_checkpoint_of_whole_layers_is_refused(recompute):
+    """It loses the gradient of keys that chunks below read; where none is below, it is fine."""
+    model, sequences = tiny_model("qwen3"), random_forest(0)
+    truth, options = flat(model, sequences), dict(max_tokens=4, recompute=recompute)
+    forwards = [layer.forward for layer in model.model.layers]
+    for use_reentrant in (False, True):
+        for layer, forward in zip(model.model.layers, forwards, strict=True):
+            layer.forward = functools.partial(checkpoint, forward, use_reentrant=use_reentrant)
+        assert worst(walked(model, sequences), truth) < 1e-10
+        if not use_reentrant:
+            assert worst(walked(model, sequences, **options), truth) < 1e-10
+    with pytest.raises(ValueError, match="reentrant checkpoint.*pass use_reentrant=False"):
+        walked(model, sequences, **options)
+    assert all(p.grad is None for p in model.parameters())
+    with torch.no_grad():
+        tree_scores(model, TokenTrie(sequences), max_tokens=4)  # nobody wants a graph here
+
+
+def wrong(**parts):
+    """A model with one thing that a tree cannot have."""
+    model = TinyModel()
+    for name, part in parts.items():
+        setattr(model, name, part)
+    return model
+
+
+class LinearAttention(nn.Module):
+    pass
+
+
+def numbered(tokens, /, *, positions=None, attention=None):
+    """Both layers call attention with the number 0."""
+    zero = lambda *x, layer, **options: attention(*x, layer=0, **options)  # noqa: E731
+    return TinyModel().hidden(tokens, positions=positions, attention=zero)
+
+
+def deaf(tokens, /, *, positions=None, attention=None):
+    return TinyModel().hidden(tokens, positions=positions)
+
+
+LINEAR = types.SimpleNamespace(layer_types=["linear_attention"])
+TWO = [[1, 2, 3], [1, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    "model, sequences, options, message",
+    [
+        (wrong(drop=nn.Dropout(0.1)), TWO, {}, "drop drops out with p = 0.1.*model.eval"),
+        (wrong(mix=nn.Conv1d(1, 1, 3)), TWO, {}, "mix is Conv1d: it mixes tokens in another way"),
+        (wrong(mix=nn.GRU(2, 2)), TWO, {}, "mix is GRU"),
+        (wrong(mix=LinearAttention()), TWO, {}, "mix is LinearAttention"),
+        (wrong(config=LINEAR), TWO, {}, "linear_attention.*not all are causal softmax"),
+        (wrong(hidden=deaf), TWO, {}, "TinyModel.hidden never called `attention`"),
+        (wrong(hidden=numbered), TWO, {}, "two layers call attention with layer=0"),
+        (nn.Linear(2, 2), TWO, {}, "Linear must have .hidden"),
+        (TinyModel(), TWO, dict(masks=[[True, True]]), "got 1 masks for 2 sequences"),
+        (TinyModel(), TWO, dict(masks=[[True, True], [True]]),
+         r"mask 1: expected shape \(2,\), got \(1,\)"),
+        (tiny_model("qwen3"), [[1, 2], [3, 53]], {},
+         "sequence 1 has the token id 53; ids are below 53"),
+        (tiny_model("qwen3", max_position_embeddings=8), [[1], [1] * 9], {},
+         "sequence 1 has 9 tokens, the model's limit is 8"),
+    ],
+)  # fmt: skip
+def test_what_a_tree_cannot_train_is_refused(model, sequences, options, message):
+    trie = TokenTrie(sequences)
+    with pytest.raises(ValueError, match=message):
+        tree_backward(model, trie, linear_loss, max_tokens=2, **options)
+    assert all(p.grad is None for p in model.parameters())
+    if not options:
+        with torch.no_grad(), pytest.raises(ValueError, match=message):
+            tree_scores(model, trie, max_tokens=2)
+
+
+@torch.inference_mode()
+def train_under_inference_mode():
+    tree_backward(TinyModel(), TokenTrie(TWO), linear_loss)
+
+
+def tokens(*sequences):
+    return lambda: TokenTrie([torch.tensor(x) for x in sequences])
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (tokens([1, 2], []), "sequence 1: expected 1-D integers, 1 token or more"),
+        (tokens([1.5, 2.0]), "sequence 0: expected 1-D integers"),
+        (tokens([[1, 2]]), "sequence 0: expected 1-D integers"),
+        (tokens([1, 2], [3, -1]), "sequence 1: expected token ids .*, got -1"),
+        (lambda: TokenTrie([[1], np.array([2**63 + 1], np.uint64)]),
+         "sequence 1: expected token ids .*, got -"),
+        (lambda: tree_backward(TinyModel(), TWO, linear_loss), "expected a TokenTrie, got list"),
+        (lambda: tree_backward(TinyModel().requires_grad_(False), TokenTrie(TWO), linear_loss),
+         "no parameter of the model requires a gradient"),
+        (train_under_inference_mode, "use tree_scores"),
+        (lambda: tree_logprobs(TinyModel(), TokenTrie(TWO), max_tokens=2),
+         "call tree_scores under torch.no_grad"),
+        (lambda: tree_backward(TinyModel(), TokenTrie(TWO), linear_loss, lockstep=True),
+         "a rank cannot stop by itself: pass check_finite=False"),
+        *((lambda n=n: partition_tree(TokenTrie(TWO), n),
+           f"expected max_tokens of 1 or more.*got {n}") for n in (0, -1, 2.5)),
+        (lambda: partition(TWO, 2, strategy="best"), "expected strategy .dfs. or"),
+        (lambda: partition(TWO, 0), "world of 1 or more"),
+    ],
+)  # fmt: skip
+def test_calls_that_cannot_be_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_dropout_that_drops_nothing_is_fine():
+    for model in (wrong(drop=nn.Dropout(0.0)), wrong(drop=nn.Dropout(0.1)).eval()):
+        tree_backward(model, TokenTrie(TWO), linear_loss)
+
+
+def contiguous(order, world):
+    """Every way to cut the order into `world` stretches, empty ones too."""
+    for cuts in itertools.combinations_with_replacement(range(len(order) + 1), world - 1):
+        edges = [0, *cuts, len(order)]
+        yield [order[a:b] for a, b in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize("again", [0.0, 0.5])
+@pytest.mark.parametrize("seed", range(6))
+def test_dfs_partition_is_the_best_of_all_contiguous_ones(seed, again):
+    sequences, cost = random_forest(seed, count=9, longest=12), Cost(1.0, 0.05, again)
+
+    def largest(shares):
+        return max(modeled_time(TokenTrie([sequences[i] for i in x]), cost) for x in shares)
+
+    order = sum(partition(sequences, 1), [])
+    assert order == TokenTrie(sequences).order
+    for world in (1, 2, 3, 4):
+        dealt = [[*range(9)][rank::world] for rank in range(world)]
+        assert partition(sequences, world, strategy="round_robin") == dealt
+        shares = partition(sequences, world, cost=cost)
+        assert sum(shares, []) == order and len(shares) == world
+        best = min(largest(x) for x in contiguous(order, world))
+        assert largest(shares) <= best * (1 + 1e-6)
+
+
+def test_check_fails_where_a_gradient_is_wrong(monkeypatch, capsys):
+    def slightly_wrong(model, *given, **options):
+        result = tree_backward(model, *given, **options)
+        next(model.parameters()).grad *= 1 + 1e-8
+        return result
+
+    monkeypatch.setattr("full.check.tree_backward", slightly_wrong)
+    monkeypatch.setattr("full.check.forests", lambda: {"a star": SHAPES["star"]})
+    monkeypatch.setitem(sys.modules, "measure_tree", None)  # an ImportError: no families
+    assert not check_tree()
+    line = next(x for x in capsys.readouterr().out.splitlines() if "a star" in x)
+    assert line.endswith("FAILED")
+
+
+@quick
+@pytest.mark.parametrize(
+    "sequences, words",
+    [
+        ([[5, 6, 7], [5, 6, 8], [5, 9], [5, 6]],
+         ["+- 5\n|  +- 6   ends: [3] at 1\n|  |  +- 7   ends: [0] at 1\n"
+          "|  |  +- 8   ends: [1] at 1\n|  +- 9   ends: [2] at 1\n",
+          "tree_tokens 5", "sequences [1, 2]"]),
+        # A path of ten in chunks of three: four to list, and one call where graphs are kept.
+        ([list(range(10))],
+         ["3: below    2, depth     9, 1 tokens", "1 calls of at most 10 tokens"]),
+    ],
+)  # fmt: skip
+def test_plan_prints_tree_chunks_and_partition(tmp_path, capsys, sequences, words):
+    (tmp_path / "x.json").write_text(json.dumps(sequences))
+    flags = ["--chunk-tokens", "3", "--world", "2"]
+    assert main(["bench", "tree", "plan", str(tmp_path / "x.json"), *flags]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in words), out
+
+
+@pytest.mark.slow  # test_gpu.py runs one of its shapes by default
+def test_bench_runs_at_toy_size(tmp_path, capsys):
+    (tmp_path / "x.json").write_text(json.dumps([[[1, 2, 3], [1, 2, 4]]]))
+    assert main(["bench", "tree", "--repeats", "1", "--scale", "0.02", "--only", "GRPO"]) == 0
+    assert main(["bench", "tree", "--repeats", "1", "--data", str(tmp_path / "x.json")]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {row["way"] for row in last["rows"]} == {"flat", "sparse", "dta N/4", "dta N/8"}
