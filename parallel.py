@@ -15,7 +15,7 @@ them. If every term is added exactly once, a plan changes nothing but rounding.
     (6)  norm^2  = sum of grad^2 over the distinct entries of all weights
     (7)  theta  <- AdamW(theta, grad min(1, max_norm / (norm + 1e-6)))
 
-A plan such as p2d2t2 is a product of degrees. What each letter shares out, and what is sent:
+A plan such as p2d2t2 is a product of degrees. What each letter splits, and what ranks send:
 
     d  data      rows of the batch          gradients once a step: all-reduce
     c  context   tokens of each sequence    the same, and keys and values: ring_attention.py
@@ -472,8 +472,8 @@ def clip_grad_norm(model, max_norm, grid):
 
 
 # 8. ZeRO-1: sharded optimizer states ------------------------------------------------------------
-# AdamW stores two moments of every entry. Replicas would store the same ones, so ZeRO shares them
-# out (arXiv:1910.02054). On 4 data ranks, with 4 bytes for each number of an entry:
+# AdamW stores two moments of every entry. Replicas would store the same ones, so ZeRO distributes
+# the moments (arXiv:1910.02054). On 4 data ranks, with 4 bytes for each number of an entry:
 #
 #              weight   gradient   moments   bytes   messages
 #     plain    whole    whole      whole        16   all-reduce of gradients, once a step
@@ -557,9 +557,9 @@ def check_loss(model, hidden_BSM, targets_BS, mask_BS, Z):
 
 
 class Training:
-    """A model under a plan, and what a step does with its gradients."""
+    """A model under a plan and its steps. The checks below take any class with these methods."""
 
-    eps = 1e-6  # of (7)
+    eps = 1e-6  # of (7). 0 in a class that divides by the norm alone
 
     def __init__(self, model, text):
         self.model = model
@@ -596,7 +596,8 @@ def check_plan(text, training_class, model):
     training = training_class(copy.deepcopy(model), text)
     model, grid = training.model, training.grid
     truth_optimizer = torch.optim.AdamW(truth.parameters(), **ADAMW)
-    # Ranks of different d or c take different rows. Ranks of different t or p take the same rows.
+    # The check has no ring, so here c ranks take different rows, as d ranks do. Ranks of different
+    # t or p take the same rows.
     micro_batches = list(zip(*(own_chunk(x, grid.group["dc"]).split(2) for x in batch)))
     t = dist.get_world_size(grid.group["t"])
     like = torch.empty(2, 8 // t if grid.sequence else 8, WIDTH)
@@ -635,7 +636,7 @@ def check_plan(text, training_class, model):
 
 
 def check_plans(plans, training_class, model):
-    """Return the largest error of each plan. plans: number of ranks -> plans."""
+    """Return {plan: its largest error}. plans: number of ranks -> plans."""
     # The first AdamW imports a large package. Make one before the processes fork, so all have it.
     torch.optim.AdamW([torch.zeros(1)])
     names = [text for world in plans for text in plans[world]]
@@ -659,10 +660,13 @@ def check_plans(plans, training_class, model):
 
 def main(argv):
     """Print the largest error of each plan. Exit with 1 unless all are at most 1e-10."""
+    if argv:
+        sys.exit(f"expected no arguments, got {argv}")
     try:
         model = check_model()
     except ModuleNotFoundError as missing:
-        print(f"the check splits a model of models.py: {missing}", file=sys.stderr)
+        reason = f"because the check splits its model: {missing}"
+        print(f"expected models.py next to parallel.py, {reason}", file=sys.stderr)
         sys.exit(2)
     errors = check_plans(PLANS, Training, model)
     table = "  ".join(f"{text} {error:.0e}" for text, error in errors.items())

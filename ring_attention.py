@@ -399,6 +399,8 @@ def check():
 
 def main(argv):
     """Check all three ways on 4 new processes, or on the ranks that torchrun has started."""
+    if argv:
+        sys.exit(f"expected no arguments, got {argv}")
     # Every rank must learn the largest error of all ranks.
     if "RANK" not in os.environ:
         errors = launch(4, check)
