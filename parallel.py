@@ -7,7 +7,7 @@ them. If every term is added exactly once, a plan changes nothing but rounding.
 
     python parallel.py     # check every plan on 1, 2 and 4 ranks of this CPU against one process
 
-    (1)  grad = sum over ranks and micro-batches of dL_r / dtheta, L_r = sum of loss_n / Z
+    (1)  grad = sum over ranks and micro-batches of dL_r / dtheta, L_r = sum of (loss_n / Z)
     (2)  f: x_r = x             dx = sum_r dx_r   before column-parallel layers y_r = x W_r^T
     (3)  g: y = sum_r y_r       dy_r = dy         after row-parallel layers y_r = x_r W_r^T
     (4)  logprob = z_t - m - log s                s = sum_r sum_(v on r) exp(z_v - m)
@@ -261,13 +261,13 @@ def vocab_parallel_logprobs(model, first, group, hidden_NM, targets_N, /, *, tem
     exp_Nv = z_Nv.exp()
     row_N = targets_N - first
     is_own_N = (row_N >= 0) & (row_N < z_Nv.shape[1])
-    target_N = z_Nv.gather(-1, row_N.where(is_own_N, 0)[:, None])[:, 0] * is_own_N
+    z_target_N = z_Nv.gather(-1, row_N.where(is_own_N, 0)[:, None])[:, 0] * is_own_N
     # The ranks add up three numbers per token. If rank 0 has the logits log 1 and log 2, and rank 1
     # has log 5, then m = log 5 and s = (0.2 + 0.4) + 1 = 1.6. The log-prob of the second word is
     # log 2 - log 5 - log 1.6 = log(2 / 8). All ranks get the same sums, so nothing is sent back.
-    sums_3N = torch.stack((exp_Nv.sum(-1), (exp_Nv * z_Nv).sum(-1), target_N))
-    s_N, u_N, target_N = Communicate.apply(sums_3N, group, all_reduce_sum, None)  # (3)
-    return target_N - s_N.log(), s_N.log() - u_N / s_N  # (4), (5)
+    sums_3N = torch.stack((exp_Nv.sum(-1), (exp_Nv * z_Nv).sum(-1), z_target_N))
+    s_N, u_N, z_target_N = Communicate.apply(sums_3N, group, all_reduce_sum, None)  # (3)
+    return z_target_N - s_N.log(), s_N.log() - u_N / s_N  # (4), (5)
 
 
 def tensor_parallel(model, group, sequence=False):
@@ -317,7 +317,7 @@ def dispatch_experts(x_NM, counts_E, experts, group, /):
 
     def send(rows, group, sent=to_rank, received=from_rank):
         out = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group)
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group)  # of out, of rows
         return out
 
     send_back = functools.partial(send, sent=from_rank, received=to_rank)

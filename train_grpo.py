@@ -273,7 +273,7 @@ def grpo_loss(config, episodes, sampled, logprobs_N, entropy_N, Z):
     sampled: N pairs (b, t), target t of episodes[b]. logprobs_N and entropy_N are their lp and H.
     Z: sampled tokens of the minibatch on all ranks.
     """
-    # `prepare` has set `old` and `advantage`. Take one number for each sampled token.
+    # `Trainer.prepare` has set `old` and `advantage`. Take one number for each sampled token.
     old_N = logprobs_N.new_tensor([episodes[b].old[t] for b, t in sampled])
     advantage_N = logprobs_N.new_tensor([episodes[b].advantage for b, t in sampled])
 

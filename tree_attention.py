@@ -165,11 +165,11 @@ def tree_logprobs(model, sequences, **options):
     return [tuple(x_N[last_path[i][1:]] for x_N in scores) for i in range(len(sequences))]
 
 
-# 4. Depth first, with leaves --------------------------------------------------------------------
+# 4. Depth first, with detached leaves -----------------------------------------------------------
 #
 # The graph of the whole tree may not fit into memory. So call the model once per segment, depth
 # first. A segment needs three things from the segments above it: their keys and values, the state
-# of the last token, which predicts its own first token, and the log-probs and entropies of the path
+# of the last token above, which predicts its first token, and the log-probs and entropies of the path
 # so far. It gets them as leaves: detached copies, each of which collects a gradient of its own.
 #
 #     forward [5], forward [6], forward [7]       [7] reads leaves of [5] and [6]
