@@ -169,8 +169,9 @@ def tree_logprobs(model, sequences, **options):
 #
 # The graph of the whole tree may not fit into memory. So call the model once per segment, depth
 # first. A segment needs three things from the segments above it: their keys and values, the state
-# of the last token above, which predicts its first token, and the log-probs and entropies of the path
-# so far. It gets them as leaves: detached copies, each of which collects a gradient of its own.
+# of the last token above, which predicts its first token, and the log-probs and entropies of the
+# path so far. It gets them as leaves: detached copies, each of which collects a gradient of its
+# own.
 #
 #     forward [5], forward [6], forward [7]       [7] reads leaves of [5] and [6]
 #     backward [7], forward [8], backward [8]     both add to the gradients of these leaves
