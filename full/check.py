@@ -624,10 +624,10 @@ def main(argv) -> int:
     if rest[:1] == ["--device"]:
         return measuring_file("measure_gpu").check(subject, rest)
     check_subject, file = SUBJECTS[subject]
-    if check_subject is None:
+    if check_subject is None and rest in ([], ["--all"]):
         return measuring_file(file).main(["check", *rest])
     if rest:
-        raise ValueError(f"check {subject} takes no {rest[0]!r}")
+        raise ValueError(f"check {subject} takes no {rest[-1]!r}")
     return 0 if check_subject() else 1
 
 
