@@ -136,7 +136,7 @@ def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, ma
 
 
 class Attention(nn.Module):
-    """Equation (2) without its residual: (B, S, M) -> (B, S, M)."""
+    """Compute equation (2) without its residual: (B, S, M) -> (B, S, M)."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -163,13 +163,13 @@ class Attention(nn.Module):
         v_BGSD = self.v_proj(x_BSM).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q_BHSD = apply_rope(q_BSHD, *ropes[self.kind]).transpose(1, 2)
         k_BGSD = apply_rope(k_BSGD, *ropes[self.kind]).transpose(1, 2)
-        # The seam: whoever made `attention` decides who sees whom, and where keys are kept.
+        # The caller's `attention` decides which tokens see each other and where keys are kept.
         out_BHSD = attention(q_BHSD, k_BGSD, v_BGSD, **self.options)
         return self.o_proj(out_BHSD.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    """ffn of (3): (..., M) -> (..., M)."""
+    """Compute ffn of (3): (..., M) -> (..., M)."""
 
     def __init__(self, config):
         super().__init__()
@@ -184,7 +184,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """ffn_e of (6) for rows that are sorted by expert: (N, M) -> (N, M)."""
+    """Compute ffn_e of (6) for rows that are sorted by expert: (N, M) -> (N, M)."""
 
     def __init__(self, config):
         super().__init__()
@@ -208,7 +208,7 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """Equation (6): each token runs through the K experts that its router prefers."""
+    """Run each token through the K experts that its router prefers, equation (6)."""
 
     def __init__(self, config):
         super().__init__()
@@ -232,7 +232,7 @@ class SparseMLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Equations (2) and (3): attention and MLP, each with a norm before it and a residual."""
+    """Apply attention and an MLP, each with a norm before it and a residual, (2) and (3)."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -247,7 +247,7 @@ class Layer(nn.Module):
             self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config)
             self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config)
 
-    def forward(self, x_BSM, ropes, attention, /, **mlp_options):  # of a subclass's MLP
+    def forward(self, x_BSM, ropes, attention, /, **mlp_options):  # for an MLP that takes options
         # Between layers x is never normalized. Each part adds what it computes from a norm of x, so
         # along the sums the gradient of the last layer reaches the first one undiminished.
         h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
@@ -275,7 +275,7 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self):
-        """The matrix of (7), (V, M)."""
+        """Return the matrix of (7), (V, M)."""
         return (self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight
 
     def hidden(self, tokens_BS, /, *, positions=None, attention=causal_attention):
@@ -426,11 +426,10 @@ def sample(logits_BV, uniform_B, /, *, temperature):
         token_B1 = p_BV.argmax(-1, keepdim=True)
     else:
         # The running sum of .2 .5 .3 is .2 .7 1. It first exceeds .6 at token 1, as it does for
-        # half of all numbers in [0, 1). So a token of probability 0 is never drawn, provided that a
-        # number stays below the whole sum when it is multiplied by it. NaN exceeds nothing.
+        # half of all numbers in [0, 1). A token of probability 0 is never drawn, since the product
+        # is below the whole sum, even rounded. For NaN searchsorted returns V, and clamp V - 1.
         sums_BV = p_BV.cumsum(-1)
-        below_B1 = torch.nextafter(sums_BV[:, -1:], torch.zeros(()).double())
-        at_B1 = (uniform_B[:, None] * sums_BV[:, -1:]).minimum(below_B1)
+        at_B1 = uniform_B[:, None] * sums_BV[:, -1:]
         token_B1 = torch.searchsorted(sums_BV, at_B1, right=True).clamp(max=p_BV.shape[1] - 1)
     return token_B1[:, 0], p_BV.gather(-1, token_B1)[:, 0].log()
 
@@ -448,7 +447,7 @@ class Row:
         self.logprobs = [0.0] * (len(prompt) - 1)  # for each of tokens[1:]: its log-prob, or 0
 
     def append(self, token, logprob):
-        """Append the first queued token, or this one if none is queued. Return True if this."""
+        """Append the first queued token, or else `token`. Return whether it was the sampled one."""
         sampled = not self.queue
         self.tokens.append(token if sampled else self.queue.popleft())
         self.mask.append(sampled)
@@ -489,10 +488,11 @@ def generate(model, rows, *, max_new_tokens, temperature=1.0, end=(), after=None
 
 
 # 4. The same model token by token, and the check ------------------------------------------------
-def logits_definition(model, tokens, /, weights=None, frequencies=rope_frequencies):
+def logits_definition(model, tokens, /, frequencies=rope_frequencies):
     """Return the float64 logits (S, V) of tokens (S,) by (1) to (7), without the model's code."""
+    # A model that extends this file's may have other frequencies, and a choice_bias of its router.
     c = model.config
-    weights = {n: w.double() for n, w in (weights or dict(model.named_parameters())).items()}
+    weights = {name: weight.double() for name, weight in model.named_parameters()}
 
     def linear(name, x):
         return weights[name + ".weight"] @ x + weights.get(name + ".bias", 0)
@@ -537,7 +537,6 @@ def logits_definition(model, tokens, /, weights=None, frequencies=rope_frequenci
             scores = (q * torch.stack(keys[oldest:]).conj()).real.sum(-1, keepdim=True)
             out = (scores.softmax(0) * torch.stack(values[oldest:])).sum(0)
             h = linear(attn + "o_proj", out.flatten())
-
             # Gemma has a norm after each part, and another name for the norm before the MLP.
             y = x + (norm(name + "post_attention_layernorm", h) if c.post_norms else h)
             before = "pre_feedforward" if c.post_norms else "post_attention"
@@ -575,7 +574,6 @@ def check_family(family, temperature):
     alone = torch.cat([model.hidden(document[None])[0] for document in documents])
     packed = model.hidden(tokens, attention=packed_attention(ids))[ids >= 0]
     z = torch.cat([logits_definition(model, document) for document in documents])
-
     # Log-probs and entropies in chunks of 4 tokens.
     targets = torch.randint(23, (10,))
     chunked = ChunkedLogprobs.apply(packed, model.head_weight, targets, 0.7, 4)
@@ -612,7 +610,9 @@ def check_family(family, temperature):
 
 
 def main(argv):
-    """Check every family. Print its largest error, and exit with 1 unless that is at most 1e-10."""
+    """Check every family. Exit with 1 unless the largest error is at most 1e-10."""
+    if argv:
+        sys.exit(f"expected no arguments, got {argv}")
     errors = [check_family(family, tau) for family in CHECK_FAMILIES for tau in (0.0, 0.8)]
     error = torch.stack(errors).max().item()
     print(f"five families against the same model token by token: largest error {error:.1e}")

@@ -7,7 +7,7 @@ them. If every term is added exactly once, a plan changes nothing but rounding.
 
     python parallel.py     # check every plan on 1, 2 and 4 ranks of this CPU against one process
 
-    (1)  grad = sum over ranks and micro-batches of dL_r / dtheta, L_r = sum of loss_n / Z
+    (1)  grad = sum over ranks and micro-batches of dL_r / dtheta, L_r = sum of (loss_n / Z)
     (2)  f: x_r = x             dx = sum_r dx_r   before column-parallel layers y_r = x W_r^T
     (3)  g: y = sum_r y_r       dy_r = dy         after row-parallel layers y_r = x_r W_r^T
     (4)  logprob = z_t - m - log s                s = sum_r sum_(v on r) exp(z_v - m)
@@ -15,7 +15,7 @@ them. If every term is added exactly once, a plan changes nothing but rounding.
     (6)  norm^2  = sum of grad^2 over the distinct entries of all weights
     (7)  theta  <- AdamW(theta, grad min(1, max_norm / (norm + 1e-6)))
 
-A plan such as p2d2t2 is a product of degrees. What each letter shares out, and what is sent:
+A plan such as p2d2t2 is a product of degrees. What each letter splits, and what ranks send:
 
     d  data      rows of the batch          gradients once a step: all-reduce
     c  context   tokens of each sequence    the same, and keys and values: ring_attention.py
@@ -261,13 +261,13 @@ def vocab_parallel_logprobs(model, first, group, hidden_NM, targets_N, /, *, tem
     exp_Nv = z_Nv.exp()
     row_N = targets_N - first
     is_own_N = (row_N >= 0) & (row_N < z_Nv.shape[1])
-    target_N = z_Nv.gather(-1, row_N.where(is_own_N, 0)[:, None])[:, 0] * is_own_N
+    z_target_N = z_Nv.gather(-1, row_N.where(is_own_N, 0)[:, None])[:, 0] * is_own_N
     # The ranks add up three numbers per token. If rank 0 has the logits log 1 and log 2, and rank 1
     # has log 5, then m = log 5 and s = (0.2 + 0.4) + 1 = 1.6. The log-prob of the second word is
     # log 2 - log 5 - log 1.6 = log(2 / 8). All ranks get the same sums, so nothing is sent back.
-    sums_3N = torch.stack((exp_Nv.sum(-1), (exp_Nv * z_Nv).sum(-1), target_N))
-    s_N, u_N, target_N = Communicate.apply(sums_3N, group, all_reduce_sum, None)  # (3)
-    return target_N - s_N.log(), s_N.log() - u_N / s_N  # (4), (5)
+    sums_3N = torch.stack((exp_Nv.sum(-1), (exp_Nv * z_Nv).sum(-1), z_target_N))
+    s_N, u_N, z_target_N = Communicate.apply(sums_3N, group, all_reduce_sum, None)  # (3)
+    return z_target_N - s_N.log(), s_N.log() - u_N / s_N  # (4), (5)
 
 
 def tensor_parallel(model, group, sequence=False):
@@ -317,7 +317,7 @@ def dispatch_experts(x_NM, counts_E, experts, group, /):
 
     def send(rows, group, sent=to_rank, received=from_rank):
         out = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group)
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group)  # of out, of rows
         return out
 
     send_back = functools.partial(send, sent=from_rank, received=to_rank)
@@ -472,8 +472,8 @@ def clip_grad_norm(model, max_norm, grid):
 
 
 # 8. ZeRO-1: sharded optimizer states ------------------------------------------------------------
-# AdamW stores two moments of every entry. Replicas would store the same ones, so ZeRO shares them
-# out (arXiv:1910.02054). On 4 data ranks, with 4 bytes for each number of an entry:
+# AdamW stores two moments of every entry. Replicas would store the same ones, so ZeRO distributes
+# the moments (arXiv:1910.02054). On 4 data ranks, with 4 bytes for each number of an entry:
 #
 #              weight   gradient   moments   bytes   messages
 #     plain    whole    whole      whole        16   all-reduce of gradients, once a step
@@ -557,9 +557,9 @@ def check_loss(model, hidden_BSM, targets_BS, mask_BS, Z):
 
 
 class Training:
-    """A model under a plan, and what a step does with its gradients."""
+    """A model under a plan and its steps. The checks below take any class with these methods."""
 
-    eps = 1e-6  # of (7)
+    eps = 1e-6  # of (7). 0 in a class that divides by the norm alone
 
     def __init__(self, model, text):
         self.model = model
@@ -596,7 +596,8 @@ def check_plan(text, training_class, model):
     training = training_class(copy.deepcopy(model), text)
     model, grid = training.model, training.grid
     truth_optimizer = torch.optim.AdamW(truth.parameters(), **ADAMW)
-    # Ranks of different d or c take different rows. Ranks of different t or p take the same rows.
+    # The check has no ring, so here c ranks take different rows, as d ranks do. Ranks of different
+    # t or p take the same rows.
     micro_batches = list(zip(*(own_chunk(x, grid.group["dc"]).split(2) for x in batch)))
     t = dist.get_world_size(grid.group["t"])
     like = torch.empty(2, 8 // t if grid.sequence else 8, WIDTH)
@@ -635,7 +636,7 @@ def check_plan(text, training_class, model):
 
 
 def check_plans(plans, training_class, model):
-    """Return the largest error of each plan. plans: number of ranks -> plans."""
+    """Return {plan: its largest error}. plans: number of ranks -> plans."""
     # The first AdamW imports a large package. Make one before the processes fork, so all have it.
     torch.optim.AdamW([torch.zeros(1)])
     names = [text for world in plans for text in plans[world]]
@@ -659,10 +660,13 @@ def check_plans(plans, training_class, model):
 
 def main(argv):
     """Print the largest error of each plan. Exit with 1 unless all are at most 1e-10."""
+    if argv:
+        sys.exit(f"expected no arguments, got {argv}")
     try:
         model = check_model()
     except ModuleNotFoundError as missing:
-        print(f"the check splits a model of models.py: {missing}", file=sys.stderr)
+        reason = f"because the check splits its model: {missing}"
+        print(f"expected models.py next to parallel.py, {reason}", file=sys.stderr)
         sys.exit(2)
     errors = check_plans(PLANS, Training, model)
     table = "  ".join(f"{text} {error:.0e}" for text, error in errors.items())

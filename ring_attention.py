@@ -117,8 +117,8 @@ def zigzag_indices(length, rank, world):
     """
     # A late query sees more keys than an early one, and the ring waits for its slowest rank at
     # every hop. So cut the sequence into 2 W chunks, and give rank r chunk r and its mirror image.
-    # Then all ranks have equally many visible pairs at every hop: all our queries see the early
-    # half of a block, or our late half sees all of it. 8 tokens on 2 ranks:
+    # Then all ranks have equally many visible pairs at every hop: after hop 0 all our queries see
+    # the early half of a block, or our late half sees all of it. 8 tokens on 2 ranks:
     #
     #     rank 0 holds 0 1 . . . . 6 7, which see 1 + 2 + 7 + 8 = 18 keys
     #     rank 1 holds . . 2 3 4 5 . ., which see 3 + 4 + 5 + 6 = 18 keys
@@ -399,6 +399,8 @@ def check():
 
 def main(argv):
     """Check all three ways on 4 new processes, or on the ranks that torchrun has started."""
+    if argv:
+        sys.exit(f"expected no arguments, got {argv}")
     # Every rank must learn the largest error of all ranks.
     if "RANK" not in os.environ:
         errors = launch(4, check)

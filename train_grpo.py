@@ -10,8 +10,8 @@ depends only on (seed, step, group, rollout)**, and never on the rank.
 
 A group is the rollouts, or games, of one prompt. Rollout i has the reward R_i and sampled tokens t.
 Their log-probs under softmax(logits / temperature) are lp_t now, and were old_t when sampled. H_t
-is the entropy of the policy's distribution at t. The folder full/ adds importance weights, a
-critic, experts, and the GRPO paper's scaling of (1), mean over each rollout, and KL penalty.
+is the entropy of the policy's distribution at t. The folder full/ adds importance weights, a critic
+and experts. It also has the GRPO paper's divided advantages, mean over a rollout and KL penalty.
 
     (1)  A_i  = R_i - mean of the group's rewards
     (2)  r_t  = exp(lp_t - old_t)
@@ -84,7 +84,7 @@ class Config:
     eval_prompts: int = 70  # prompts of one evaluation; guess repeats its few secrets
 
 
-# Second number of the key that draws a prompt; separates training from evaluation.
+# The second number of the key that draws a prompt. It separates training from evaluation.
 ROLLOUT = 1
 EVALUATION = 2
 
@@ -181,12 +181,8 @@ class Episode(models.Row):
         self.reward = 0.0  # the sum over the turns so far
         self.turn = len(prompt)  # index of the first token of the current turn: 1, then 4
 
-    def end_turn(self, task):
-        """Give the finished turn to the task. Return whether the rollout goes on."""
-        return self.hear(*task.reply(self.state, self.tokens[self.turn :]))
-
     def hear(self, state, reply, reward):
-        """Take the task's answer to a turn. Return whether the rollout goes on."""
+        """Take what the task returned for the finished turn. Return whether the rollout goes on."""
         self.state = state
         self.reward += float(reward)
         if reply is None:
@@ -203,7 +199,7 @@ class Batch:
     """The rollouts of a step."""
 
     groups: dict  # number -> episodes, of the groups that this rank has played
-    kept: list  # numbers of the groups of all ranks that are trained on, in order
+    kept: list  # numbers of the groups that are trained on, in order: here all groups of the step
     count: int  # minibatches
 
     def minibatches(self):
@@ -252,7 +248,8 @@ class Source:
         # One token of every rollout at a time. A rollout that samples an end token ends its turn.
         models.generate(
             self.trainer.model, list(itertools.chain(*groups.values())), max_new_tokens=limit,
-            temperature=temperature, end=self.task.end, after=lambda e: e.end_turn(self.task),
+            temperature=temperature, end=self.task.end,
+            after=lambda e: e.hear(*self.task.reply(e.state, e.tokens[e.turn :])),
         )  # fmt: skip
         return groups
 
@@ -276,7 +273,7 @@ def grpo_loss(config, episodes, sampled, logprobs_N, entropy_N, Z):
     sampled: N pairs (b, t), target t of episodes[b]. logprobs_N and entropy_N are their lp and H.
     Z: sampled tokens of the minibatch on all ranks.
     """
-    # `prepare` has set `old` and `advantage`. Take one number for each sampled token.
+    # `Trainer.prepare` has set `old` and `advantage`. Take one number for each sampled token.
     old_N = logprobs_N.new_tensor([episodes[b].old[t] for b, t in sampled])
     advantage_N = logprobs_N.new_tensor([episodes[b].advantage for b, t in sampled])
 
@@ -368,7 +365,8 @@ class Trainer:
         return {"reward/mean": self.total(sum(rewards)) / self.total(len(rewards))}
 
     def loss_denominator(self, episodes) -> int:
-        """Count the sampled tokens of these rows, which c and t ranks share. Z sums over d."""
+        """Count the sampled tokens of these episodes."""
+        # The c and t ranks have the same episodes, so Z is the sum over the d ranks.
         return sum(sum(episode.mask) for episode in episodes)
 
     def learning_rate(self, step) -> float:
@@ -404,6 +402,7 @@ class Trainer:
 
 def train(config, source, trainer, log, first_step=0):
     """Train, log each step, and return the fraction of prompts solved in the last evaluation."""
+    # first_step: where a resumed run goes on. Negative numbers are steps before the run's own.
     solved = None
     for step in range(first_step, config.steps):
         # Collect: the policy plays each prompt several times, and the task rewards each rollout.
@@ -436,10 +435,11 @@ class Log:
         self.bar = tqdm(total=config.steps, unit="step", file=sys.stdout, disable=None)
 
     def step(self, step, batch, metrics, updates, solved):
-        """Log a step: the sum of its minibatches' losses, and the last minibatch's norm."""
+        """Log a step: the sum of its updates' losses, and the norm of the last update, if any."""
         reward = metrics["reward/mean"]
         loss = sum(update["loss"] for update in updates)
-        line = {"step": step, "loss": loss, "grad_norm": updates[-1]["grad_norm"]}
+        norm = updates[-1]["grad_norm"] if updates else None
+        line = {"step": step, "loss": loss, "grad_norm": norm}
         print(json.dumps(line | metrics | {"solved": solved}), file=self.file, flush=True)
         if solved is not None:
             self.bar.clear()  # so that the line stands above the bar
@@ -493,7 +493,7 @@ def check():
     for number in (3, 1, 1, 4):
         episode.tokens += [*episode.queue, number, *task.end]
         episode.queue.clear()
-        episode.end_turn(task)
+        episode.hear(*task.reply(episode.state, episode.tokens[episode.turn :]))
     game = "? 3 . lower 1 . higher 1 . higher 4 ."
     errors = [episode.reward - 0.1, task.show(episode.tokens) != game]
 

@@ -223,15 +223,21 @@ def check_ring() -> bool:
 class TinyModel(CheckModel):
     """`CheckModel` with a window and a softcap in every second layer, as in Gemma."""
 
-    def __init__(self, seed=0, **sizes):
-        super().__init__(seed, **sizes)
+    def __init__(self):
+        super().__init__()
         self.forwarded = 0  # tokens that `hidden` was given
 
     def hidden(self, tokens_BS, /, *, positions=None, attention=None):
         self.forwarded += tokens_BS.numel()
-        return super().hidden(tokens_BS, positions=positions, attention=attention)
+        attend = attention or self.plain_attention
+
+        def attention_of_layer(q, k, v, /, *, layer, scale):
+            return attend(q, k, v, layer=layer, scale=scale, **self.layer_options(layer))
+
+        return super().hidden(tokens_BS, positions=positions, attention=attention_of_layer)
 
     def layer_options(self, layer):
+        """Return the options of `attention` in addition to those of `CheckModel`."""
         return dict(window=None, softcap=None) if layer % 2 else dict(window=3, softcap=2.0)
 
     @staticmethod
@@ -618,10 +624,10 @@ def main(argv) -> int:
     if rest[:1] == ["--device"]:
         return measuring_file("measure_gpu").check(subject, rest)
     check_subject, file = SUBJECTS[subject]
-    if check_subject is None:
+    if check_subject is None and rest in ([], ["--all"]):
         return measuring_file(file).main(["check", *rest])
     if rest:
-        raise ValueError(f"check {subject} takes no {rest[0]!r}")
+        raise ValueError(f"check {subject} takes no {rest[-1]!r}")
     return 0 if check_subject() else 1
 
 

@@ -15,11 +15,11 @@ import os
 import re
 from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 import models
@@ -384,9 +384,9 @@ def full_definition(model, tokens, /, frequencies=None):
     # A factor on cos and sin multiplies q and k, so their product by its square: as a scale does.
     (factor,) = {factor for _, factor in model.rope.frequencies.values()}
     scalar = (config.query_pre_attn_scalar or config.head_dim) / factor**4
-    alike = nn.Module()
-    alike.config = dataclasses.replace(config, query_pre_attn_scalar=scalar)
+    config_alike = dataclasses.replace(config, query_pre_attn_scalar=scalar)
+    alike = SimpleNamespace(config=config_alike, named_parameters=weights.items)
     frequencies = frequencies or (lambda rope, head_dim: rope_frequencies(rope, head_dim)[0])
-    z_SV = models.logits_definition(alike, tokens, weights, frequencies)
+    z_SV = models.logits_definition(alike, tokens, frequencies)
     cap = config.final_logit_softcapping
     return cap * torch.tanh(z_SV / cap) if cap else z_SV  # (7')
