@@ -221,13 +221,15 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, embedding, group, sequence):
         super().__init__()
         self.weight = parameter_shard(embedding.weight, group)
-        self.first = group.rank() * math.ceil(len(embedding.weight) / group.size())
+        self.words = len(embedding.weight)
+        self.first = group.rank() * math.ceil(self.words / group.size())
         self.region = group, sequence
 
     def forward(self, tokens_BS, /):
-        # Each word is on one rank, and the others add zeros. On rank 1, word 8 is row 2.
+        # Each word is on one rank, and the others add zeros. On rank 1, word 8 is row 2. A word
+        # that there is not is looked up by all ranks, so that they raise an IndexError.
         row_BS = tokens_BS - self.first
-        is_own_BS = (row_BS >= 0) & (row_BS < len(self.weight))
+        is_own_BS = (row_BS >= 0) & (row_BS < len(self.weight)) | (tokens_BS >= self.words)
         x_BSM = F.embedding(row_BS.where(is_own_BS, 0), self.weight) * is_own_BS[..., None]
         return reduce_from_tp_region(x_BSM, *self.region)
 

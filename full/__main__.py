@@ -10,17 +10,21 @@
     python -m full bench [ring | tree | models | parallel | grpo]    # seconds
 """
 
+import os
 import signal
 import sys
 
-import torch.distributed as dist
+if __name__ == "__main__" and __package__ != "full":
+    sys.exit("error: start it from the repository's root, as python -m full ..")
 
-from full import audit, check, talk
-from full.config import parse_config
-from full.logs import plot
-from full.ranks import Progress, connect, naming_lost_ranks, quietly
-from full.run import ERRORS, leave, report, start_run
-from full.text import require_task
+import torch.distributed as dist  # noqa: E402
+
+from full import audit, check, talk  # noqa: E402
+from full.config import parse_config  # noqa: E402
+from full.logs import plot  # noqa: E402
+from full.ranks import Progress, connect, naming_lost_ranks, quietly  # noqa: E402
+from full.run import ERRORS, leave, report, start_run  # noqa: E402
+from full.text import require_task  # noqa: E402
 
 
 def main(argv) -> int:
@@ -69,4 +73,8 @@ def main(argv) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if dist.is_initialized():  # after an error: gloo may abort at an ordinary exit
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -591,13 +591,13 @@ def check_parallel() -> bool:
 
 # The command ------------------------------------------------------------------------------------
 
-# What each subject's check is, and the file of tests/bench/ that measures it.
+# What each subject's check is, the file of tests/bench/ that measures it, and what bench can do.
 SUBJECTS = {
-    "ring": (check_ring, "measure_ring"),
-    "tree": (check_tree, "measure_tree"),
-    "models": (check_models, "measure_models"),
-    "parallel": (check_parallel, "measure_parallel"),
-    "grpo": (None, "measure_grpo"),
+    "ring": (check_ring, "measure_ring", ("bench", "memory", "longest", "stress")),
+    "tree": (check_tree, "measure_tree", ("bench", "plan")),
+    "models": (check_models, "measure_models", ("bench",)),
+    "parallel": (check_parallel, "measure_parallel", ("bench",)),
+    "grpo": (None, "measure_grpo", ("bench",)),
 }
 
 
@@ -623,7 +623,7 @@ def main(argv) -> int:
         raise ValueError(f"check {subject!r} is none of {', '.join(SUBJECTS)}")
     if rest[:1] == ["--device"]:
         return measuring_file("measure_gpu").check(subject, rest)
-    check_subject, file = SUBJECTS[subject]
+    check_subject, file, _ = SUBJECTS[subject]
     if check_subject is None and rest in ([], ["--all"]):
         return measuring_file(file).main(["check", *rest])
     if rest:
@@ -634,9 +634,15 @@ def main(argv) -> int:
 def bench(argv) -> int:
     """`bench [SUBJECT [COMMAND]] ..`: run a measurement of tests/bench/, and return its exit code.
 
-    The default is bench's own table for grpo. For ring, COMMAND is memory, longest or stress too.
+    The default is bench's own table for grpo. SUBJECTS has the others.
     """
-    subject, rest = (argv[0], argv[1:]) if argv and argv[0] in SUBJECTS else ("grpo", argv)
+    is_flag = not argv or argv[0].startswith("-")
+    subject, *rest = ["grpo", *argv] if is_flag else argv
+    if subject not in SUBJECTS:
+        raise ValueError(f"bench {subject!r} is none of {', '.join(SUBJECTS)}")
+    _, file, commands = SUBJECTS[subject]
     if not rest or rest[0].startswith("-"):
         rest = ["bench", *rest]
-    return measuring_file(SUBJECTS[subject][1]).main(rest)
+    if rest[0] not in commands:
+        raise ValueError(f"bench {subject} {rest[0]!r} is none of {', '.join(commands)}")
+    return measuring_file(file).main(rest)

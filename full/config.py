@@ -573,6 +573,7 @@ def resumed_config(path, given) -> Config:
     if changed:
         told = ", ".join(f"{_flag(x)} {given[x]!r} (the run has {stored[x]!r})" for x in changed)
         if "steps" in changed:
-            told += "; with this --lr-decay and --lr-warmup the rates depend on the last step"
+            told += ("; with this --lr-decay and --lr-warmup the rates depend on the last step, "
+                     "which they do not with --lr-decay constant and --steps above --lr-warmup")
         raise ValueError(f"--resume cannot change {told}; start a new run instead")
     return Config(**(stored | given))

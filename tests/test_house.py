@@ -20,7 +20,7 @@ EVERY = MODULES + sorted(ROOT.glob("tests/**/*.py"))
 TAG = r"# .*(NUMERICS|COMM|DEVIATES):|Pinned"
 TOP = {*(path.name for path in FIVE), "full", "README.md", "requirements.txt", "tests", ".ci"}
 NOT_RUN = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
-MOST_LINES = {"ring_attention": 420, "tree_attention": 420, "models": 624, "parallel": 680}
+MOST_LINES = {"ring_attention": 420, "tree_attention": 420, "models": 624, "parallel": 682}
 MOST_LINES |= {"train_grpo": 626}
 MOST_LINES_OF_FOLDER = 900
 OPTIONAL = {"fcntl", "jinja2", "matplotlib", "resource", "safetensors", "tensorboard"}
@@ -81,6 +81,8 @@ def is_last(node):
 @each_module
 def test_nothing_runs_on_import(path):
     for top in tree_of(path).body[1:]:
+        if path.name == "__main__.py" and isinstance(top, ast.If):
+            continue  # a program, and where it is to be started
         constant = isinstance(top, ast.Assign) and isinstance(top.targets[0], ast.Name | ast.Tuple)
         constant &= not re.search(r"print\(|\.set_|manual_seed|environ", ast.unparse(top))
         assert constant or is_last(top) or isinstance(top, NOT_RUN), ast.unparse(top)
