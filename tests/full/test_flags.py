@@ -1,9 +1,9 @@
 """Random flags: a run finishes, or all ranks refuse it in the same line; nobody hangs.
 
-    python -m pytest tests/full/test_flags.py                    # 9 combinations
-    python -m pytest tests/full/test_flags.py -m slow            # 1,000
+    python -m pytest tests/full/test_flags.py                # 9 combinations
+    python -m pytest tests/full/test_flags.py -m slow        # 1,000
     python tests/full/test_flags.py --seed 7 --count 1000    # others, a line for each failure
-    python tests/full/test_flags.py --seed 7 --only 123          # one of them
+    python tests/full/test_flags.py --seed 7 --only 123      # one of them
 
 A combination is a function of (seed, number). Runs with a plan, a tree, recomputed activations or
 two ranks, in float64 and with tame numbers, must also have the metrics of one process without them.
@@ -24,16 +24,17 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from conftest import LOOKUP, SORT, shortened
 
-from full.advantages import compared_by
-from full.check import tiny
-from full.config import Config, choices_of
-from full.hf import save_hf
-from full.transformer import Transformer
-from models import FULL, SLIDING
-from test_ranks import join, largest_difference, read_metrics
-from test_run import _main, begin
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for conftest, as a program
+from conftest import LOOKUP, SORT, shortened  # noqa: E402
+from full.advantages import compared_by  # noqa: E402
+from full.check import tiny  # noqa: E402
+from full.config import Config, choices_of  # noqa: E402
+from full.hf import save_hf  # noqa: E402
+from full.transformer import Transformer  # noqa: E402
+from models import FULL, SLIDING  # noqa: E402
+from test_ranks import join, largest_difference, read_metrics  # noqa: E402
+from test_run import _main, begin  # noqa: E402
 
 CHOICES = {f.name: choices_of(f) for f in dataclasses.fields(Config)}
 SLACK = 1e-8  # of metrics against one process, as in test_plan_run.py
