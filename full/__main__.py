@@ -10,7 +10,6 @@
     python -m full bench [ring | tree | models | parallel | grpo]    # seconds
 """
 
-import os
 import signal
 import sys
 
@@ -74,7 +73,4 @@ def main(argv) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    if dist.is_initialized():  # after an error: gloo may abort at an ordinary exit
-        sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
+    sys.exit(leave(code, at_once=dist.is_initialized()))  # a group is left after an error

@@ -488,9 +488,9 @@ def report(error, alike=False) -> int:
     return leave(2)  # a clean teardown would wait for ranks that may be gone or stuck
 
 
-def leave(code) -> int:
-    """Return the exit code. Of several ranks, end this process: gloo may abort at exit."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+def leave(code, at_once=False) -> int:
+    """Return the exit code. Of several ranks, or at_once, exit here: gloo may abort at an end."""
+    if at_once or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(code)
