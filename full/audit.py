@@ -28,7 +28,7 @@ import train_grpo
 from full.batches import Demonstrations, RolloutQueue, pending_batches
 from full.byhand import Recorded, State, read_alone, shares, trained
 from full.checkpoint import checkpoints, read_checkpoint
-from full.config import resumed_config
+from full.config import Config, resumed_config
 from full.expected import (
     LATER, NOT_BY_HAND, TIMES, UNDECIDED, Audited, Displaced, Exact, Rounding, mean_of,
     metrics_by_hand, order, teaches,
@@ -61,8 +61,10 @@ class RunFiles:
         given = {name: spec for name, spec in (("task", task), ("reward", reward)) if spec}
         config = resumed_config(self.path / "config.json", given)
 
-        # One process needs no plan. It keeps the run's tree.
-        self.config = dataclasses.replace(config, device="cpu", **ONE_PROCESS).check()
+        # One process needs no plan, and no engine. It keeps the run's tree.
+        self.engine = config.engine
+        alone = dict(device="cpu", engine="", engine_timeout=Config.engine_timeout) | ONE_PROCESS
+        self.config = dataclasses.replace(config, **alone).check()
 
         # A line a step, from 0. The last one may be torn, if the run was killed or is alive.
         self.metrics = whole_lines(self.path / "metrics.jsonl")
