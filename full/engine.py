@@ -44,7 +44,7 @@ from full.ranks import agree, raise_on_all_ranks, warn
 from full.weights import gather_weights
 
 THREADS = 256  # turns that a rank asks for at a time; vLLM and SGLang decode about as many
-TRIES = 3  # how often a turn is asked for if the answer is not a turn by the pushed weights
+TRIES = 3  # how often a turn is asked for if the answer is wrong
 FAILURES = 8  # answers 500, or without sense, in a row; with the pauses between them 18 seconds
 MOST_BYTES = 2**24  # of a request or an answer: a turn of 100,000 tokens has 10 MB
 FIRST_VERSION = "default"  # of the weights with which an engine starts
@@ -152,7 +152,7 @@ def ask_once(url, body=None, timeout=10):
         with OPENER.open(request, timeout=timeout) as answer:
             text = answer.read(MOST_BYTES + 1)
             found = json.loads(text or "{}") if len(text) <= MOST_BYTES else None
-            if not isinstance(found, dict | list):
+            if not isinstance(found, dict):
                 raise ValueError(f"expected a JSON object, got {text[:80]!r}")
             return found
     except urllib.error.HTTPError as error:
@@ -287,7 +287,7 @@ class Engine:
                 for request in requests:
                     path, body = request if isinstance(request, tuple) else (request, None)
                     answer = ask_once(url + path, body, self.timeout)
-                    if isinstance(answer, dict) and answer.get("success") is False:
+                    if answer.get("success") is False:
                         raise Unanswered(f"{path}: {answer}"[:300], is_failure=True)
                 self.silent = False
                 return answer
@@ -380,7 +380,8 @@ class Engine:
         body = self.dialect.request(row.tokens, room, temperature, sorted(end), seed)
         if temperature and self.takes_draws:
             body["draws"] = [float(u) for u in row.draws[row.new : limit]]
-        for _ in range(TRIES):
+        # A load ends all turns in flight, and after a restart each rank may ask for one.
+        for _ in range(TRIES + dist.get_world_size()):
             answer = self.call(url, (self.dialect.path, body))
             try:
                 tokens, logprobs, versions = self.dialect.read(answer)
@@ -392,7 +393,7 @@ class Engine:
                     row.append(token, logprob)
                 return tokens[-1] in end
             self.restore(url)  # it may have been started again, or another run may use it
-        raise ValueError(f"the engine at {url}, asked {TRIES} times: {problem}")
+        raise ValueError(f"the engine at {url}, asked again and again: {problem}")
 
     def problem_of(self, tokens, logprobs, versions, room, end) -> str:
         """Return what is wrong with the answer of an engine, or an empty string."""
@@ -466,7 +467,7 @@ class Turn(models.Row):
         super().__init__(tokens, draws)
         self.limit, self.temperature, self.end = limit, float(temperature), set(end)
         give_draws([self], limit if temperature else 0, seed)
-        self.versions = {}  # version of the weights -> True, in order
+        self.versions = set()
         self.answer = Future()
 
     def finish(self):
@@ -488,41 +489,29 @@ class Decoder(threading.Thread):
         super().__init__(daemon=True)
         self.dtype = dtype
         self.under = under
+        self.name_of_model = f"{directory}"
         self.model = load_hf(directory, dtype=dtype).requires_grad_(False)
         self.version = FIRST_VERSION
         self.paused = False
-        self.inbox = queue.Queue()  # Turns, and (function, its Future) to call between two tokens
+        self.inbox = queue.Queue()  # Turns, and functions to call between two tokens
         self.clear()
 
     def clear(self):
         """Forget all turns, which have been answered, and their keys and values."""
         self.rows, self.logits_BV, self.cache = [], None, KVCache()
 
-    def between_tokens(self, function, *args):
-        """Call a function in the decoder's thread; return its value or raise its error."""
-        future = Future()
-        self.inbox.put((lambda: function(*args), future))
-        return future.result()
-
     def run(self):
-        waiting = []  # turns that have not begun
+        entering = []
         while True:
-            # If there is nothing to decode, wait for a first turn. Then take what is there.
-            is_idle = not self.rows and (self.paused or not waiting)
-            while is_idle or not self.inbox.empty():
+            # Take all that has come, and wait if there is nothing to decode.
+            while self.paused or not (self.rows or entering) or not self.inbox.empty():
                 item = self.inbox.get()
                 if isinstance(item, Turn):
-                    waiting.append(item)
+                    entering.append(item)
                 else:
-                    function, future = item
-                    try:
-                        future.set_result(function())
-                    except Exception as error:
-                        future.set_exception(error)
-                is_idle = not self.rows and (self.paused or not waiting)
-            if not self.paused:
-                entering, waiting = waiting, []
-                self.step(entering)
+                    item()
+            self.step(entering)
+            entering = []
 
     @torch.inference_mode()
     def step(self, entering):
@@ -545,7 +534,7 @@ class Decoder(threading.Thread):
             drawn = models.sample(self.logits_BV[here], uniform_B, temperature=tau)
             for b, token, logprob in zip(here, *(x.tolist() for x in drawn)):
                 self.rows[b].append(token, logprob)
-                self.rows[b].versions[self.version] = True
+                self.rows[b].versions.add(self.version)
 
         # Turns that go on keep their rows of the cache.
         going = []
@@ -562,10 +551,46 @@ class Decoder(threading.Thread):
         last_B1 = torch.tensor([row.tokens[-1:] for row in self.rows])
         self.logits_BV = forward_with_cache(self.model, self.cache, last_B1)
 
-    # What requests do between two tokens.
+    # Answers to requests, in threads of theirs: functions of a request's body.
+
+    def answers(self) -> dict:
+        """Return {path: function}."""
+        return {
+            VLLM.path: self.generate, VLLM.info: self.weight_info, "/v1/models": self.models,
+            "/pause": lambda body: self.between_tokens(self.pause),
+            "/update_weight_version": self.rename, "/collective_rpc": self.load,
+            "/reset_prefix_cache": lambda body: {},  # a pause has emptied it
+            "/resume": lambda body: self.between_tokens(self.resume),
+        }  # fmt: skip
+
+    def generate(self, body):
+        row = Turn(body, self.model.config)
+        self.inbox.put(row)
+        return row.answer.result()
+
+    def weight_info(self, body):
+        return {"weight_version": self.version, "draws": True}
+
+    def models(self, body):
+        positions = self.model.config.max_position_embeddings
+        return {"data": [{"id": self.name_of_model, "max_model_len": positions}]}
+
+    def between_tokens(self, function, *args):
+        """Call a function in the decoder's thread; return {}, or raise its error."""
+        future = Future()
+
+        def call():
+            try:
+                function(*args)
+                future.set_result({})
+            except Exception as error:
+                future.set_exception(error)
+
+        self.inbox.put(call)
+        return future.result()
 
     def pause(self):
-        """Answer all turns in flight with what they have, and begin no other."""
+        """Answer all turns in flight with the tokens that they have, and begin no other."""
         self.paused = True
         for row in self.rows:
             row.finish()
@@ -574,54 +599,29 @@ class Decoder(threading.Thread):
     def resume(self):
         self.paused = False
 
-    def rename(self, version):
-        self.version = version
+    def change(self, name, value):
+        """Set an attribute. The pause lets nothing be decoded between a name and its weights."""
+        if not self.paused:
+            raise Refused(409, "expected /pause before new weights")
+        setattr(self, name, value)
 
-    def load(self, directory):
-        """Load the weights of a directory."""
-        place = Path(directory).resolve()
+    def rename(self, body):
+        version = body.get("new_version")
+        if not isinstance(version, str):
+            raise Refused(400, "expected a string new_version")
+        return self.between_tokens(self.change, "version", version)
+
+    def load(self, body):
+        """Load the weights of a directory, if they are below the one that was given."""
+        given = body.get("kwargs")
+        path = given.get("weights_path") if isinstance(given, dict) else None
+        if body.get("method") != "reload_weights" or not isinstance(path, str):
+            raise Refused(400, "expected the method reload_weights, and kwargs with a weights_path")
+        place = Path(path).resolve()
         if not place.is_relative_to(self.under.resolve()):
             raise Refused(403, f"expected a directory under --weights-under {self.under}")
-        if not place.is_dir():
-            raise Refused(404, "expected a directory of weights")
-        self.model = load_hf(place, dtype=self.dtype).requires_grad_(False)
-
-
-def answers_of(decoder, name) -> dict:
-    """Return {path: function of a request's body that returns the answer}."""
-
-    def generate(body):
-        row = Turn(body, decoder.model.config)
-        decoder.inbox.put(row)
-        return row.answer.result()
-
-    def paused(function, value):
-        # A pause lets nothing be decoded between the new name and the new weights.
-        if not decoder.paused:
-            raise Refused(409, "expected /pause before new weights")
-        if not isinstance(value, str):
-            raise Refused(400, f"expected a string, got {value!r}"[:300])
-        return decoder.between_tokens(function, value)
-
-    def load(body):
-        if body.get("method") != "reload_weights" or not isinstance(body.get("kwargs"), dict):
-            raise Refused(400, "expected the method reload_weights, and kwargs")
-        return paused(decoder.load, body["kwargs"].get("weights_path"))
-
-    def served(body):
-        positions = decoder.model.config.max_position_embeddings
-        return {"data": [{"id": name, "max_model_len": positions}]}
-
-    return {
-        VLLM.path: generate,
-        VLLM.info: lambda body: {"weight_version": decoder.version, "draws": True},
-        "/v1/models": served,
-        "/pause": lambda body: decoder.between_tokens(decoder.pause),
-        "/resume": lambda body: decoder.between_tokens(decoder.resume),
-        "/update_weight_version": lambda body: paused(decoder.rename, body.get("new_version")),
-        "/collective_rpc": load,
-        "/reset_prefix_cache": lambda body: {},  # a pause has emptied it
-    }
+        model = load_hf(place, dtype=self.dtype).requires_grad_(False)
+        return self.between_tokens(self.change, "model", model)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -722,8 +722,7 @@ def main(argv) -> int:
     dtype = getattr(torch, given.dtype) if given.dtype else None
     try:
         decoder = Decoder(given.model, dtype, Path(given.weights_under))
-        answers = answers_of(decoder, given.model)
-        server = Server((given.host, given.port), answers, given.requests)
+        server = Server((given.host, given.port), decoder.answers(), given.requests)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
