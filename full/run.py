@@ -30,6 +30,7 @@ from full.batches import Demonstrations, RolloutQueue, pending_batches
 from full.checkpoint import newest_checkpoint, read_checkpoint, read_newest
 from full.config import _flag
 from full.engine import Engine
+from full.exact import make_exact, require_exact_kernels
 from full.experts import give_router_bias
 from full.files import beside, cut_lines, writing
 from full.hf import copy_text_files, save_hf
@@ -38,7 +39,9 @@ from full.logs import (
 )  # fmt: skip
 from full.model_config import ModelConfig, read_json
 from full.optimizer import persistent_buffers
-from full.ranks import Interrupted, Progress, Stop, advice_of, agree, connect, say, warn
+from full.ranks import (
+    Interrupted, Progress, Stop, advice_of, agree, connect, current_device, say, warn,
+)  # fmt: skip
 from full.tasks import Task, TaskError, asking
 from full.text import make_task
 from full.trainer import Trainer, keep_states_wide, plans_of
@@ -81,6 +84,7 @@ def empty_model(config, shape, dtype, *, is_teacher=False) -> Transformer:
             model.add_value_head()
         if config.router_bias_rate and not is_teacher:
             give_router_bias(model, config.router_bias_rate)
+    model = make_exact(model) if config.exact else model
     return keep_states_wide(config, model)
 
 
@@ -140,6 +144,8 @@ def start_run(config, progress=None) -> int:
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
         model, generator, reference = build(config, task)
+        if config.exact:
+            require_exact_kernels(generator, current_device())
         if config.engine:
             require_room(config, task, generator.positions, "the engine")
         trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
