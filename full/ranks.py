@@ -263,6 +263,26 @@ def is_lost_rank(error) -> bool:
     return False
 
 
+def is_error_of_rank_0(error) -> bool:
+    """Return whether rank 0 ends with an error of this text too. Every rank that fails calls it."""
+    # A lost rank is never news of rank 0 alone: each rank that is left says that it leaves.
+    if not dist.is_initialized() or isinstance(error, ConnectionError):
+        return False
+
+    # COMM: rank 0 writes its error to the store in which the ranks met, and the others look there
+    # for three seconds. A collective would wait for ranks that have no error. If the store is gone,
+    # a rank names its error itself. Pinned by
+    # tests/full/test_commands.py::test_an_error_of_all_ranks_is_named_once.
+    store = dist.group.WORLD.get_group_store()
+    with contextlib.suppress(dist.DistError):
+        if dist.get_rank() == 0:
+            store.set("error", str(error))
+            return True
+        store.wait(["error"], datetime.timedelta(seconds=3))
+        return store.get("error").decode() == str(error)
+    return False
+
+
 def current_device():
     """Return where this rank computes, and where sums over ranks are made."""
     if "nccl" in dist.get_backend():

@@ -37,7 +37,9 @@ from full.logs import (
 )  # fmt: skip
 from full.model_config import ModelConfig, read_json
 from full.optimizer import persistent_buffers
-from full.ranks import Interrupted, Progress, Stop, advice_of, agree, connect, say, warn
+from full.ranks import (
+    Interrupted, Progress, Stop, advice_of, agree, connect, is_error_of_rank_0, say, warn,
+)  # fmt: skip
 from full.tasks import Task, TaskError, asking
 from full.text import make_task
 from full.trainer import Trainer, keep_states_wide, plans_of
@@ -476,9 +478,10 @@ PATIENCE = 30  # seconds; torchrun ends the other ranks as soon as rank 0 has en
 def report(error, alike=False) -> int:
     """Name an error in one line on stderr, of a task's own code with its traceback. Return 2.
 
-    alike: all ranks have this error, so only rank 0 names it.
+    alike: all ranks have this error. Ranks that have met find it out. Then only rank 0 names it.
     """
     # torchrun ends all ranks when one ends, so the others leave rank 0 the time to print.
+    alike = alike or is_error_of_rank_0(error)
     if alike and os.environ.get("RANK", "0") != "0":
         time.sleep(PATIENCE)
         return leave(2)
