@@ -9,12 +9,14 @@ import datetime
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
 import time
 import uuid
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -306,6 +308,18 @@ class Interrupted(Exception):
     """Raised to end the loop after a step in which a signal was seen. It holds the number."""
 
 
+def flags_to_resume(out) -> str:
+    """Return the flags with which the run of a directory goes on, as a shell takes them."""
+    # No command imports a file because a run's directory names it, so the user names it again.
+    flags = ["--resume", "--out", str(out)]
+    path = Path(out) / "config.json"
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    for name in ("task", "reward"):
+        if ":" in stored.get(name, ""):
+            flags += [f"--{name}", stored[name]]
+    return shlex.join(flags)
+
+
 def advice_of(out) -> str:
     """Return how to go on with a run, for errors and signals."""
-    return f"go on with --resume --out {out}"
+    return f"go on with {flags_to_resume(out)}"

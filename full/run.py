@@ -14,6 +14,7 @@ import importlib.util
 import itertools
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -38,7 +39,8 @@ from full.logs import (
 from full.model_config import ModelConfig, read_json
 from full.optimizer import persistent_buffers
 from full.ranks import (
-    Interrupted, Progress, Stop, advice_of, agree, connect, is_error_of_rank_0, say, warn,
+    Interrupted, Progress, Stop, advice_of, agree, connect, flags_to_resume, is_error_of_rank_0,
+    say, warn,
 )  # fmt: skip
 from full.tasks import Task, TaskError, asking
 from full.text import make_task
@@ -253,8 +255,8 @@ def introduce(config, task, trainer, out, first_step, origin):
     say(f"from step {max(0, first_step)} of {c.steps}: {c.prompts} groups of {c.group} a step, "
         f"{world} rank(s), plan {c.plan or f'd{world}'}, {c.data_parallel}, "
         f"{trainer.device.type}, {dtype}")  # fmt: skip
-    say(f"out {out}: `python -m full plot {out}` draws it; Ctrl-C saves, --resume --out {out} goes "
-        f"on")  # fmt: skip
+    say(f"out {out}: `python -m full plot {out}` draws it; Ctrl-C saves, {flags_to_resume(out)} "
+        f"goes on")  # fmt: skip
     if getattr(task, "note", ""):  # what a task has decided, such as a template
         say(task.note)
 
@@ -305,8 +307,11 @@ def export(config, task, out):
         say(f"{directory} is not written: its format has no --router-bias-rate")
         return
     if importlib.util.find_spec("safetensors") is None:
+        words = ["export", out, directory]
+        if ":" in config.task and not config.model:  # else the shape is --model's
+            words += ["--task", config.task]
         say(f"{directory} not written: pip install safetensors, and then "
-            f"python -m full export {out} {directory}")  # fmt: skip
+            f"python -m full {shlex.join(words)}")  # fmt: skip
         return
 
     # The weights of the last checkpoint in the generator's dtype, or in mixed precision the

@@ -29,6 +29,7 @@ from full.__main__ import main
 from full.config import Config
 from full.generate import generate
 from full.hf import load_hf
+from full.ranks import flags_to_resume
 from full.talk import Answer, evaluated, pass_at_k, wilson
 from full.text import Text, make_task
 
@@ -257,6 +258,19 @@ def test_an_error_of_all_ranks_is_named_once(tmp_path, flags, said):
     for rank, text in enumerate(said):
         named = re.findall(r"^rank \d: error: .*", err[rank], re.M)
         assert [line for line in named if text in line] if text else not named, err
+
+
+def test_the_printed_flags_go_on_with_a_run_of_files(tmp_path):
+    """A file is never imported because a run's directory names it, so the flags name it again."""
+    out, _ = good(tmp_path, _task(tmp_path))
+    (flags,) = re.findall(r"Ctrl-C saves, (.*) goes on$", out, re.M)
+    assert flags == "--resume --out run --task task.py:Mine"
+    good(tmp_path, flags)
+
+    path = tmp_path / "run" / "config.json"
+    stored = json.loads(path.read_text()) | {"task": "jsonl", "reward": "my rewards.py:score"}
+    path.write_text(json.dumps(stored))
+    assert flags_to_resume(tmp_path / "run").endswith("/run --reward 'my rewards.py:score'")
 
 
 def test_help_is_printed_by_rank_0_alone(tmp_path):
