@@ -492,7 +492,10 @@ def report(error, alike=False) -> int:
         return leave(2)
     if isinstance(error, TaskError) and error.__cause__ is not None:
         traceback.print_exception(error.__cause__)
-    print(f"rank {os.environ.get('RANK', 0)}: error: {error}", file=sys.stderr, flush=True)
+    # One write, so that the lines of two ranks do not run into each other.
+    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    sys.stderr.write(f"{who}error: {error}\n")
+    sys.stderr.flush()
     return leave(2)  # a clean teardown would wait for ranks that may be gone or stuck
 
 
