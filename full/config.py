@@ -10,6 +10,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -552,6 +553,8 @@ def parse_config(argv) -> Config:
 
     # Flags that were not typed are absent from `given`: a resumed run has its own values for them.
     parser.error = refuse
+    if os.environ.get("RANK", "0") != "0":
+        parser.print_help = lambda: None  # rank 0 prints it for all
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         refuse(about_unknown(unknown[0]))
