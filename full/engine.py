@@ -512,7 +512,13 @@ class Decoder(threading.Thread):
                     entering.append(item)
                 else:
                     item()
-            self.step(entering)
+            try:
+                self.step(entering)
+            except Exception as error:  # no memory, or a token that a new model does not have
+                for row in {*self.rows, *entering}:
+                    if not row.answer.done():
+                        row.answer.set_exception(error)
+                self.clear()
             entering = []
 
     @torch.inference_mode()
