@@ -636,6 +636,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers a request by the functions of `answers_of`, and what it refuses by one line."""
 
     timeout = 60  # seconds that a client may be silent in the middle of a request
+    default_request_version = "HTTP/1.0"  # of a first line without one, which gets a code, too
 
     def do_POST(self):
         try:
