@@ -161,7 +161,7 @@ def ask_once(url, body=None, timeout=10):
         with error:
             told = " ".join(error.read(300).decode(errors="replace").split())
         problem = f"{error.code} {told}"
-        if error.code < 500 and error.code != 429:
+        if error.code < 500 and error.code not in (409, 429):  # 409: another rank loads, too
             raise ValueError(f"the engine refuses {url}: {problem}") from error
         raise Unanswered(problem, error.code == 500) from error
     except (OSError, http.client.HTTPException) as error:
