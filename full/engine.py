@@ -625,10 +625,15 @@ class Decoder(threading.Thread):
         path = given.get("weights_path") if isinstance(given, dict) else None
         if body.get("method") != "reload_weights" or not isinstance(path, str):
             raise Refused(400, "expected the method reload_weights, and kwargs with a weights_path")
-        place = Path(path).resolve()
-        if not place.is_relative_to(self.under.resolve()):
-            raise Refused(403, f"expected a directory under --weights-under {self.under}")
-        model = load_hf(place, dtype=self.dtype).requires_grad_(False)
+        try:
+            place = Path(path).resolve()
+            if not place.is_relative_to(self.under.resolve()):
+                raise Refused(403, f"expected a directory under --weights-under {self.under}")
+            model = load_hf(place, dtype=self.dtype).requires_grad_(False)
+        except Exception:
+            # The old weights stay, and the new name is not theirs.
+            self.between_tokens(self.change, "version", FIRST_VERSION)
+            raise
         return self.between_tokens(self.change, "model", model)
 
 
