@@ -648,7 +648,7 @@ class Handler(BaseHTTPRequestHandler):
             answer = self.answered()
             self.send(200, {} if answer is None else answer)
         except Refused as error:
-            self.send(error.code, {"error": f"{error}"})
+            self.send(error.code, {"error": f"{error}"[:500]})
         except TimeoutError:
             self.send(408, {"error": "expected the rest of the request"})
         except Exception as error:  # of JSON that is too deep, or of files that are no weights
