@@ -106,8 +106,8 @@ class SGLang:
     @staticmethod
     def request(tokens, limit, temperature, end, seed):
         sampling = dict(max_new_tokens=limit, temperature=temperature, sampling_seed=seed)
-        # No `ignore_eos`: it would ignore `stop_token_ids`, too. So each end of the model's own must
-        # be in `end`, as the ends of a text task are.
+        # `ignore_eos` would ignore `stop_token_ids`, too. Without it the model's own end of text
+        # ends a turn, so it must be in `end`.
         sampling |= dict(stop_token_ids=end, top_p=1.0, top_k=-1)
         return {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True}
 
