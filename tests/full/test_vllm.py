@@ -37,8 +37,9 @@ SETTINGS = dict(VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_US
                 VLLM_CPU_OMP_THREADS_BIND="nobind")  # fmt: skip
 OPTIONS = "--enable-scale-out --logprobs-mode processed_logprobs --max-model-len 128 "
 OPTIONS += "--dtype float32 --enforce-eager --skip-tokenizer-init --host 127.0.0.1"
-# |trainer - vLLM| of a log-prob, both in float32. Measured: GAP_MEASURED.
-GAP = 1e-4
+# |trainer - vLLM| of a log-prob, both in float32. Measured: at most 7.2e-7 in 24 steps, and 0.49 to
+# 3.0 where the sampler has the weights of one step before.
+GAP = 1e-5
 
 
 class VLLM:
@@ -85,7 +86,7 @@ def vllm(tmp_path_factory):
 
 @pytest.mark.parametrize("world, more", [(1, ""), (2, "--plan t2 --staleness 1"), (2, "--plan d2")])
 def test_a_run_samples_by_the_weights_that_it_has_pushed(vllm, tmp_path, world, more):
-    """The log-probs say so: those by the weights of one step before are 100 times as far away."""
+    """The log-probs say so: those by the weights of a step before are 1000 times as far off."""
     flags = f"{FLAGS} --engine {vllm.url} --steps 4 --lr 1e-2 {more}"
     codes, _, err = cli(tmp_path, flags, world, seconds=900)
     assert codes == [0] * world, err
@@ -97,7 +98,7 @@ def require_right_weights(vllm, run, steps, is_stale=False):
     assert [line["step"] for line in lines] == [*range(steps)]
     gaps = [line["logprob_gap/max"] for line in lines]
     assert all(gap < GAP for gap in gaps[: 1 if is_stale else steps]), gaps
-    assert not is_stale or all(gap > 100 * GAP for gap in gaps[1:]), gaps
+    assert not is_stale or all(gap > 1000 * GAP for gap in gaps[1:]), gaps
     # The last push is for the evaluation after the last step.
     assert vllm.version().endswith(f"-{lines[-1]['policy_version']}")
 
