@@ -25,7 +25,9 @@ from full.run import shape_of
 from full.text import make_task
 from full.transformer import Transformer
 
-PYTHON = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
+PYTHON = os.environ.get("VLLM_PYTHON", "")
+if not PYTHON and importlib.util.find_spec("vllm"):
+    PYTHON = sys.executable
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON is not set")]
 
 # vLLM's attention on CPUs needs heads of at least 32 numbers.
