@@ -116,6 +116,9 @@ TABLE = {
     "sh tests/gpu.sh results": "gpu::results_shows_what_was_run_and_names_what_was_not",
     **dict.fromkeys(("sh tests/gpu.sh ring", "sh tests/gpu.sh step"), "gpu::each_command_runs"),
 }  # fmt: skip
+# Of the recipe with vLLM: the test starts one by the same flags, if it finds a vLLM.
+VLLM = "vllm::a_run_samples_by_the_weights_that_it_has_pushed"
+TABLE |= {command: VLLM for command in RECIPES.commands if re.search(r"\bvllm(/bin/|$)", command)}
 SLOW = (f"{BENCH} models", f"{BENCH} ring memory", f"{BENCH} ring longest")
 COMMANDS_RUN = [pytest.param(command, marks=[pytest.mark.slow] * command.startswith(SLOW))
                 for command, how in TABLE.items() if how.startswith(" ")]  # fmt: skip
@@ -241,6 +244,8 @@ ELSEWHERE = {"padding_idx", "log_softmax", "torchrun", "NCCL_SOCKET_IFNAME"}  # 
 ELSEWHERE |= {"OUT/hf", "tokenizer.json", "questions.jsonl"}  # a run's files
 FLAGS_ELSEWHERE = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"}
 FLAGS_ELSEWHERE |= {"--max-restarts", "--no-deps", "--local-dir"}  # torchrun's, pip's, hf's
+FLAGS_ELSEWHERE |= {"--port", "--host", "--enable-scale-out", "--logprobs-mode", "--max-model-len"}
+FLAGS_ELSEWHERE |= {"--enforce-eager", "--block-size"}  # vLLM's
 FLAGS_ELSEWHERE |= {"--rounds", "--completion", "--prompt", "--count"}  # bench_trl's, test_flags'
 
 
