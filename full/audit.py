@@ -29,9 +29,10 @@ from full.batches import Demonstrations, RolloutQueue, pending_batches
 from full.byhand import Recorded, State, read_alone, shares, trained
 from full.checkpoint import checkpoints, read_checkpoint
 from full.config import Config, resumed_config
+from full.engine import Engine
 from full.expected import (
-    LATER, NOT_BY_HAND, TIMES, UNDECIDED, Audited, Displaced, Exact, Rounding, mean_of,
-    metrics_by_hand, order, teaches,
+    ENGINE_ROUNDING, LATER, NOT_BY_HAND, SURPRISE, TIMES, UNDECIDED, Audited, Displaced, Exact,
+    Rounding, mean_of, metrics_by_hand, order, teaches,
 )  # fmt: skip
 from full.files import whole_lines
 from full.hf import full_definition, load_hf
@@ -164,6 +165,40 @@ def play_again(config, task, state, prompt, s):
     s.differs += abs(len(tokens) - (min(place, limit) if ended else limit))
 
 
+class Replay(Engine):
+    """An engine that answers each turn with the tokens that rollouts.jsonl holds.
+
+    lines: {step: {group: its lines}}.
+    """
+
+    start = Sampler.start
+
+    def __init__(self, lines):
+        self.urls = [""]
+        self.group = None
+        self.lines = lines
+
+    def push(self, model, optimizer, version):
+        """Do nothing, because the recorded tokens need no weights."""
+
+    def turn(self, url, row, limit, temperature, end) -> bool:
+        """Append what is queued, then the recorded turn. Return whether an end token ended it."""
+        while row.queue and row.new < limit:
+            row.append(None, 0.0)
+        line = self.lines[row.key[1]][row.group][row.number]
+        while row.new < limit:
+            at = len(row.tokens) - 1
+            if row.tokens != line["tokens"][: at + 1] or at == len(line["sampled"]):
+                raise ValueError(f"rollouts.jsonl: rollout {row.number} of group {row.group} of "
+                                 f"step {row.key[1]} is not the one that the task says")
+            # A token without a finite log-prob was not trained on.
+            token = line["tokens"][at + 1]
+            row.append(token, line["logprobs"][at] if line["sampled"][at] else -math.inf)
+            if token in end:
+                return True
+        return False
+
+
 @dataclass
 class Case:
     """A step to audit: its files, and where the state before it is stored."""
@@ -210,6 +245,7 @@ class Case:
         config, task, step = self.config, self.task, self.step
         model, generator, reference = build(config, task)
         teacher = build_teacher(config, task)
+        generator = Replay({}) if self.files.engine else generator
         trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
         start = max([n for n in self.files.checkpoints if n <= sampled_at], default=0)
         self.again = step - start
@@ -235,9 +271,19 @@ class Case:
 
         # On to the step by the ordinary code, in one process, for as long as it makes the run's own
         # rollouts. In float32 rounding makes it draw a different token sooner or later.
+        # An engine's rollouts are read: those that the checkpoint does not have.
         if step > start:
-            say(f"on to step {step} by the ordinary code, in one process: {step - start} steps, "
-                f"for which {LATER + 2 * self.again} times as much is allowed")  # fmt: skip
+            say(f"on to step {step} by the ordinary code, in one process: {step - start} steps"
+                f"{', with the recorded rollouts' if self.files.engine else ''}, for which "
+                f"{LATER + 2 * self.again} times as much is allowed")  # fmt: skip
+        for n in range(start + len(pending), step + 1) if self.files.engine else ():
+            generator.lines[n] = self.files.rollouts(n, task.vocab_size)
+            if generator.lines[n] is None:
+                raise ValueError(
+                    f"rollouts.jsonl does not hold all rollouts of step {n}, and an engine's "
+                    f"rollouts cannot be drawn again; audit a step right after a checkpoint, or "
+                    f"keep more (--save-every, --keep), or record all (--log-rollouts all)"
+                )
         queue = RolloutQueue(config, task, trainer, start, pending, last=step)
         for n in range(start, step + 1):
             if n in (sampled_at, step):
@@ -248,8 +294,10 @@ class Case:
             if n < step:
                 self.require_the_same(n, do_step(config, queue, trainer, n))
         if self.lines is None:
-            say("rollouts.jsonl does not hold all rollouts of this step: sampled again, by the "
-                "ordinary code")  # fmt: skip
+            found = "sampled again, by the ordinary code"
+            if self.files.engine:
+                found = f"taken from {self.files.checkpoints[start].name}, where they waited"
+            say(f"rollouts.jsonl does not hold all rollouts of this step: {found}")
             self.lines = {n: [rollout_line(task, step, i, t) for i, t in enumerate(rollouts)]
                           for n, rollouts in sorted(queue.get(step).groups.items())}  # fmt: skip
 
@@ -259,8 +307,8 @@ class Case:
             there = self.files.metrics[n].get(name)
             if not isinstance(there, int | float) or abs(found[name] - there) > 1e-9:
                 raise ValueError(
-                    f"on the way to step {self.step} one process makes other rollouts than the "
-                    f"run: {name} of step {n} is {found[name]} here and {there} in metrics.jsonl; "
+                    f"on the way to step {self.step} the rollouts of one process are not the "
+                    f"run's: {name} of step {n} is {found[name]} here and {there} in metrics.jsonl; "
                     f"audit a step right after a checkpoint"
                 )
 
@@ -360,7 +408,7 @@ class ByHand:
     """A step by hand in one precision."""
 
     groups: dict  # number -> its Recorded rollouts
-    ends: np.ndarray  # (N, 2): between which two numbers lies one that draws the sampled token
+    drawn: np.ndarray  # of each sampled token: `intervals`, or `surprises` if an engine drew it
     plays: dict = field(default_factory=dict)  # eval/solved.. -> the greedy rollouts
     found: dict = field(default_factory=dict)  # metric -> Measured
     state: State | None = None  # after the step, without weights in float64
@@ -388,7 +436,8 @@ def in_precision(case, dtypes, first=None, spelled=None) -> ByHand:
         if first is not None and config.proximal:
             s.old = first.groups[s.group][s.number].old
     model = case.sampling_model(case.sampler, sampler_dtype)
-    hand = ByHand(groups, intervals(model, groups, config.temperature))
+    drawn = surprises if case.files.engine else intervals
+    hand = ByHand(groups, drawn(model, groups, config.temperature))
 
     # An evaluation is of the weights before the step, or of those after it.
     line = case.files.metrics[case.step]
@@ -433,6 +482,21 @@ def intervals(model, groups, temperature) -> np.ndarray:
         width = widths.gather(-1, targets)
         end = widths.cumsum(-1).gather(-1, targets)
         found.append(torch.cat([end - width, end], -1).numpy())
+    return np.concatenate(found)
+
+
+@torch.no_grad()
+def surprises(model, groups, temperature) -> np.ndarray:
+    """Return each sampled token's log-prob, and mean and variance of -log p there, (N, 3)."""
+    found = []
+    for s in [s for group in groups.values() for s in group]:
+        logprobs = read_alone(model, s, temperature)[0].double()
+        targets = torch.tensor([s.tokens[at + 1] for at in s.at])[:, None]
+        p = logprobs.exp()
+        logprobs = logprobs.clamp(min=-1e4)  # 0 log 0 is 0
+        mean = -(p * logprobs).sum(-1, keepdim=True)
+        variance = (p * (logprobs + mean) ** 2).sum(-1, keepdim=True)
+        found.append(torch.cat([logprobs.gather(-1, targets), mean, variance], -1).numpy())
     return np.concatenate(found)
 
 
@@ -581,8 +645,9 @@ def audited(run, step=None, group=None, task="", reward="", tell=lambda line: No
         rounded = in_precision(case, (rounding.dtype, sampling.dtype), first=exact)
         if step + 1 in files.checkpoints:
             tell("comparing the parameters, entry by entry")
+        draws = engine_rows if files.engine else sampling_rows
         rows = [*rollout_rows(case, exact, rounded, rounding),
-                sampling_row(case, exact, rounded, sampling, say),
+                *draws(case, exact, rounded, sampling, say),
                 *metric_rows(case, exact, rounded, rounding),
                 *after_rows(case, exact, rounded, rounding, say)]  # fmt: skip
     report.rows = sorted(rows, key=lambda row: order().index(row.key))
@@ -610,11 +675,17 @@ def metric_rows(case, exact, rounded, rounding) -> list:
         recorded = math.nan if line[key] is None else line[key]
         if not isinstance(recorded, int | float):
             raise ValueError(f"{key} of step {case.step} in metrics.jsonl is not a number")
-        rows.append(rounding.row(key, recorded, exact.found[key], rounded.found[key]))
+        row = rounding.row(key, recorded, exact.found[key], rounded.found[key])
+        if case.files.engine and key.startswith("eval/"):
+            # A choice between two tokens is the engine's, if its rounding can turn it around.
+            most, _ = ENGINE_ROUNDING[case.config.rollout_dtype]
+            near = np.count_nonzero(exact.found[key].margins <= 2 * most)
+            row = row._replace(allowed=max(row.allowed, near * exact.found[key].each))
+        rows.append(row)
     return rows
 
 
-def sampling_row(case, exact, rounded, rounding, say) -> Audited:
+def sampling_rows(case, exact, rounded, rounding, say) -> list:
     """Compare each draw with its token's interval, and say how many lie outside."""
     config = case.config
     draws = []
@@ -627,15 +698,49 @@ def sampling_row(case, exact, rounded, rounding, say) -> Audited:
             draws.append(train_grpo.uniforms(key, at + 2 - s.prompt)[-1])
 
     # Rounding moves an end of an interval a little, and a number near it falls on the neighbor.
-    misses = np.maximum(exact.ends[:, 0] - draws, draws - exact.ends[:, 1]).clip(0)
-    row = rounding.row_of_many("sampling", misses, exact.ends.ravel(), rounded.ends.ravel())
+    misses = np.maximum(exact.drawn[:, 0] - draws, draws - exact.drawn[:, 1]).clip(0)
+    row = rounding.row_of_many("sampling", misses, exact.drawn.ravel(), rounded.drawn.ravel())
     say(
         f"sampling: {len(misses)} draws, of which {np.count_nonzero(misses)} lie outside their "
         f"token's interval of the definition's distribution, the worst by {row.difference:.1e}; "
         f"rounding in {config.rollout_dtype} explains {row.allowed:.1e}, and "
         f"{np.count_nonzero(misses > row.allowed)} lie further away"
     )
-    return row
+    return [row]
+
+
+def engine_rows(case, exact, rounded, rounding, say) -> list:
+    """Compare the log-probs that an engine told with the definition's, and its tokens with both."""
+    # With forks several rollouts share a turn, which was drawn once.
+    config = case.config
+    told, is_own = [], []
+    for s in [s for group in exact.groups.values() for s in group]:
+        told += s.smp
+        is_own += [shares(config, s, at)[-1][0] == s.number for at in s.at]
+    lp, mean, variance = exact.drawn.T
+    away = abs(told - lp)
+    by_hand = abs(rounded.drawn[:, 0] - lp)
+
+    # The surprise of a token, -log p, is the entropy on average, if the token is drawn by p. That
+    # fails if sampling is greedy or truncated, or has another temperature. A martingale's sum is
+    # rarely beyond 5 times this deviation, however rare single tokens are: the probability is
+    # 2 exp(-25 / 2) at the most (Bercu and Touati, 2008).
+    surprise = (-lp - mean)[is_own]
+    deviation = math.sqrt((surprise**2 + variance[is_own]).sum())
+    sums = [-lp[is_own].sum(), mean[is_own].sum()]
+    most, usual = ENGINE_ROUNDING[config.rollout_dtype]
+    say(
+        f"sampling: {case.files.engine} drew {len(surprise)} tokens by numbers of its own, so no "
+        f"draw is compared; its log-probs are off by {away.max():.1e} at most and "
+        f"{away.mean():.1e} on average, where {str(rounding.dtype)[6:]} by hand is off by "
+        f"{by_hand.max():.1e} and {by_hand.mean():.1e}; the sum of the tokens' surprises is "
+        f"{surprise.sum() / deviation:.1f} deviations from that of the entropies"
+    )
+    return [
+        Audited("sampling", 0.0, away.max(), away.max(), most),
+        Audited("sampling/mean", 0.0, away.mean(), away.mean(), usual),
+        Audited("sampling/surprise", *sums, abs(surprise.sum()), SURPRISE * deviation),
+    ]
 
 
 def rollout_rows(case, exact, rounded, rounding) -> list:

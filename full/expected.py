@@ -30,8 +30,8 @@ def order() -> list:
     """Return the rows of the table, causes before their effects, by METRICS."""
     # The first row that is outside says where to look. The first update's metrics come before those
     # that a change of the weights has a part in.
-    rows = ["rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling",
-            "rollouts/rewards"]  # fmt: skip
+    rows = ["rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling", "sampling/mean",
+            "sampling/surprise", "rollouts/rewards"]  # fmt: skip
     for name in METRICS:
         if name == OF_UPDATES[0]:
             rows += ["rollouts/advantage", *(f"{name}_first" for name in OF_UPDATES)]
@@ -241,6 +241,13 @@ def expert_metrics(c, updates) -> dict:
 TIMES = 8
 
 LATER = 10
+
+# How far the log-probs of an engine may be from the definition's, by the dtype of its weights: a
+# token's, and the mean over all tokens. An engine's kernels are not at hand, so these are measured
+# and not derived.
+ENGINE_ROUNDING = {"float64": (1e-9, 1e-9), "float32": (1e-3, 1e-4), "bfloat16": (1.0, 0.1)}
+
+SURPRISE = 5  # deviations that the sum of an engine's tokens' surprises may be from the entropies'
 
 UNDECIDED = "rounding decides which updates are finite, so nothing is comparable"
 
