@@ -645,9 +645,11 @@ def audited(run, step=None, group=None, task="", reward="", tell=lambda line: No
         rounded = in_precision(case, (rounding.dtype, sampling.dtype), first=exact)
         if step + 1 in files.checkpoints:
             tell("comparing the parameters, entry by entry")
-        draws = engine_rows if files.engine else sampling_rows
-        rows = [*rollout_rows(case, exact, rounded, rounding),
-                *draws(case, exact, rounded, sampling, say),
+        if files.engine:
+            draws = engine_rows(case, exact, rounded, rounding, say)
+        else:
+            draws = [sampling_row(case, exact, rounded, sampling, say)]
+        rows = [*rollout_rows(case, exact, rounded, rounding), *draws,
                 *metric_rows(case, exact, rounded, rounding),
                 *after_rows(case, exact, rounded, rounding, say)]  # fmt: skip
     report.rows = sorted(rows, key=lambda row: order().index(row.key))
@@ -685,7 +687,7 @@ def metric_rows(case, exact, rounded, rounding) -> list:
     return rows
 
 
-def sampling_rows(case, exact, rounded, rounding, say) -> list:
+def sampling_row(case, exact, rounded, rounding, say) -> Audited:
     """Compare each draw with its token's interval, and say how many lie outside."""
     config = case.config
     draws = []
@@ -706,41 +708,46 @@ def sampling_rows(case, exact, rounded, rounding, say) -> list:
         f"rounding in {config.rollout_dtype} explains {row.allowed:.1e}, and "
         f"{np.count_nonzero(misses > row.allowed)} lie further away"
     )
-    return [row]
+    return row
 
 
 def engine_rows(case, exact, rounded, rounding, say) -> list:
-    """Compare the log-probs that an engine told with the definition's, and its tokens with both."""
-    # With forks several rollouts share a turn, which was drawn once.
+    """Compare the log-probs that an engine told, and by them how it drew its tokens."""
+    # With forks several rollouts share a turn, which was drawn once. rounding: the trainer's.
     config = case.config
-    told, is_own = [], []
-    for s in [s for group in exact.groups.values() for s in group]:
-        told += s.smp
-        is_own += [shares(config, s, at)[-1][0] == s.number for at in s.at]
+    told, is_own, apart = [], [], []
+    for n, group in exact.groups.items():
+        for s, other in zip(group, rounded.groups[n]):
+            told += s.smp
+            is_own += [shares(config, s, at)[-1][0] == s.number for at in s.at]
+            apart += [abs(x - y) for x, y in zip(s.lp or (), other.lp or ())]
     lp, mean, variance = exact.drawn.T
-    away = abs(told - lp)
-    by_hand = abs(rounded.drawn[:, 0] - lp)
+    found = [f(abs(told - lp)) for f in (np.max, np.mean)]
+    by_hand = [f(abs(rounded.drawn[:, 0] - lp)) for f in (np.max, np.mean)]
 
-    # The surprise of a token, -log p, is the entropy on average, if the token is drawn by p. That
-    # fails if sampling is greedy or truncated, or has another temperature. A martingale's sum is
-    # rarely beyond 5 times this deviation, however rare single tokens are: the probability is
-    # 2 exp(-25 / 2) at the most (Bercu and Touati, 2008).
+    # If steps were done again on the way, the sampler's weights have the trainer's rounding too.
+    bounds = np.array(ENGINE_ROUNDING[config.rollout_dtype])
+    if case.again and apart:
+        bounds += rounding.times * rounding.scale * np.array([np.max(apart), np.mean(apart)])
+
+    # The surprise of a token, -log p, is the entropy on average, if the token is drawn by p. It is
+    # not if sampling is greedy or truncated. The sum of a martingale is rarely beyond SURPRISE
+    # times this deviation, however rare some tokens are: with a probability of 2 exp(-25 / 2) at
+    # the most (Bercu and Touati, 2008).
     surprise = (-lp - mean)[is_own]
     deviation = math.sqrt((surprise**2 + variance[is_own]).sum())
-    sums = [-lp[is_own].sum(), mean[is_own].sum()]
-    most, usual = ENGINE_ROUNDING[config.rollout_dtype]
+    sums = -lp[is_own].sum(), mean[is_own].sum()
     say(
         f"sampling: {case.files.engine} drew {len(surprise)} tokens by numbers of its own, so no "
-        f"draw is compared; its log-probs are off by {away.max():.1e} at most and "
-        f"{away.mean():.1e} on average, where {str(rounding.dtype)[6:]} by hand is off by "
-        f"{by_hand.max():.1e} and {by_hand.mean():.1e}; the sum of the tokens' surprises is "
-        f"{surprise.sum() / deviation:.1f} deviations from that of the entropies"
+        f"draw is compared; its log-probs are off by {found[0]:.1e} at most and {found[1]:.1e} on "
+        f"average, and lower precision by hand is off by {by_hand[0]:.1e} and {by_hand[1]:.1e}; "
+        f"the tokens' surprises sum to {sums[0]:.4g}, and the entropies to {sums[1]:.4g}"
     )
     return [
-        Audited("sampling", 0.0, away.max(), away.max(), most),
-        Audited("sampling/mean", 0.0, away.mean(), away.mean(), usual),
+        *(Audited(key, 0.0, x, x, most)
+          for key, x, most in zip(("sampling", "sampling/mean"), found, bounds)),
         Audited("sampling/surprise", *sums, abs(surprise.sum()), SURPRISE * deviation),
-    ]
+    ]  # fmt: skip
 
 
 def rollout_rows(case, exact, rounded, rounding) -> list:
