@@ -294,10 +294,8 @@ class Case:
             if n < step:
                 self.require_the_same(n, do_step(config, queue, trainer, n))
         if self.lines is None:
-            found = "sampled again, by the ordinary code"
-            if self.files.engine:
-                found = f"taken from {self.files.checkpoints[start].name}, where they waited"
-            say(f"rollouts.jsonl does not hold all rollouts of this step: {found}")
+            say("rollouts.jsonl does not hold all rollouts of this step: sampled again, by the "
+                "ordinary code")  # fmt: skip
             self.lines = {n: [rollout_line(task, step, i, t) for i, t in enumerate(rollouts)]
                           for n, rollouts in sorted(queue.get(step).groups.items())}  # fmt: skip
 
