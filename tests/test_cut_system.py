@@ -13,6 +13,7 @@ from conftest import slow
 from test_cores import copy_the_five
 from test_run import FROM_ROOT, json_lines
 
+import parallel
 import train_grpo
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -92,6 +93,24 @@ def test_a_combined_plan_logs_the_losses_and_norms_of_one_process(folder, plan):
     (folder / "with_plan.py").write_text(WITH_PLAN)
     found = logged(folder, 4, (), file="with_plan.py", PLAN=plan)
     assert found == pytest.approx(expected, rel=0, abs=1e-9)
+
+
+@pytest.mark.quick
+def test_a_tree_runs_a_shared_prefix_once(process_group):
+    """Six episodes 0 1 2 3 n are six rows of four inputs, or ten tokens of a tree."""
+    counts = []
+    for tree in (False, True):
+        config = train_grpo.Config(tree=tree)
+        model = train_grpo.build_policy(config, train_grpo.Guess(config))
+        trainer = train_grpo.Trainer(config, model, parallel.Grid("d1"))
+        embedding = model.model.embed_tokens
+        embedding.register_forward_pre_hook(lambda module, args: counts.append(args[0].numel()))
+        episodes = [train_grpo.Episode((), 0, n, (), [0], 4) for n in range(6)]
+        for n, episode in enumerate(episodes):
+            for token in (1, 2, 3, n):
+                episode.append(token, 0.0)
+        trainer.score(config, model, episodes, trainer.grid.group["c"])
+    assert counts == [24, 10]
 
 
 STEPS = "got --stpes; did you mean --steps?"
