@@ -130,11 +130,12 @@ def overlong_penalty(config, t) -> float:
     return max(0, len(t.tokens) - prompt_tokens - free) / config.overlong_buffer
 
 
-def table_of_groups(numbers, groups, group_size, columns, cells_of):
+def table_of_groups(numbers, groups, group_size, columns, cells_of, group=None):
     """Return numbers of all ranks' trajectories, (X, P, G), on every rank. Collective.
 
     numbers: P group numbers, of all ranks. groups: {number: trajectories} of this rank.
     columns: X, how many numbers cells_of(trajectory) returns.
+    group: process group, of CPU tensors. Default: the default group, of the rank's device.
     """
     # Each rank fills in its own groups and leaves zeros elsewhere: the sum over ranks is the whole
     # table, with the same bits on every rank.
@@ -142,7 +143,8 @@ def table_of_groups(numbers, groups, group_size, columns, cells_of):
     for row, number in enumerate(numbers):
         for n, t in enumerate(groups.get(number, [])):
             table_XPG[:, row, n] = cells_of(t)
-    return np.array(summed(table_XPG.tolist(), current_device()))
+    device = current_device() if group is None else "cpu"
+    return np.array(summed(table_XPG.tolist(), device, group))
 
 
 def rewards_of_step(config, batch):

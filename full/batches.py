@@ -15,6 +15,7 @@ import functools
 import itertools
 import math
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +26,7 @@ import train_grpo
 from full.advantages import compared_by, table_of_groups
 from full.attend import attend
 from full.chunks import Cost, redistribute, tree_backward
+from full.exact import packed_attention
 from full.experts import Balance, update_router_bias
 from full.masks import Mask
 from full.metrics import StepClock, timed
@@ -124,7 +126,8 @@ def collect(config, task, sampler, step):
         # Every rank has the whole table, so all ranks drop the same groups.
         rollouts |= {group: trajectories for (group, _, _), trajectories in zip(starts, played)}
         round_3PG = table_of_groups(
-            groups, rollouts, config.group, 3, lambda t: (t.reward, t.mask.sum(), t.truncated)
+            groups, rollouts, config.group, 3, lambda t: (t.reward, t.mask.sum(), t.truncated),
+            sampler.group,
         )
         table_3PG = np.concatenate([table_3PG, round_3PG], axis=1)
 
@@ -173,7 +176,10 @@ class RolloutQueue:
         self.task = task
         self.trainer = trainer
         self.first_step = first_step
-        self.pending = dict(pending or {})
+        self.pending = {}  # number of a batch -> its Future
+        for number, batch in (pending or {}).items():
+            self.pending[number] = Future()
+            self.pending[number].set_result(batch)
         self.next = first_step + len(self.pending)
         self.last = last
         self.clock = StepClock(trainer.device)
@@ -183,23 +189,34 @@ class RolloutQueue:
 
     def get(self, step) -> SampledBatch:
         """Return the batch of a step, which begins now. Collective."""
-        # First all batches are sampled that these weights sample.
+        # First all batches are begun that these weights sample. An engine goes on with the later
+        # ones while the trainer trains, until the trainer has other weights for it:
+        #
+        #     K = 1     step 0             step 1             step 2
+        #     trainer   push, train 0      push, train 1      push, train 2
+        #     engine    sample 0 1         sample 2           sample 3
         self.clock.start()
         self.trainer.where = f"step {step}"
         self.push()
+        version = self.trainer.policy_version
+        start = self.trainer.sampler.start
         with timed(self.clock.seconds, "wait_rollout"):
             while self.next <= min(step + self.config.staleness, self.last):
-                self.pending[self.next] = self.sample(self.next)
+                self.pending[self.next] = start(self.sample, self.next, version)
                 self.next += 1
-        return self.pending.pop(step)
+            return self.pending.pop(step).result()
 
     def push(self):
         """Give the sampler the weights of now, unless it has them. Collective."""
         if self.pushed != self.trainer.policy_version:
-            self.pushed = self.trainer.push_weights()
+            with timed(self.clock.seconds, "wait_rollout"):
+                for batch in self.pending.values():  # which the older weights sample
+                    batch.result()
+            with timed(self.clock.seconds, "push"):
+                self.pushed = self.trainer.push_weights()
 
-    def sample(self, number) -> SampledBatch:
-        """Sample a batch by the weights that the generator has now. Collective."""
+    def sample(self, number, version) -> SampledBatch:
+        """Sample a batch by the weights of the sampler, which are of this version. Collective."""
         # Sampling has stood still since it or an evaluation last ended.
         seconds = {"seconds/wait_train": time.perf_counter() - self.idle_since}
         with timed(seconds, "rollout"):
@@ -210,7 +227,6 @@ class RolloutQueue:
         # All rollouts of a batch are by the same weights, so the mean age is the largest one.
         age = min(number, self.config.staleness)
         metrics |= {"policy/age_mean": float(age), "policy/age_max": age} | seconds
-        version = self.trainer.policy_version
         return SampledBatch(rollouts, kept, self.config.minibatches, version, metrics)
 
     def evaluate(self):
@@ -223,7 +239,7 @@ class RolloutQueue:
 
     def stored(self) -> list:
         """Return the pending batches as JSON values for a checkpoint, on rank 0. Collective."""
-        return [{"batch": n} | self.pending[n].to_json() for n in sorted(self.pending)]
+        return [{"batch": n} | self.pending[n].result().to_json() for n in sorted(self.pending)]
 
 
 class Demonstrations:
@@ -407,6 +423,14 @@ class RowBatches(PackedBatches):
         return super().pack_micro_batches(sequences, masks)
 
 
+class ExactBatches(RowBatches):
+    """Run micro-batches that are rows in the order of sums that the sampler has: `--exact`."""
+
+    def attention_of_row(self, document_1S, group):
+        """Return the attention of a row, in which tokens see earlier ones of their own sequence."""
+        return packed_attention(document_1S)
+
+
 class TreeBatches(RowBatches):
     """Run micro-batches that are packed trees of the sequences' prefixes: `--tree sparse`."""
 
@@ -506,4 +530,5 @@ class ChunkBatches(TreeBatches):
             self.experts.parts.append(({}, result.router_counts))
 
 
-BATCHES = {"disabled": RowBatches, "sparse": TreeBatches, "dta": ChunkBatches}
+BATCHES = {"disabled": RowBatches, "exact": ExactBatches, "sparse": TreeBatches,
+           "dta": ChunkBatches}  # fmt: skip

@@ -117,8 +117,11 @@ class Config(train_grpo.Config):
     generator_dtype: Literal["", Dtype] = ""  # of the generator's weights; empty: --compute-dtype
     device: Literal["", "cpu", "cuda"] = ""  # empty: cuda where there is one
     # rollouts
+    engine: str = ""  # URL[,URL..] of vLLM, SGLang or `full.engine serve`; empty: this process
+    engine_timeout: int = 600  # seconds that an engine may be silent, or loading, before a run ends
     staleness: int = 0  # K: batch b is sampled with the weights of step b - K; 0: on-policy
     batch_rows: int = 1024  # rollouts that a rank decodes at a time; a new one enters as one ends
+    exact: bool = False  # the sampler's log-probs are the trainer's, bit for bit; slower
     forks: int = 1  # children of a trajectory at a turn boundary (tree rollouts)
     fork_turns: int = 0  # turn boundaries that fork; group must divide by forks ** fork_turns
     dynamic_sampling: bool = False  # drop groups whose rewards are all equal (DAPO)
@@ -183,7 +186,8 @@ class Config(train_grpo.Config):
     # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
     FREE = (
         "out", "resume", "steps", "eval_every", "save_every", "keep", "log_rollouts", "tensorboard",
-        "timeout", "threads", "micro_tokens", "batch_rows", "device", "plan", "data_parallel",
+        "timeout", "threads", "engine_timeout", "micro_tokens", "batch_rows", "device", "plan",
+        "data_parallel",
         "cp_method", "debug", "pp_schedule", "tree", "chunk_tokens", "recompute", "ac",
         "shard_ranks", "offload", "compile",
     )  # fmt: skip
@@ -258,6 +262,7 @@ class Config(train_grpo.Config):
         # float is stored as a float.
         wrong = []
         at_most = dict(gae_lambda=1, timeout=self.YEAR, staleness=MAX_STALENESS)
+        at_most |= dict(engine_timeout=self.YEAR)
         for f in dataclasses.fields(self):
             flag = _flag(f.name)
             value = getattr(self, f.name)
@@ -286,6 +291,7 @@ class Config(train_grpo.Config):
         # What is needed -> (is it there?, the flags that would be ignored without it).
         needs = {
             "--dynamic-sampling": (self.dynamic_sampling, "max_rounds"),
+            "--engine URL": (self.engine, "engine_timeout"),
             "--fork-turns": (self.fork_turns, "forks"),
             "--forks 2 or more": (self.forks > 1, "fork_turns"),
             "--importance-cap":
@@ -338,6 +344,23 @@ class Config(train_grpo.Config):
             wrong += [f"--tree dta has no {x}; use --tree sparse" for x in unfit if unfit[x]]
             if not self.chunk_tokens:
                 wrong.append("--tree dta needs --chunk-tokens, the size of a chunk")
+
+        # What sums in an order of its own is not exact: other ranks, packed trees, compiled layers,
+        # another program.
+        degrees = dict(t=plan.tp, c=plan.cp, p=plan.pp, e=plan.ep)
+        sums = {f"{letter} in --plan": degree > 1 for letter, degree in degrees.items()} | {
+            "A|B in --plan": self.plans.generator, "--tree": self.tree != "disabled",
+            "--data-parallel fsdp": self.data_parallel == "fsdp", "--engine": self.engine,
+            "--compile": self.compile, "--threads 2 or more": self.threads > 1,
+        }  # fmt: skip
+        if self.exact:
+            wrong += [f"--exact has no {x}" for x in sums if sums[x]]
+
+        # An engine has a plan of its own, and its format has no bias of routers.
+        if self.engine and self.plans.generator:
+            wrong.append(f"--plan {self.plan}: with --engine give the trainer's plan alone")
+        if self.engine and self.router_bias_rate:
+            wrong.append("--engine has no --router-bias-rate: its format has no such bias")
 
         # A plan may name an engine. archon is AReaL's engine in plain torch, and it is accepted
         # because this project is in plain torch too. Other names promise engines that do not run.
@@ -568,7 +591,10 @@ def resumed_config(path, given) -> Config:
 
     # The rates depend on the last step if they decay, or if the old or the new number of steps is
     # shorter than the warm-up, which then ends with the run. `steps` is free only if they do not.
+    # An engine may have moved, but this process draws other numbers than an engine does.
     free = set(Config.FREE)
+    if stored["engine"] and given.get("engine"):
+        free.add("engine")
     fewest = min(stored["steps"], given.get("steps", stored["steps"]))
     if stored["lr_decay"] != "constant" or fewest < stored["lr_warmup"]:
         free.remove("steps")

@@ -9,6 +9,7 @@ Letters:  S tokens   V words   E experts
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import models
 from full.model_config import ModelConfig, read_json, require_same_numbers, rope_frequencies
+from full.ranks import raise_on_all_ranks
 from full.transformer import Transformer, local_part, whole_shapes
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -245,27 +247,25 @@ def _raise_on_all_ranks(problem, split) -> None:
     Of a model whose parameters are not split, every rank is on its own, and no message is sent.
     """
     if split and dist.is_initialized():
-        # COMM: each rank comes here once, whatever it met before: a rank that raised on its own
-        # would leave the others waiting for it. An all-gather of the texts, over all ranks. Pinned
-        # by tests/full/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
-        texts = [None] * dist.get_world_size()
-        kind = OSError if isinstance(problem, OSError) else ValueError
-        dist.all_gather_object(texts, None if problem is None else (kind, f"{problem}"))
-        for rank, found in enumerate(texts):
-            if found is not None:
-                kind, text = found
-                raise kind(f"rank {rank}: {text}") from problem
+        raise_on_all_ranks(problem)
     if problem is not None:
         raise problem
 
 
 @torch.no_grad()
-def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
+def save_hf(
+    model, directory, *, max_shard_bytes=5 * 10**9, tensors=None, untie=False,
+) -> None:  # fmt: skip
     """Write a checkpoint, in the model's own dtype, for transformers and load_hf.
 
+    max_shard_bytes: larger models are written to several files, with an index.
+    tensors: yields (name, whole tensor) of each of the model's parameters, in their order. Every
+        rank must call then, file n is written by rank n modulo their number, and the directory is
+        new. Default: the model's own.
+    untie: write a tied head as well, for a reader that keeps it apart.
+
     Of a split model, every rank must call: each tensor is gathered, and the first rank writes.
-    Experts are written one by one. Parameters that are larger than max_shard_bytes in all go into
-    several files with an index; at most one file's tensors are in memory. Weights of an older
+    Experts are written one by one. At most one file's tensors are in memory. Weights of an older
     checkpoint in the directory are removed first: if you still need it, write to another directory
     and rename that. If the disk is full, all ranks raise an OSError.
     """
@@ -273,43 +273,46 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
         raise ValueError("no Hugging Face checkpoint holds a router bias: save the state dict")
     raw = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
     directory = Path(directory)
-    split = is_split(model)
-    writes = not split or dist.get_rank() == 0
+    meet = tensors is not None or is_split(model)
+    rank = dist.get_rank() if meet else 0
+    writers = 1 if tensors is None else dist.get_world_size()
+    tensors = tensors or whole_tensors(model)
+    copies = {"model.embed_tokens.weight": "lm_head.weight"}
+    copies = copies if untie and model.config.tie_word_embeddings else {}
 
-    # Names and parameters, file by file. One parameter alone may be larger than a file should be.
+    # Names of parameters, file by file. One parameter alone may be larger than a file should be.
     files = [[]]
     size = 0
     own = dict(model.named_parameters())
-    sizes = {name: math.prod(shape) * own[name].element_size()
+    sizes = {name: math.prod(shape) * own[name].element_size() * (1 + (name in copies))
              for name, shape in whole_shapes(model).items()}  # fmt: skip
-    for name, p in own.items():
+    for name in own:
         size += sizes[name]
         if size > max_shard_bytes and files[-1]:
             files.append([])
             size = sizes[name]
-        files[-1].append((name, p))
+        files[-1].append(name)
 
-    # The rank that writes goes on to gather after a failed write, as the others wait for it.
+    # A rank goes on to gather after a failed write, as the others wait for it.
     weight_map = {}  # tensor name -> file name
     problem = None
-    for n, parameters in enumerate(files, 1):
-        tensors = {}
-        for name, p in parameters:
-            whole = p.full_tensor() if isinstance(p, DTensor) else p
-            if hasattr(model, "part"):
-                whole = model.part.places[name].gather(local_part(model, name, p)[0])
-            if writes:
-                for stored_name, part in stored_tensors(name, whole).items():
-                    tensors[stored_name] = part.detach().cpu().contiguous().clone()
-        place = f"-{n:05}-of-{len(files):05}" if len(files) > 1 else ""
-        weight_map |= dict.fromkeys(tensors, f"model{place}.safetensors")
-        if writes:
+    for n, names in enumerate(files):
+        place = f"-{n + 1:05}-of-{len(files):05}" if len(files) > 1 else ""
+        held = {}
+        for name, whole in itertools.islice(tensors, len(names)):
+            stored = stored_tensors(name, whole)
+            stored |= {copies[name]: whole} if name in copies else {}
+            weight_map |= dict.fromkeys(stored, f"model{place}.safetensors")
+            if n % writers == rank and problem is None:
+                held |= {at: x.detach().cpu().contiguous().clone() for at, x in stored.items()}
+        if held:
             try:
-                _write_tensors(tensors, directory / f"model{place}.safetensors", first=n == 1)
+                if n == 0 and writers == 1:
+                    _remove_weights(directory)
+                _write_tensors(held, directory / f"model{place}.safetensors")
             except OSError as error:
                 problem = error
-                writes = False
-    if writes:
+    if rank == 0 and problem is None:
         texts = {"config.json": raw}
         if len(files) > 1:
             total = sum(sizes.values())
@@ -320,19 +323,34 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
                 (directory / name).write_text(text, encoding="utf-8")
         except OSError as error:
             problem = OSError(f"cannot write {directory / name}: {error}")
-    _raise_on_all_ranks(problem, split)
+    _raise_on_all_ranks(problem, meet)
 
 
-def _write_tensors(tensors, path, *, first) -> None:
-    """Write one safetensors file, the first one after removing an older checkpoint's weights."""
+def whole_tensors(model):
+    """Yield the name and the whole tensor of each parameter. Collective if the model is split."""
+    for name, p in model.named_parameters():
+        whole = p.full_tensor() if isinstance(p, DTensor) else p
+        if hasattr(model, "part"):
+            whole = model.part.places[name].gather(local_part(model, name, p)[0])
+        yield name, whole
+
+
+def _remove_weights(directory) -> None:
+    """Remove an older checkpoint's weights, which would be read together with new ones."""
+    try:
+        for old in [directory / INDEX, *directory.glob("model*.safetensors")]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(f"cannot write {directory}: {error}") from error
+
+
+def _write_tensors(tensors, path) -> None:
+    """Write one safetensors file."""
     module = _safetensors()
-    # Old files that the new checkpoint does not have would be read with it.
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if first:
-            for old in [path.parent / INDEX, *path.parent.glob("model*.safetensors")]:
-                old.unlink(missing_ok=True)
         module.torch.save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors lets nobody else read it, and an engine may be another user
     except (module.SafetensorError, OSError) as error:
         raise OSError(f"cannot write {path}: {error}") from error
 

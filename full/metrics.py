@@ -96,7 +96,8 @@ METRICS = {
     "seconds/rollout": Metric("sampling the batch"),
     "seconds/wait_rollout": Metric("training stood still for the batch"),
     "seconds/wait_train": Metric("sampling stood still for weights"),
-    "seconds/train": Metric("what was neither sampling nor evaluation"),
+    "seconds/push": Metric("giving the sampler new weights"),
+    "seconds/train": Metric("what was none of sampling, pushing and evaluating"),
     "seconds/eval": Metric("evaluating"),
     "seconds/total": Metric("the step"),
 }  # fmt: skip
@@ -181,7 +182,7 @@ class StepClock:
         memory/peak: the most megabytes at any moment, of the rank that had most: of its tensors on
         CUDA, of the process on a CPU.
         """
-        # What was neither sampling nor evaluation was training.
+        # What was none of sampling, pushing and evaluating was training.
         total = time.perf_counter() - self.began
         train = total - sum(self.seconds.values())
         peak = resident_peak()
@@ -195,10 +196,11 @@ class StepClock:
 
 @contextlib.contextmanager
 def timed(seconds, phase):
-    """Add the seconds of a phase to a dict, as seconds/PHASE."""
+    """Add the seconds of a phase to a dict, under seconds/PHASE."""
+    key = f"seconds/{phase}"
     start = time.perf_counter()
     yield
-    seconds[f"seconds/{phase}"] = time.perf_counter() - start
+    seconds[key] = seconds.get(key, 0.0) + time.perf_counter() - start
 
 
 def resident_peak() -> float:

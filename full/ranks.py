@@ -131,8 +131,10 @@ def store_of_this_attempt(store, rank, world, timeout):
     raise dist.DistStoreError(f"rank 0 did not answer within {timeout} seconds")
 
 
-def agree(function):
+def agree(function, group=None):
     """Call function() on rank 0. Return its value on every rank, or raise its error on every rank.
+
+    group: of all ranks. Default: the default group.
 
     A ValueError or an OSError becomes a ValueError of the same text on all ranks. Any other error
     of rank 0 is raised there as it is, and as a RuntimeError that quotes it on the other ranks.
@@ -150,19 +152,35 @@ def agree(function):
     # COMM: rank 0 broadcasts to all ranks. It does so after an error too, so no rank waits for a
     # rank 0 that has failed.
     # Pinned by tests/full/test_faults.py::test_any_error_of_rank_0_reaches_all_ranks_at_once.
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     value, error = box
     if own_error or error:
         raise own_error or error
     return value
 
 
-def summed(values, device) -> list:
+def raise_on_all_ranks(problem, group=None):
+    """Raise the first rank's problem on all ranks, if a rank has one. Collective.
+
+    problem: this rank's Exception, or None. An OSError stays one, and others become ValueErrors.
+    """
+    # COMM: each rank comes here once, whatever it met before: a rank that raised on its own would
+    # leave the others waiting for it. An all-gather of the texts. Pinned by
+    # tests/full/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
+    kind = OSError if isinstance(problem, OSError) else ValueError
+    texts = all_gather_objects(None if problem is None else (kind, f"{problem}"), group)
+    for rank, found in enumerate(texts):
+        if found is not None:
+            kind, text = found
+            raise kind(f"rank {rank}: {text}") from problem
+
+
+def summed(values, device, group=None) -> list:
     """Sum a list of numbers, or of lists of numbers, over all ranks in float64."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     # COMM: an all-reduce. All ranks call it at the same place, with lists of the same shape.
     # Pinned by tests/full/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
     return total.tolist()
 
 

@@ -10,7 +10,7 @@ so a trajectory of L tokens has L - 1)   P groups of G rollouts each
 import copy
 import dataclasses
 import functools
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -172,11 +172,15 @@ def asker_of(task):
 class Sampler:
     """Sample with a model of this process, or of the ranks that its plan splits it over.
 
-    Rollouts, evaluation, tasks and the loop know these two methods of a sampler, and nothing else
-    of it. To sample by another program, write a class that has them.
+    Rollouts, evaluation, tasks and the loop know these three methods of a sampler, its `group`, and
+    nothing else of it. To sample by another program, write a class that has them.
+
+    group: process group of the collectives of a function that `start` was given. None: the default.
     """
 
     ELSEWHERE = "another rank has the task's state of this episode"
+
+    group = None
 
     def __init__(self, model):
         self.model = model
@@ -188,6 +192,13 @@ class Sampler:
         """
         # What the two models hold in one memory needs no copy: see `shard_generator`.
         copy_weights(model, self.model, optimizer)
+
+    def start(self, function, *args) -> Future:
+        """Return the Future of function(*args), which samples. Functions run one after another."""
+        # A sampler in this process leaves no device to train on: the call ends before this returns.
+        future = Future()
+        future.set_result(function(*args))
+        return future
 
     def generate(self, rows, /, *, ending=None, **how) -> list:
         """Decode this rank's rows as `generate` does, whose keywords these are.
@@ -246,7 +257,7 @@ def play(config, task, sampler, starts, key) -> list:
     """Play every start `group` times. Return lists of trajectories, by group, in rollout order.
 
     starts: list of (group number, state, prompt tokens), of this rank.
-    sampler: a Sampler, or an object with its methods.
+    sampler: a Sampler, or an object with its methods and group.
     key: (seed, step). Draw t of rollout r of group g is uniforms((seed, step, g, r))[t].
 
     Collective under a plan.

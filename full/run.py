@@ -30,6 +30,8 @@ import train_grpo
 from full.batches import Demonstrations, RolloutQueue, pending_batches
 from full.checkpoint import newest_checkpoint, read_checkpoint, read_newest
 from full.config import _flag
+from full.engine import Engine
+from full.exact import make_exact, require_exact_kernels
 from full.experts import give_router_bias
 from full.files import beside, cut_lines, writing
 from full.hf import copy_text_files, save_hf
@@ -39,8 +41,8 @@ from full.logs import (
 from full.model_config import ModelConfig, read_json
 from full.optimizer import persistent_buffers
 from full.ranks import (
-    Interrupted, Progress, Stop, advice_of, agree, connect, flags_to_resume, is_error_of_rank_0,
-    say, warn,
+    Interrupted, Progress, Stop, advice_of, agree, connect, current_device, flags_to_resume,
+    is_error_of_rank_0, say, warn,
 )  # fmt: skip
 from full.tasks import Task, TaskError, asking
 from full.text import make_task
@@ -84,6 +86,7 @@ def empty_model(config, shape, dtype, *, is_teacher=False) -> Transformer:
             model.add_value_head()
         if config.router_bias_rate and not is_teacher:
             give_router_bias(model, config.router_bias_rate)
+    model = make_exact(model) if config.exact else model
     return keep_states_wide(config, model)
 
 
@@ -91,13 +94,18 @@ def build(config, task):
     """Make policy, generator and, where there is a KL, a reference, all on the meta device.
 
     The Trainer shards them, allocates this rank's parts, and gives the policy its first weights.
-    The first push fills the generator, and `write_reference` the reference.
+    The first push fills the generator, and `write_reference` the reference. With --engine the
+    generator is an `Engine`, which has asked its servers who they are. Collective.
     """
     # A reference never changes, so it needs no masters: it has the precision in which the policy
     # computes.
     shape = shape_of(config, task)
     model = empty_model(config, shape, config.dtype)
-    generator = empty_model(config, shape, config.rollout_dtype).requires_grad_(False)
+    if config.engine:  # a critic stays with the trainer
+        generator = empty_model(config, shape, config.rollout_dtype, is_teacher=True)
+        generator = Engine(config, generator)
+    else:
+        generator = empty_model(config, shape, config.rollout_dtype).requires_grad_(False)
     reference = None
     if config.kl_coef:
         reference = empty_model(config, shape, config.compute).requires_grad_(False)
@@ -138,9 +146,15 @@ def start_run(config, progress=None) -> int:
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
         model, generator, reference = build(config, task)
+        if config.exact:
+            require_exact_kernels(generator, current_device())
+        if config.engine:
+            require_room(config, task, generator.positions, "the engine")
         trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
         # All that can be refused has been: only now is a directory claimed.
         out = agree(lambda: prepare_out(config, stack))
+        if config.engine:
+            generator.begin(f"{out}/engine")
         code = run(config, task, trainer, out, progress)
 
         # COMM: ranks wait for each other for the last time. Then nobody needs another rank: rank 0
@@ -177,8 +191,8 @@ def tell_of_router_loss(config, shape):
         warn(f"the experts of {config.model} were balanced by router_aux_loss_coef {coef}; {does}")
 
 
-def require_room(config, task, positions):
-    """Raise ValueError if a prompt and an answer are longer than the model has positions."""
+def require_room(config, task, positions, what="the model"):
+    """Raise ValueError if a prompt and an answer are longer than a model or an engine can take."""
     # `generate` refuses too, but on one rank in the middle of a step. Here every rank looks at the
     # same first prompts, one to train on and one held out, so that all refuse together.
     for stream, held_out in ((ROLLOUT, False), (EVALUATION, True)):
@@ -188,7 +202,7 @@ def require_room(config, task, positions):
         if len(prompt) + config.max_new_tokens > positions:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and --max-new-tokens {config.max_new_tokens} "
-                f"exceed the {positions} positions of the model"
+                f"exceed the {positions} positions of {what}"
             )
 
 

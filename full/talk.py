@@ -6,10 +6,13 @@
 """
 
 import argparse
+import contextlib
+import copy
 import dataclasses
 import json
 import math
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,7 @@ import models
 import train_grpo
 from full.checkpoint import checkpoints, read_newest
 from full.config import TASKS, Config, add_flags, resumed_config
+from full.engine import Engine
 from full.files import beside
 from full.hf import load_hf
 from full.model_config import read_json
@@ -94,6 +98,25 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu"):
     return model.to(device), f"{source}, {Path(path).name}"
 
 
+@contextlib.contextmanager
+def sampler_of(model, engine):
+    """Yield a sampler with a model's weights. engine: URLs as of --engine, or "": this process."""
+    if not engine:
+        yield Sampler(model)
+        return
+
+    # The engine may read the folder of this process's runs, as in training.
+    dtype = str(model.head_weight.dtype).removeprefix("torch.")
+    config = Config(engine=engine, generator_dtype=dtype)
+    shape = copy.deepcopy(model).to("meta")
+    sampler = Engine(config, shape)
+    Path("runs").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="engine-", dir="runs") as folder:
+        sampler.begin(folder)
+        sampler.push(model, None, 0)
+        yield sampler
+
+
 def command_parser(name):
     """Return a parser with the flags by which `eval` and `chat` choose a model."""
     parser = argparse.ArgumentParser(f"python -m full {name}", allow_abbrev=False)
@@ -103,6 +126,7 @@ def command_parser(name):
         "--dtype", choices=("float32", "float64", "bfloat16"), default="",
         help="of the model's weights [of a run: its generator's; of a directory: as stored]",
     )  # fmt: skip
+    parser.add_argument("--engine", default="", metavar="URL[,URL..]", help="[this process]")
     return parser
 
 
@@ -147,15 +171,16 @@ def wilson(mean, count):
     return min(max(0.0, center - half), mean), max(min(1.0, center + half), mean)
 
 
-def evaluated(config, task, model, samples):
+def evaluated(config, task, sampler, samples):
     """Play each held-out prompt greedily and `samples` times at the temperature. Collective.
+
+    sampler: a Sampler, or an object with its methods.
 
     Returns figures, name -> (value, low, high); the number of different prompts; and as texts
     (prompt, answer, reward) of some samples.
     """
     # A run plays greedily every `eval_every` steps, by the same call: for the same weights it gives
     # the same figure, if seed, prompts and limits are the run's.
-    sampler = Sampler(model)
     values = {"solved": evaluate(config, task, sampler)[0]}
     prompts = range(config.eval_prompts)
     starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
@@ -223,7 +248,8 @@ def evaluation(argv) -> int:
         model, name = load_policy(options.source, task, **which)
         require_rows(task, model.config, options.source)
         require_room(config, task, model.config.max_position_embeddings)
-        figures, different, shown = evaluated(config, task, model, options.samples)
+        with sampler_of(model, options.engine) as sampler:
+            figures, different, shown = evaluated(config, task, sampler, options.samples)
 
     # First what the task has decided by itself, such as a template. Then a table and samples for a
     # reader, and one line of JSON for a program.
@@ -370,7 +396,8 @@ def chat(argv) -> int:
             model, name = load_policy(options.source, **which)
             print(f"{name}: {how}", file=sys.stderr)
             positions = model.config.max_position_embeddings
-            converse(Sampler(model), positions, text, options, plain)
+            with sampler_of(model, options.engine) as sampler:
+                converse(sampler, positions, text, options, plain)
     except KeyboardInterrupt:
         print(flush=True)  # one leaves by Ctrl-C, or by Ctrl-D, which ends the input
     return 0

@@ -140,13 +140,26 @@ def share_or_allocate(source, target, device) -> None:
 def copy_weights(source, target, optimizer=None) -> None:
     """Copy source's parameters and buffers into target's, in target's dtypes. Collective.
 
+    The arguments are those of `gather_weights`. A parameter that both have in one memory is left
+    out.
+    """
+    wanted = dict(target.named_parameters()) | persistent_buffers(target)
+    for name, x in gather_weights(source, target, optimizer):
+        local(wanted[name].detach()).copy_(x)
+
+
+@torch.no_grad()
+def gather_weights(source, target, optimizer=None):
+    """Yield the name and this rank's tensor of each parameter and buffer of target. Collective.
+
     source: of any plan.
-    target: whole on every rank, or of `split_for_decoding`.
+    target: whole on every rank, also on the meta device, or of `split_for_decoding`.
     optimizer: the source's, which may have masters.
 
-    One tensor after the other is gathered, and each rank keeps its part: at most the two models'
-    parts and one whole tensor are in memory. A parameter that both have in one memory is left out.
-    ValueError if names or shapes differ.
+    The tensors have target's shapes, and a dtype that is still to be rounded to target's. They may
+    be the source's own memory. One after the other is gathered: at most one whole tensor is in
+    memory. A value head that target does not have is left out, and so is a parameter that both
+    have in one memory. ValueError if names or shapes differ.
     """
     part = part_of(source)
     # In compute_dtype a parameter is its master, rounded once. In another dtype it would be rounded
@@ -168,6 +181,8 @@ def copy_weights(source, target, optimizer=None) -> None:
     wanted = dict(target.named_parameters()) | persistent_buffers(target)
     targets = {name: whole_place(x) for name, x in wanted.items()} | part_of(target).places
     shapes = {name: shape for table in tables for name, (shape, _) in table.items()}
+    if "score.weight" not in wanted:
+        shapes.pop("score.weight", None)
     differ = shapes.items() ^ {name: targets[name].shape for name in wanted}.items()
     if differ:
         raise ValueError(f"models differ: {sorted({name for name, _ in differ})}")
@@ -175,7 +190,7 @@ def copy_weights(source, target, optimizer=None) -> None:
     for name, q in wanted.items():
         q = local(q.detach())
         x = local(tensors[name].detach()) if name in tensors else None
-        if x is not None and x.is_set_to(q):
+        if x is not None and not q.is_meta and x.is_set_to(q):
             continue
         # Where the source was first cut as the target is, by t and e of one degree, only what was
         # cut after that, by FSDP, is gathered. Degrees decide, so all ranks go the same way.
@@ -189,6 +204,7 @@ def copy_weights(source, target, optimizer=None) -> None:
             # COMM: a broadcast over the stages. All take the names in one order. Pinned by
             # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
             shape = q.shape if is_cut_alike else there.shape
-            x = q.new_empty(shape) if x is None else x.to(q).contiguous()
+            to = dict(dtype=q.dtype, device=part.grid.device if q.is_meta else q.device)
+            x = torch.empty(shape, **to) if x is None else x.to(**to).contiguous()
             dist.broadcast(x, group=group, group_src=first)
-        q.copy_(x if is_cut_alike else x[there.region])
+        yield name, x if is_cut_alike else x[there.region]

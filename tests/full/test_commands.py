@@ -30,6 +30,7 @@ from full.config import Config
 from full.generate import generate
 from full.hf import load_hf
 from full.ranks import flags_to_resume
+from full.rollouts import Sampler
 from full.talk import Answer, evaluated, pass_at_k, wilson
 from full.text import Text, make_task
 
@@ -161,7 +162,8 @@ def test_figures_are_of_the_groups_that_were_played(process_group):
     greedy = [1], [0], [0, 0]
     sampled = [1, 1, 2, 1], [0, 0.9, 0, 1], [0, 0, 0.5, 0, 0, 0, 0, 0.5]
     task = Graded(first + others for first, others in zip(greedy, sampled))
-    figures, different, shown = evaluated(Config(eval_prompts=4), task, random_model(10), 4)
+    sampler = Sampler(random_model(10))
+    figures, different, shown = evaluated(Config(eval_prompts=4), task, sampler, 4)
     values = {name: value for name, (value, *_) in figures.items()}
     assert values == {"solved": 0.25, "pass@1": 5 / 16, "pass@2": 1.5 / 4, "pass@4": 0.5}
     assert different == 3 and figures["pass@1"] == (5 / 16, *wilson(5 / 16, 3))
