@@ -58,7 +58,7 @@ class Grid:
                   stage 1, d 1:  6 7        p    [0 4] [1 5] [2 6] [3 7]
 
     Experts add no ranks. The d c t ranks of a stage form a second grid (edp, e). The ranks of an e
-    group hold different experts. An edp (expert data parallel) group has copies of the same experts.
+    group hold different experts. An edp (expert data parallel) group has the same experts.
     "sp" adds sequence parallelism, which t and e together need. "fsdp" is for plans without t or e.
     """
 
