@@ -196,8 +196,8 @@ class RingAttention(torch.autograd.Function):
             # Our queries against the block that is here now. Query i sees key j if j <= i, by
             # global position.
             owner = (rank - hop) % world
-            visible_ss = positions[owner] <= positions[rank][:, None]
-            part = block_attention(q_BHsD, *block_2BHsD, visible_ss)
+            visible_qk = positions[owner] <= positions[rank][:, None]
+            part = block_attention(q_BHsD, *block_2BHsD, visible_qk)
             so_far = part if hop == 0 else merge(*so_far, *part)  # (2): out_BHsD and lse_BHs
 
             # Only now must the next block be here.
@@ -235,9 +235,9 @@ class RingAttention(torch.autograd.Function):
 
             # out and lse are final, so these parts are final too.
             owner = (rank - hop) % world
-            visible_ss = ctx.positions[owner] <= ctx.positions[rank][:, None]
+            visible_qk = ctx.positions[owner] <= ctx.positions[rank][:, None]
             dq, dk, dv = block_backward(
-                dout_BHsD, q_BHsD, *block_2BHsD, out_BHsD, lse_BHs, visible_ss
+                dout_BHsD, q_BHsD, *block_2BHsD, out_BHsD, lse_BHs, visible_qk
             )
             dq_BHsD += dq
             sum_2BHsD = torch.stack((dk, dv))

@@ -84,7 +84,7 @@ class Config:
     eval_prompts: int = 70  # prompts of one evaluation; guess repeats its few secrets
 
 
-# The second number of the key that draws a prompt. It separates training from evaluation.
+# A prompt is drawn by the key (seed, stream, step, group). Training and evaluation are two streams.
 ROLLOUT = 1
 EVALUATION = 2
 
