@@ -106,7 +106,9 @@ class SGLang:
     @staticmethod
     def request(tokens, limit, temperature, end, seed):
         sampling = dict(max_new_tokens=limit, temperature=temperature, sampling_seed=seed)
-        sampling |= dict(stop_token_ids=end, ignore_eos=True, top_p=1.0, top_k=-1)
+        # `ignore_eos` would ignore `stop_token_ids`, too. Without it the model's own end of text
+        # ends a turn, so it must be in `end`.
+        sampling |= dict(stop_token_ids=end, top_p=1.0, top_k=-1)
         return {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True}
 
     @staticmethod
@@ -159,7 +161,7 @@ def ask_once(url, body=None, timeout=10):
         with error:
             told = " ".join(error.read(300).decode(errors="replace").split())
         problem = f"{error.code} {told}"
-        if error.code < 500 and error.code != 429:
+        if error.code < 500 and error.code not in (409, 429):  # 409: another rank loads, too
             raise ValueError(f"the engine refuses {url}: {problem}") from error
         raise Unanswered(problem, error.code == 500) from error
     except (OSError, http.client.HTTPException) as error:
@@ -510,7 +512,13 @@ class Decoder(threading.Thread):
                     entering.append(item)
                 else:
                     item()
-            self.step(entering)
+            try:
+                self.step(entering)
+            except Exception as error:  # no memory, or a token that a new model does not have
+                for row in {*self.rows, *entering}:
+                    if not row.answer.done():
+                        row.answer.set_exception(error)
+                self.clear()
             entering = []
 
     @torch.inference_mode()
@@ -617,10 +625,15 @@ class Decoder(threading.Thread):
         path = given.get("weights_path") if isinstance(given, dict) else None
         if body.get("method") != "reload_weights" or not isinstance(path, str):
             raise Refused(400, "expected the method reload_weights, and kwargs with a weights_path")
-        place = Path(path).resolve()
-        if not place.is_relative_to(self.under.resolve()):
-            raise Refused(403, f"expected a directory under --weights-under {self.under}")
-        model = load_hf(place, dtype=self.dtype).requires_grad_(False)
+        try:
+            place = Path(path).resolve()
+            if not place.is_relative_to(self.under.resolve()):
+                raise Refused(403, f"expected a directory under --weights-under {self.under}")
+            model = load_hf(place, dtype=self.dtype).requires_grad_(False)
+        except Exception:
+            # The old weights stay, and the new name is not theirs.
+            self.between_tokens(self.change, "version", FIRST_VERSION)
+            raise
         return self.between_tokens(self.change, "model", model)
 
 
@@ -628,13 +641,14 @@ class Handler(BaseHTTPRequestHandler):
     """Answers a request by the functions of `answers_of`, and what it refuses by one line."""
 
     timeout = 60  # seconds that a client may be silent in the middle of a request
+    default_request_version = "HTTP/1.0"  # of a first line without one, which gets a code, too
 
     def do_POST(self):
         try:
             answer = self.answered()
             self.send(200, {} if answer is None else answer)
         except Refused as error:
-            self.send(error.code, {"error": f"{error}"})
+            self.send(error.code, {"error": f"{error}"[:500]})
         except TimeoutError:
             self.send(408, {"error": "expected the rest of the request"})
         except Exception as error:  # of JSON that is too deep, or of files that are no weights
