@@ -493,11 +493,12 @@ def surprises(model, groups, temperature) -> np.ndarray:
     for s in [s for group in groups.values() for s in group]:
         logprobs = read_alone(model, s, temperature)[0].double()
         targets = torch.tensor([s.tokens[at + 1] for at in s.at])[:, None]
+        drawn = logprobs.gather(-1, targets)
         p = logprobs.exp()
-        logprobs = logprobs.clamp(min=-1e4)  # 0 log 0 is 0
+        logprobs = logprobs.masked_fill(p == 0, 0.0)  # 0 log 0 is 0
         mean = -(p * logprobs).sum(-1, keepdim=True)
         variance = (p * (logprobs + mean) ** 2).sum(-1, keepdim=True)
-        found.append(torch.cat([logprobs.gather(-1, targets), mean, variance], -1).numpy())
+        found.append(torch.cat([drawn, mean, variance], -1).numpy())
     return np.concatenate(found)
 
 
