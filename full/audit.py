@@ -24,14 +24,15 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-import train_grpo
 from full.batches import Demonstrations, RolloutQueue, pending_batches
 from full.byhand import Recorded, State, read_alone, shares, trained
 from full.checkpoint import checkpoints, read_checkpoint
 from full.config import Config, resumed_config
+from full.draws import exact_rows, number_of
+from full.engine import Engine
 from full.expected import (
-    LATER, NOT_BY_HAND, TIMES, UNDECIDED, Audited, Displaced, Exact, Rounding, mean_of,
-    metrics_by_hand, order, teaches,
+    ENGINE_ROUNDING, LATER, NOT_BY_HAND, SURPRISE, TIMES, UNDECIDED, Audited, Displaced, Exact,
+    Rounding, mean_of, metrics_by_hand, order, teaches,
 )  # fmt: skip
 from full.files import whole_lines
 from full.hf import full_definition, load_hf
@@ -61,9 +62,11 @@ class RunFiles:
         given = {name: spec for name, spec in (("task", task), ("reward", reward)) if spec}
         config = resumed_config(self.path / "config.json", given)
 
-        # One process needs no plan, and no engine. It keeps the run's tree.
-        self.engine = config.engine
-        alone = dict(device="cpu", engine="", engine_timeout=Config.engine_timeout) | ONE_PROCESS
+        # One process needs no plan and no engine, and by hand sums have any order. It keeps the
+        # run's tree.
+        self.engine, self.exact = config.engine, config.exact
+        alone = dict(device="cpu", engine="", engine_timeout=Config.engine_timeout, exact=False)
+        alone |= ONE_PROCESS
         self.config = dataclasses.replace(config, **alone).check()
 
         # A line a step, from 0. The last one may be torn, if the run was killed or is alive.
@@ -164,6 +167,40 @@ def play_again(config, task, state, prompt, s):
     s.differs += abs(len(tokens) - (min(place, limit) if ended else limit))
 
 
+class Replay(Engine):
+    """An engine that answers each turn with the tokens that rollouts.jsonl holds.
+
+    lines: {step: {group: its lines}}.
+    """
+
+    start = Sampler.start
+
+    def __init__(self, lines):
+        self.urls = [""]
+        self.group = None
+        self.lines = lines
+
+    def push(self, model, optimizer, version):
+        """Do nothing, because the recorded tokens need no weights."""
+
+    def turn(self, url, row, limit, temperature, end) -> bool:
+        """Append what is queued, then the recorded turn. Return whether an end token ended it."""
+        while row.queue and row.new < limit:
+            row.append(None, 0.0)
+        line = self.lines[row.key[1]][row.group][row.number]
+        while row.new < limit:
+            at = len(row.tokens) - 1
+            if row.tokens != line["tokens"][: at + 1] or at == len(line["sampled"]):
+                raise ValueError(f"rollouts.jsonl: rollout {row.number} of group {row.group} of "
+                                 f"step {row.key[1]} is not the one that the task says")
+            # A token without a finite log-prob was not trained on.
+            token = line["tokens"][at + 1]
+            row.append(token, line["logprobs"][at] if line["sampled"][at] else -math.inf)
+            if token in end:
+                return True
+        return False
+
+
 @dataclass
 class Case:
     """A step to audit: its files, and where the state before it is stored."""
@@ -207,9 +244,11 @@ class Case:
 
     def walk(self, sampled_at, say):
         """Do the steps from the last checkpoint that is early enough, and store what is needed."""
-        config, task, step = self.config, self.task, self.step
+        task, step = self.task, self.step
+        config = dataclasses.replace(self.config, exact=self.files.exact)
         model, generator, reference = build(config, task)
         teacher = build_teacher(config, task)
+        generator = Replay({}) if self.files.engine else generator
         trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
         start = max([n for n in self.files.checkpoints if n <= sampled_at], default=0)
         self.again = step - start
@@ -235,9 +274,19 @@ class Case:
 
         # On to the step by the ordinary code, in one process, for as long as it makes the run's own
         # rollouts. In float32 rounding makes it draw a different token sooner or later.
+        # An engine's rollouts are read: those that the checkpoint does not have.
         if step > start:
-            say(f"on to step {step} by the ordinary code, in one process: {step - start} steps, "
-                f"for which {LATER + 2 * self.again} times as much is allowed")  # fmt: skip
+            say(f"on to step {step} by the ordinary code, in one process: {step - start} steps"
+                f"{', with the recorded rollouts' if self.files.engine else ''}, for which "
+                f"{LATER + 2 * self.again} times as much is allowed")  # fmt: skip
+        for n in range(start + len(pending), step + 1) if self.files.engine else ():
+            generator.lines[n] = self.files.rollouts(n, task.vocab_size)
+            if generator.lines[n] is None:
+                raise ValueError(
+                    f"rollouts.jsonl does not hold all rollouts of step {n}, and an engine's "
+                    f"rollouts cannot be drawn again; audit a step right after a checkpoint, or "
+                    f"keep more (--save-every, --keep), or record all (--log-rollouts all)"
+                )
         queue = RolloutQueue(config, task, trainer, start, pending, last=step)
         for n in range(start, step + 1):
             if n in (sampled_at, step):
@@ -259,8 +308,8 @@ class Case:
             there = self.files.metrics[n].get(name)
             if not isinstance(there, int | float) or abs(found[name] - there) > 1e-9:
                 raise ValueError(
-                    f"on the way to step {self.step} one process makes other rollouts than the "
-                    f"run: {name} of step {n} is {found[name]} here and {there} in metrics.jsonl; "
+                    f"on the way to step {self.step} the rollouts of one process are not the "
+                    f"run's: {name} of step {n} is {found[name]} here, {there} in metrics.jsonl; "
                     f"audit a step right after a checkpoint"
                 )
 
@@ -360,7 +409,7 @@ class ByHand:
     """A step by hand in one precision."""
 
     groups: dict  # number -> its Recorded rollouts
-    ends: np.ndarray  # (N, 2): between which two numbers lies one that draws the sampled token
+    drawn: np.ndarray  # of each sampled token: `intervals`, or `surprises` if an engine drew it
     plays: dict = field(default_factory=dict)  # eval/solved.. -> the greedy rollouts
     found: dict = field(default_factory=dict)  # metric -> Measured
     state: State | None = None  # after the step, without weights in float64
@@ -388,7 +437,8 @@ def in_precision(case, dtypes, first=None, spelled=None) -> ByHand:
         if first is not None and config.proximal:
             s.old = first.groups[s.group][s.number].old
     model = case.sampling_model(case.sampler, sampler_dtype)
-    hand = ByHand(groups, intervals(model, groups, config.temperature))
+    drawn = surprises if case.files.engine else intervals
+    hand = ByHand(groups, drawn(model, groups, config.temperature))
 
     # An evaluation is of the weights before the step, or of those after it.
     line = case.files.metrics[case.step]
@@ -433,6 +483,22 @@ def intervals(model, groups, temperature) -> np.ndarray:
         width = widths.gather(-1, targets)
         end = widths.cumsum(-1).gather(-1, targets)
         found.append(torch.cat([end - width, end], -1).numpy())
+    return np.concatenate(found)
+
+
+@torch.no_grad()
+def surprises(model, groups, temperature) -> np.ndarray:
+    """Return each sampled token's log-prob, and mean and variance of -log p there, (N, 3)."""
+    found = []
+    for s in [s for group in groups.values() for s in group]:
+        logprobs = read_alone(model, s, temperature)[0].double()
+        targets = torch.tensor([s.tokens[at + 1] for at in s.at])[:, None]
+        drawn = logprobs.gather(-1, targets)
+        p = logprobs.exp()
+        logprobs = logprobs.masked_fill(p == 0, 0.0)  # 0 log 0 is 0
+        mean = -(p * logprobs).sum(-1, keepdim=True)
+        variance = (p * (logprobs + mean) ** 2).sum(-1, keepdim=True)
+        found.append(torch.cat([drawn, mean, variance], -1).numpy())
     return np.concatenate(found)
 
 
@@ -581,8 +647,12 @@ def audited(run, step=None, group=None, task="", reward="", tell=lambda line: No
         rounded = in_precision(case, (rounding.dtype, sampling.dtype), first=exact)
         if step + 1 in files.checkpoints:
             tell("comparing the parameters, entry by entry")
-        rows = [*rollout_rows(case, exact, rounded, rounding),
-                sampling_row(case, exact, rounded, sampling, say),
+        if files.engine:
+            draws = engine_rows(case, exact, rounded, rounding, say)
+        else:
+            draws = [sampling_row(case, exact, rounded, sampling, say)]
+        draws += exact_rows(case, say) if files.exact else []
+        rows = [*rollout_rows(case, exact, rounded, rounding), *draws,
                 *metric_rows(case, exact, rounded, rounding),
                 *after_rows(case, exact, rounded, rounding, say)]  # fmt: skip
     report.rows = sorted(rows, key=lambda row: order().index(row.key))
@@ -610,7 +680,13 @@ def metric_rows(case, exact, rounded, rounding) -> list:
         recorded = math.nan if line[key] is None else line[key]
         if not isinstance(recorded, int | float):
             raise ValueError(f"{key} of step {case.step} in metrics.jsonl is not a number")
-        rows.append(rounding.row(key, recorded, exact.found[key], rounded.found[key]))
+        row = rounding.row(key, recorded, exact.found[key], rounded.found[key])
+        if case.files.engine and key.startswith("eval/"):
+            # A choice between two tokens is the engine's, if its rounding can turn it around.
+            most, _ = ENGINE_ROUNDING[case.config.rollout_dtype]
+            near = np.count_nonzero(exact.found[key].margins <= 2 * most)
+            row = row._replace(allowed=max(row.allowed, near * exact.found[key].each))
+        rows.append(row)
     return rows
 
 
@@ -619,16 +695,11 @@ def sampling_row(case, exact, rounded, rounding, say) -> Audited:
     config = case.config
     draws = []
     for s in [s for group in exact.groups.values() for s in group]:
-        for at in s.at:
-            # A rollout has a random number for each place after the prompt. Rollouts that share a
-            # turn were played as one, with the numbers of the first of them.
-            played, _ = shares(config, s, at)[-1]
-            key = config.seed, case.step, s.group, played
-            draws.append(train_grpo.uniforms(key, at + 2 - s.prompt)[-1])
+        draws += [number_of(case, s, at) for at in s.at]
 
     # Rounding moves an end of an interval a little, and a number near it falls on the neighbor.
-    misses = np.maximum(exact.ends[:, 0] - draws, draws - exact.ends[:, 1]).clip(0)
-    row = rounding.row_of_many("sampling", misses, exact.ends.ravel(), rounded.ends.ravel())
+    misses = np.maximum(exact.drawn[:, 0] - draws, draws - exact.drawn[:, 1]).clip(0)
+    row = rounding.row_of_many("sampling", misses, exact.drawn.ravel(), rounded.drawn.ravel())
     say(
         f"sampling: {len(misses)} draws, of which {np.count_nonzero(misses)} lie outside their "
         f"token's interval of the definition's distribution, the worst by {row.difference:.1e}; "
@@ -636,6 +707,45 @@ def sampling_row(case, exact, rounded, rounding, say) -> Audited:
         f"{np.count_nonzero(misses > row.allowed)} lie further away"
     )
     return row
+
+
+def engine_rows(case, exact, rounded, rounding, say) -> list:
+    """Compare the log-probs that an engine told, and by them how it drew its tokens."""
+    # With forks several rollouts share a turn, which was drawn once. rounding: the trainer's.
+    config = case.config
+    told, is_own, apart = [], [], []
+    for n, group in exact.groups.items():
+        for s, other in zip(group, rounded.groups[n]):
+            told += s.smp
+            is_own += [shares(config, s, at)[-1][0] == s.number for at in s.at]
+            apart += [abs(x - y) for x, y in zip(s.lp or (), other.lp or ())]
+    lp, mean, variance = exact.drawn.T
+    found = [f(abs(told - lp)) for f in (np.max, np.mean)]
+    by_hand = [f(abs(rounded.drawn[:, 0] - lp)) for f in (np.max, np.mean)]
+
+    # If steps were done again on the way, the sampler's weights have the trainer's rounding too.
+    bounds = np.array(ENGINE_ROUNDING[config.rollout_dtype])
+    if case.again and apart:
+        bounds += rounding.times * rounding.scale * np.array([np.max(apart), np.mean(apart)])
+
+    # The surprise of a token, -log p, is the entropy on average, if the token is drawn by p. It is
+    # not if sampling is greedy or truncated. The sum of a martingale is rarely beyond SURPRISE
+    # times this deviation, however rare some tokens are: with a probability of 2 exp(-25 / 2) at
+    # the most (Bercu and Touati, 2008).
+    surprise = (-lp - mean)[is_own]
+    deviation = math.sqrt((surprise**2 + variance[is_own]).sum())
+    sums = -lp[is_own].sum(), mean[is_own].sum()
+    say(
+        f"sampling: {case.files.engine} drew {len(surprise)} tokens by numbers of its own, so no "
+        f"draw is compared; its log-probs are off by {found[0]:.1e} at most and {found[1]:.1e} on "
+        f"average, and lower precision by hand is off by {by_hand[0]:.1e} and {by_hand[1]:.1e}; "
+        f"the tokens' surprises sum to {sums[0]:.4g}, and the entropies to {sums[1]:.4g}"
+    )
+    return [
+        *(Audited(key, 0.0, x, x, most)
+          for key, x, most in zip(("sampling", "sampling/mean"), found, bounds)),
+        Audited("sampling/surprise", *sums, abs(surprise.sum()), SURPRISE * deviation),
+    ]  # fmt: skip
 
 
 def rollout_rows(case, exact, rounded, rounding) -> list:

@@ -26,6 +26,7 @@ import train_grpo
 from full.advantages import compared_by, table_of_groups
 from full.attend import attend
 from full.chunks import Cost, redistribute, tree_backward
+from full.exact import packed_attention
 from full.experts import Balance, update_router_bias
 from full.masks import Mask
 from full.metrics import StepClock, timed
@@ -422,6 +423,14 @@ class RowBatches(PackedBatches):
         return super().pack_micro_batches(sequences, masks)
 
 
+class ExactBatches(RowBatches):
+    """Run micro-batches that are rows in the order of sums that the sampler has: `--exact`."""
+
+    def attention_of_row(self, document_1S, group):
+        """Return the attention of a row, in which tokens see earlier ones of their own sequence."""
+        return packed_attention(document_1S)
+
+
 class TreeBatches(RowBatches):
     """Run micro-batches that are packed trees of the sequences' prefixes: `--tree sparse`."""
 
@@ -521,4 +530,5 @@ class ChunkBatches(TreeBatches):
             self.experts.parts.append(({}, result.router_counts))
 
 
-BATCHES = {"disabled": RowBatches, "sparse": TreeBatches, "dta": ChunkBatches}
+BATCHES = {"disabled": RowBatches, "exact": ExactBatches, "sparse": TreeBatches,
+           "dta": ChunkBatches}  # fmt: skip

@@ -30,8 +30,8 @@ def order() -> list:
     """Return the rows of the table, causes before their effects, by METRICS."""
     # The first row that is outside says where to look. The first update's metrics come before those
     # that a change of the weights has a part in.
-    rows = ["rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling",
-            "rollouts/rewards"]  # fmt: skip
+    rows = ["rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling", "sampling/tokens",
+            "sampling/bits", "sampling/mean", "sampling/surprise", "rollouts/rewards"]  # fmt: skip
     for name in METRICS:
         if name == OF_UPDATES[0]:
             rows += ["rollouts/advantage", *(f"{name}_first" for name in OF_UPDATES)]
@@ -241,6 +241,19 @@ def expert_metrics(c, updates) -> dict:
 TIMES = 8
 
 LATER = 10
+
+# How far the log-probs of an engine may be from the definition's, by the dtype of its weights: a
+# token's, and the mean over all tokens, which also finds a small change of the temperature. An
+# engine's kernels are not at hand, so these bounds are not derived. They are a few times the
+# differences that were measured, at most and on average:
+#
+#     full.engine serve, `guess`          float64     4.4e-16    9.3e-17
+#     full.engine serve, SmolLM2-135M     float32     2.8e-5     3.2e-6
+#     full.engine serve, SmolLM2-135M     bfloat16    0.21       0.035
+#     vLLM 0.32, SmolLM2-135M             bfloat16    0.54       0.053
+ENGINE_ROUNDING = {"float64": (1e-9, 1e-9), "float32": (1e-3, 1e-4), "bfloat16": (1.0, 0.1)}
+
+SURPRISE = 5  # deviations that an engine's sum of -log p may be from the sum of the entropies
 
 UNDECIDED = "rounding decides which updates are finite, so nothing is comparable"
 

@@ -683,9 +683,9 @@ def test_inspect_says_what_would_be_loaded_or_in_one_line_what_is_wrong(tmp_path
     assert said in out and "not loaded" in out
     assert "experts.0.up_proj.weight" in out and "-> model.layers.1.mlp.experts.up_proj" in out
     assert f"{EXPERTS}5.up_proj.weight" in out and '"num_experts": 6' in out and "BF16" in out
-    assert main(["inspect", str(tmp_path / "nothing")]) == 1
+    assert main(["inspect", str(tmp_path / "nothing")]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("no ") and said.count("\n") == 1 and "Traceback" not in said
+    assert said.startswith("error: no ") and said.count("\n") == 1 and "Traceback" not in said
 
 
 def test_a_closed_pipe_ends_inspect_quietly(tmp_path):
