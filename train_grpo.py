@@ -492,8 +492,8 @@ def check():
         episode.tokens += [*episode.queue, number, *task.end]
         episode.queue.clear()
         episode.hear(*task.reply(episode.state, episode.tokens[episode.turn :]))
-    game = "? 3 . lower 1 . higher 1 . higher 4 ."
-    errors = [episode.reward - 0.1, task.show(episode.tokens) != game]
+    game = "? 3 . lower 1 . higher 1 . higher 4 . <50>"  # token 50 has no name
+    errors = [episode.reward - 0.1, task.show([*episode.tokens, 50]) != game]
 
     config = Config(seed=9, steps=4, size=2, turns=2, prompts=3, group=6, max_new_tokens=7,
                     layers=1, hidden=8, heads=2, dtype="float64", temperature=0.8, lr=0.03,

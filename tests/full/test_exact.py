@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import shortened, slow
+from test_audit import edit_line
 from test_ranks import TASK, trained
 
 import models
 from full import exact
+from full.audit import audited
 from full.batches import masked_attention
 from full.check import TINY, tiny_model
 from full.exact import exact_attention, make_exact, packed_attention, require_exact_kernels
@@ -181,3 +183,18 @@ def test_a_run_has_no_gap(tmp_path, world, dtype, more):
         assert line.get("ratio/max_first", line["ratio/max"]) == 1
     if "--staleness" in more:
         assert lines[-1]["logprob_gap/max"] > 0
+
+
+def test_the_audit_allows_nothing(process_group, tmp_path):
+    """At --staleness 1, with the sampler's weights of a checkpoint; one bit of a log-prob is out."""
+    flags = f"{SHAPE} --exact --staleness 1 --save-every 1 --keep 9 --log-rollouts all"
+    trained(tmp_path, 1, flags.replace("float64", "float32").replace("--prompts 5", "--prompts 2"))
+    (run,) = tmp_path.glob("run-*")
+    report = audited(run, 2)
+    rows = {row.key: row for row in report.rows}
+    assert report.wrong is None
+    assert rows["sampling/bits"].allowed == rows["sampling/tokens"].allowed == 0
+    assert rows["sampling/tokens"].recorded > 50
+
+    edit_line(run, 2, "logprobs", lambda x: np.nextafter(x, 0), "rollouts.jsonl")
+    assert audited(run, 2).wrong == "sampling/bits"
