@@ -109,7 +109,7 @@ def cos_and_sin(positions_BS, f_d, /):
 
 def apply_rope(x_BSXD, cos_BS1D, sin_BS1D, /):
     """Turn each pair (x_n, x_(n+D/2)) of each head by the angle of its token's position."""
-    # (a, b) becomes (a cos - b sin, b cos + a sin): a roll swaps a and b, and sin has the signs.
+    # (a, b) becomes (a cos - b sin, b cos + a sin). A roll swaps a and b; sin_BS1D is (-sin, sin).
     # A product of two turned vectors depends on the difference of their angles alone, on i - j.
     swapped_BSXD = x_BSXD.roll(x_BSXD.shape[-1] // 2, -1)
     return (x_BSXD * cos_BS1D + swapped_BSXD * sin_BS1D).to(x_BSXD.dtype)  # (5)

@@ -58,7 +58,7 @@ class Grid:
                   stage 1, d 1:  6 7        p    [0 4] [1 5] [2 6] [3 7]
 
     Experts add no ranks. The d c t ranks of a stage form a second grid (edp, e). The ranks of an e
-    group hold different experts, and the ranks of an edp group hold copies of the same experts.
+    group hold different experts. An edp (expert data parallel) group has the same experts.
     "sp" adds sequence parallelism, which t and e together need. "fsdp" is for plans without t or e.
     """
 
@@ -75,7 +75,7 @@ class Grid:
         self.timeout = timeout
         self.made = {}
         self.group = {"edp": self.group_along(experts, [1]), "e": self.group_along(experts, [2])}
-        for name in ("p", "d", "c", "t", "dc", "dct", "pct", ""):  # pct: with the same rows
+        for name in ("p", "d", "c", "t", "dc", "dct", "pct", ""):  # a pct group has the same rows
             self.group[name] = self.group_along(self.ranks, [*map("pdct".index, name)])
 
     def group_along(self, ranks, axes):
@@ -364,7 +364,8 @@ def keep_stage(model, stage, stages):
 
 
 # With one batch, only one stage would work at a time. So the batch is cut into micro-batches. The
-# schedule is 1F1B (arXiv:2104.04473). F0 and B0 are forward and backward of micro-batch 0:
+# schedule is 1F1B, "one forward, one backward" (arXiv:2104.04473). F0 is the forward of micro-batch
+# 0, B0 is its backward, and .. is a stage that waits:
 #
 #     stage 0   F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3      warm-up F0 F1     cool-down B2 B3
 #     stage 1   .. F0 F1 .. B0 F2 B1 F3 B2 .. B3         warm-up F0        cool-down B3

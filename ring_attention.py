@@ -196,8 +196,8 @@ class RingAttention(torch.autograd.Function):
             # Our queries against the block that is here now. Query i sees key j if j <= i, by
             # global position.
             owner = (rank - hop) % world
-            visible_ss = positions[owner] <= positions[rank][:, None]
-            part = block_attention(q_BHsD, *block_2BHsD, visible_ss)
+            visible_qk = positions[owner] <= positions[rank][:, None]
+            part = block_attention(q_BHsD, *block_2BHsD, visible_qk)
             so_far = part if hop == 0 else merge(*so_far, *part)  # (2): out_BHsD and lse_BHs
 
             # Only now must the next block be here.
@@ -235,9 +235,9 @@ class RingAttention(torch.autograd.Function):
 
             # out and lse are final, so these parts are final too.
             owner = (rank - hop) % world
-            visible_ss = ctx.positions[owner] <= ctx.positions[rank][:, None]
+            visible_qk = ctx.positions[owner] <= ctx.positions[rank][:, None]
             dq, dk, dv = block_backward(
-                dout_BHsD, q_BHsD, *block_2BHsD, out_BHsD, lse_BHs, visible_ss
+                dout_BHsD, q_BHsD, *block_2BHsD, out_BHsD, lse_BHs, visible_qk
             )
             dq_BHsD += dq
             sum_2BHsD = torch.stack((dk, dv))
@@ -371,9 +371,9 @@ def run_rank(rank, folder, world, function, args):
     dist.destroy_process_group()
 
 
-def check():
+def check(group=None):
     """Return the largest error of out, dq, dk, dv of all three ways on this rank, in float64."""
-    world = dist.get_world_size()
+    world = dist.get_world_size(group)
     generator = torch.Generator().manual_seed(0)
     length = 16 * world
     shapes = [(2, n, length, 6) for n in (2 * world, world, world, 2 * world)]
@@ -387,11 +387,11 @@ def check():
     truth = [out, *torch.autograd.grad(out, (q, k, v), drawn[3])]
 
     # Each way gets this rank's tokens, and must return this rank's part of the truth.
-    mine = zigzag_indices(length, dist.get_rank(), world)
+    mine = zigzag_indices(length, dist.get_rank(group), world)
     errors = []
     for way in (ring_attention, allgather_attention, ulysses_attention):
         local = [x[:, :, mine].clone().requires_grad_() for x in drawn[:3]]
-        found = way(*local)
+        found = way(*local, group=group)
         found = [found, *torch.autograd.grad(found, local, drawn[3][:, :, mine])]
         errors += [(a - b[:, :, mine]).abs().max() for a, b in zip(found, truth, strict=True)]
     return torch.stack(errors).max().item()  # NaN if any error is NaN

@@ -84,7 +84,7 @@ class Config:
     eval_prompts: int = 70  # prompts of one evaluation; guess repeats its few secrets
 
 
-# The second number of the key that draws a prompt. It separates training from evaluation.
+# A prompt is drawn by the key (seed, stream, step, group). Training and evaluation are two streams.
 ROLLOUT = 1
 EVALUATION = 2
 
@@ -494,8 +494,8 @@ def check():
         episode.tokens += [*episode.queue, number, *task.end]
         episode.queue.clear()
         episode.hear(*task.reply(episode.state, episode.tokens[episode.turn :]))
-    game = "? 3 . lower 1 . higher 1 . higher 4 ."
-    errors = [episode.reward - 0.1, task.show(episode.tokens) != game]
+    game = "? 3 . lower 1 . higher 1 . higher 4 . <50>"  # token 50 has no name
+    errors = [episode.reward - 0.1, task.show([*episode.tokens, 50]) != game]
 
     config = Config(
         seed=9, steps=4, size=2, turns=2, prompts=3, group=6, max_new_tokens=7, layers=1, hidden=8,

@@ -351,7 +351,8 @@ def check_hidden(model, tokens_BS, positions_BS, attention):
     for layer in range(len(model.qkv)):
         heads = (x_BSM @ model.qkv[layer].T).unflatten(2, (8, 4)).transpose(1, 2)
         q, k, v = heads.split([4, 2, 2], 1)
-        out = attention(turned(q).flatten(3), turned(k).flatten(3), v, layer=layer, scale=0.5)
+        # The scale is not D ** -0.5, so an attention that does not pass it on shows.
+        out = attention(turned(q).flatten(3), turned(k).flatten(3), v, layer=layer, scale=0.4)
         x_BSM = x_BSM + out.transpose(1, 2).flatten(2) @ model.out[layer].T
         x_BSM = x_BSM + torch.tanh(x_BSM @ model.up[layer].T) @ model.down[layer].T
     return x_BSM

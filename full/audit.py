@@ -24,11 +24,11 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-import train_grpo
 from full.batches import Demonstrations, RolloutQueue, pending_batches
 from full.byhand import Recorded, State, read_alone, shares, trained
 from full.checkpoint import checkpoints, read_checkpoint
 from full.config import Config, resumed_config
+from full.draws import exact_rows, number_of
 from full.engine import Engine
 from full.expected import (
     ENGINE_ROUNDING, LATER, NOT_BY_HAND, SURPRISE, TIMES, UNDECIDED, Audited, Displaced, Exact,
@@ -62,9 +62,11 @@ class RunFiles:
         given = {name: spec for name, spec in (("task", task), ("reward", reward)) if spec}
         config = resumed_config(self.path / "config.json", given)
 
-        # One process needs no plan, and no engine. It keeps the run's tree.
-        self.engine = config.engine
-        alone = dict(device="cpu", engine="", engine_timeout=Config.engine_timeout) | ONE_PROCESS
+        # One process needs no plan and no engine, and by hand sums have any order. It keeps the
+        # run's tree.
+        self.engine, self.exact = config.engine, config.exact
+        alone = dict(device="cpu", engine="", engine_timeout=Config.engine_timeout, exact=False)
+        alone |= ONE_PROCESS
         self.config = dataclasses.replace(config, **alone).check()
 
         # A line a step, from 0. The last one may be torn, if the run was killed or is alive.
@@ -242,7 +244,8 @@ class Case:
 
     def walk(self, sampled_at, say):
         """Do the steps from the last checkpoint that is early enough, and store what is needed."""
-        config, task, step = self.config, self.task, self.step
+        task, step = self.task, self.step
+        config = dataclasses.replace(self.config, exact=self.files.exact)
         model, generator, reference = build(config, task)
         teacher = build_teacher(config, task)
         generator = Replay({}) if self.files.engine else generator
@@ -306,7 +309,7 @@ class Case:
             if not isinstance(there, int | float) or abs(found[name] - there) > 1e-9:
                 raise ValueError(
                     f"on the way to step {self.step} the rollouts of one process are not the "
-                    f"run's: {name} of step {n} is {found[name]} here and {there} in metrics.jsonl; "
+                    f"run's: {name} of step {n} is {found[name]} here, {there} in metrics.jsonl; "
                     f"audit a step right after a checkpoint"
                 )
 
@@ -490,11 +493,12 @@ def surprises(model, groups, temperature) -> np.ndarray:
     for s in [s for group in groups.values() for s in group]:
         logprobs = read_alone(model, s, temperature)[0].double()
         targets = torch.tensor([s.tokens[at + 1] for at in s.at])[:, None]
+        drawn = logprobs.gather(-1, targets)
         p = logprobs.exp()
-        logprobs = logprobs.clamp(min=-1e4)  # 0 log 0 is 0
+        logprobs = logprobs.masked_fill(p == 0, 0.0)  # 0 log 0 is 0
         mean = -(p * logprobs).sum(-1, keepdim=True)
         variance = (p * (logprobs + mean) ** 2).sum(-1, keepdim=True)
-        found.append(torch.cat([logprobs.gather(-1, targets), mean, variance], -1).numpy())
+        found.append(torch.cat([drawn, mean, variance], -1).numpy())
     return np.concatenate(found)
 
 
@@ -648,6 +652,7 @@ def audited(run, step=None, group=None, task="", reward="", tell=lambda line: No
             draws = engine_rows(case, exact, rounded, rounding, say)
         else:
             draws = [sampling_row(case, exact, rounded, sampling, say)]
+        draws += exact_rows(case, say) if files.exact else []
         rows = [*rollout_rows(case, exact, rounded, rounding), *draws,
                 *metric_rows(case, exact, rounded, rounding),
                 *after_rows(case, exact, rounded, rounding, say)]  # fmt: skip
@@ -691,12 +696,7 @@ def sampling_row(case, exact, rounded, rounding, say) -> Audited:
     config = case.config
     draws = []
     for s in [s for group in exact.groups.values() for s in group]:
-        for at in s.at:
-            # A rollout has a random number for each place after the prompt. Rollouts that share a
-            # turn were played as one, with the numbers of the first of them.
-            played, _ = shares(config, s, at)[-1]
-            key = config.seed, case.step, s.group, played
-            draws.append(train_grpo.uniforms(key, at + 2 - s.prompt)[-1])
+        draws += [number_of(case, s, at) for at in s.at]
 
     # Rounding moves an end of an interval a little, and a number near it falls on the neighbor.
     misses = np.maximum(exact.drawn[:, 0] - draws, draws - exact.drawn[:, 1]).clip(0)

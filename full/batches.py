@@ -26,6 +26,7 @@ import train_grpo
 from full.advantages import compared_by, table_of_groups
 from full.attend import attend
 from full.chunks import Cost, redistribute, tree_backward
+from full.exact import packed_attention
 from full.experts import Balance, update_router_bias
 from full.masks import Mask
 from full.metrics import StepClock, timed
@@ -232,7 +233,10 @@ class RolloutQueue:
         """Return what the weights of now solve. Collective."""
         self.push()
         with timed(self.clock.seconds, "eval"):
-            solved, self.shown = evaluate(self.config, self.task, self.trainer.sampler)
+            # After batches that are still being sampled: no update may have asked for a push.
+            sampler = self.trainer.sampler
+            played = sampler.start(evaluate, self.config, self.task, sampler)
+            solved, self.shown = played.result()
         self.idle_since = time.perf_counter()
         return solved
 
@@ -422,6 +426,14 @@ class RowBatches(PackedBatches):
         return super().pack_micro_batches(sequences, masks)
 
 
+class ExactBatches(RowBatches):
+    """Run micro-batches that are rows in the order of sums that the sampler has: `--exact`."""
+
+    def attention_of_row(self, document_1S, group):
+        """Return the attention of a row, in which tokens see earlier ones of their own sequence."""
+        return packed_attention(document_1S)
+
+
 class TreeBatches(RowBatches):
     """Run micro-batches that are packed trees of the sequences' prefixes: `--tree sparse`."""
 
@@ -521,4 +533,5 @@ class ChunkBatches(TreeBatches):
             self.experts.parts.append(({}, result.router_counts))
 
 
-BATCHES = {"disabled": RowBatches, "sparse": TreeBatches, "dta": ChunkBatches}
+BATCHES = {"disabled": RowBatches, "exact": ExactBatches, "sparse": TreeBatches,
+           "dta": ChunkBatches}  # fmt: skip

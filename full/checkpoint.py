@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from full.optimizer import training_tensors
 from full.places import local
-from full.ranks import agree, all_gather_objects
+from full.ranks import advice_of, agree, all_gather_objects, flags_to_resume
 
 
 def read_training(path, model, optimizer, *, counts=()) -> dict:
@@ -87,12 +87,12 @@ def write_checkpoint(path, tensors, state) -> None:
             shutil.rmtree(partial, ignore_errors=True)  # unfinished files take room
         out = path.parent
         saved = checkpoints(out) or checkpoints(out, "demos")
-        kept, advice = "older ones are whole", "go on"
+        kept, advice = "older ones are whole", advice_of(out)
         if not saved:
-            kept, advice = "nothing was saved yet", "begin again"
+            kept, advice = "nothing was saved yet", f"begin again with {flags_to_resume(out)}"
         raise OSError(
             f"checkpoint {path} not written ({reason_of(error)}); {kept}: make room or mend the "
-            f"directory, then {advice} with --resume --out {out}") from error
+            f"directory, then {advice}") from error
 
 
 def reason_of(error) -> str:

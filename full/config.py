@@ -10,6 +10,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,7 @@ class Config(train_grpo.Config):
     engine_timeout: int = 600  # seconds that an engine may be silent, or loading, before a run ends
     staleness: int = 0  # K: batch b is sampled with the weights of step b - K; 0: on-policy
     batch_rows: int = 1024  # rollouts that a rank decodes at a time; a new one enters as one ends
+    exact: bool = False  # the sampler's log-probs are the trainer's, bit for bit; slower
     forks: int = 1  # children of a trajectory at a turn boundary (tree rollouts)
     fork_turns: int = 0  # turn boundaries that fork; group must divide by forks ** fork_turns
     dynamic_sampling: bool = False  # drop groups whose rewards are all equal (DAPO)
@@ -343,6 +345,17 @@ class Config(train_grpo.Config):
             if not self.chunk_tokens:
                 wrong.append("--tree dta needs --chunk-tokens, the size of a chunk")
 
+        # What sums in an order of its own is not exact: other ranks, packed trees, compiled layers,
+        # another program.
+        degrees = dict(t=plan.tp, c=plan.cp, p=plan.pp, e=plan.ep)
+        sums = {f"{letter} in --plan": degree > 1 for letter, degree in degrees.items()} | {
+            "A|B in --plan": self.plans.generator, "--tree": self.tree != "disabled",
+            "--data-parallel fsdp": self.data_parallel == "fsdp", "--engine": self.engine,
+            "--compile": self.compile, "--threads 2 or more": self.threads > 1,
+        }  # fmt: skip
+        if self.exact:
+            wrong += [f"--exact has no {x}" for x in sums if sums[x]]
+
         # An engine has a plan of its own, and its format has no bias of routers.
         if self.engine and self.plans.generator:
             wrong.append(f"--plan {self.plan}: with --engine give the trainer's plan alone")
@@ -540,6 +553,8 @@ def parse_config(argv) -> Config:
 
     # Flags that were not typed are absent from `given`: a resumed run has its own values for them.
     parser.error = refuse
+    if os.environ.get("RANK", "0") != "0":
+        parser.print_help = lambda: None  # rank 0 prints it for all
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         refuse(about_unknown(unknown[0]))

@@ -44,7 +44,7 @@ from full.ranks import agree, raise_on_all_ranks, warn
 from full.weights import gather_weights
 
 THREADS = 256  # turns that a rank asks for at a time; vLLM and SGLang decode about as many
-TRIES = 3  # how often a turn is asked for if the answer is not a turn by the pushed weights
+TRIES = 3  # how often a turn is asked for if the answer is wrong
 FAILURES = 8  # answers 500, or without sense, in a row; with the pauses between them 18 seconds
 MOST_BYTES = 2**24  # of a request or an answer: a turn of 100,000 tokens has 10 MB
 FIRST_VERSION = "default"  # of the weights with which an engine starts
@@ -106,7 +106,9 @@ class SGLang:
     @staticmethod
     def request(tokens, limit, temperature, end, seed):
         sampling = dict(max_new_tokens=limit, temperature=temperature, sampling_seed=seed)
-        sampling |= dict(stop_token_ids=end, ignore_eos=True, top_p=1.0, top_k=-1)
+        # `ignore_eos` would ignore `stop_token_ids`, too. Without it the model's own end of text
+        # ends a turn, so it must be in `end`.
+        sampling |= dict(stop_token_ids=end, top_p=1.0, top_k=-1)
         return {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True}
 
     @staticmethod
@@ -152,14 +154,14 @@ def ask_once(url, body=None, timeout=10):
         with OPENER.open(request, timeout=timeout) as answer:
             text = answer.read(MOST_BYTES + 1)
             found = json.loads(text or "{}") if len(text) <= MOST_BYTES else None
-            if not isinstance(found, dict | list):
+            if not isinstance(found, dict):
                 raise ValueError(f"expected a JSON object, got {text[:80]!r}")
             return found
     except urllib.error.HTTPError as error:
         with error:
             told = " ".join(error.read(300).decode(errors="replace").split())
         problem = f"{error.code} {told}"
-        if error.code < 500 and error.code != 429:
+        if error.code < 500 and error.code not in (409, 429):  # 409: another rank loads, too
             raise ValueError(f"the engine refuses {url}: {problem}") from error
         raise Unanswered(problem, error.code == 500) from error
     except (OSError, http.client.HTTPException) as error:
@@ -182,9 +184,9 @@ class Engine:
         self.urls = [url.strip().rstrip("/") for url in config.engine.split(",")]
         self.model = model
         self.timeout = config.engine_timeout
-        self.silent = False  # whether it was said that an engine does not answer
-        self.owns = False  # whether the engines have got weights of this run
-        self.run = self.folder = self.version = None
+        self.has_warned = False  # that an engine does not answer
+        self.has_pushed = False  # to the engines, weights of this run
+        self.run_id = self.folder = self.version = None
         self.locks = {url: threading.Lock() for url in self.urls}
 
         # Rollouts are asked for by one thread, while another one trains: their collectives are in a
@@ -196,27 +198,27 @@ class Engine:
         self.dialect = DIALECTS[name]
 
     def recognize(self):
-        """Return the dialect of all servers, whether they take draws, and their positions."""
-        found = set()
-        for url in self.urls:
-            errors = []
-            for name, dialect in DIALECTS.items():
-                try:
-                    info = ask_once(url + dialect.info)
-                    positions = ask_once(f"{url}/v1/models")["data"][0].get("max_model_len")
-                    found.add((name, "draws" in info, positions or math.inf))
-                    break
-                except Unanswered as error:
-                    raise ValueError(f"expected an engine at {url}, got: {error}") from error
-                except (ValueError, LookupError, TypeError, AttributeError) as error:
-                    errors.append(f"{error}")
-            else:
-                raise ValueError(f"{url} is no SGLang, and no vLLM with VLLM_SERVER_DEV_MODE=1 and "
-                                 f"--enable-scale-out: {'; '.join(errors)}")  # fmt: skip
-        if len({name for name, _, _ in found}) > 1 or len({draws for _, draws, _ in found}) > 1:
-            raise ValueError(f"--engine: expected servers of one kind, got {sorted(found)}")
-        name, draws, _ = min(found)
-        return name, draws, min(positions for _, _, positions in found)
+        """Return the name of all servers' dialect, whether they take draws, and their positions."""
+        found = [self.server_at(url) for url in self.urls]
+        if len({(name, draws) for name, draws, _ in found}) > 1:
+            raise ValueError(f"--engine: expected servers of one kind, got {found}")
+        return *found[0][:2], min(positions for _, _, positions in found)
+
+    @staticmethod
+    def server_at(url):
+        """Return the name of a server's dialect, whether it takes draws, and its positions."""
+        problems = []
+        for name, dialect in DIALECTS.items():
+            try:
+                info = ask_once(url + dialect.info)
+                positions = ask_once(f"{url}/v1/models")["data"][0].get("max_model_len")
+                return name, "draws" in info, positions or math.inf
+            except Unanswered as error:
+                raise ValueError(f"expected an engine at {url}, got: {error}") from error
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                problems.append(f"{error}")
+        raise ValueError(f"{url} is no SGLang, and no vLLM with VLLM_SERVER_DEV_MODE=1 and "
+                         f"--enable-scale-out: {'; '.join(problems)}")  # fmt: skip
 
     def begin(self, folder):
         """Begin a run that writes its weights to a folder, which all engines can read."""
@@ -227,7 +229,7 @@ class Engine:
             Path(folder).mkdir(parents=True)
             return secrets.token_hex(4)
 
-        self.run = agree(make)
+        self.run_id = agree(make)
         self.folder = Path(folder).resolve()
 
     # Weights -------------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ class Engine:
         """Write a policy's weights, each rank some of the files, and let all engines load them."""
         # One file for each rank, of at most 5 GB. The tied head is written too: vLLM keeps it apart
         # on a CPU.
-        self.version = f"{self.run}-{version}"
+        self.version = f"{self.run_id}-{version}"
         size = sum(p.numel() * p.element_size() for p in self.model.parameters())
         share = min(5 * 10**9, math.ceil(size / dist.get_world_size()))
         dtype = self.model.head_weight.dtype
@@ -248,7 +250,7 @@ class Engine:
         # COMM: rank 0 tells the engines, and the other ranks wait for it in a broadcast. Pinned by
         # tests/full/test_engine.py::test_ranks_and_plans_push_and_sample_as_one_process.
         agree(self.load, self.group)
-        self.owns = True
+        self.has_pushed = True
 
     def load(self):
         """Let all engines load the newest weights, then remove the older ones."""
@@ -265,13 +267,13 @@ class Engine:
             if found == self.version:
                 return
 
-            # A server that has started again has its first weights. Those of another run say that
-            # this run's rollouts would be sampled by that run's policy, and the reverse.
-            if found != FIRST_VERSION and not found.startswith(f"{self.run}-"):
-                if self.owns:
+            # A server that was started again has its first weights. If it has another run's, each
+            # of the two runs would sample with the other one's policy.
+            if found != FIRST_VERSION and not found.startswith(f"{self.run_id}-"):
+                if self.has_pushed:
                     raise ValueError(f"another run uses {url}: it has the weights {found} and not "
                                      f"{self.version}; give each run an engine")  # fmt: skip
-                warn(f"{url} has the weights {found} of another run, which must have ended")
+                warn(f"{url} has the weights {found}, of a run that must have ended")
             self.call(url, *self.dialect.load(str(self.folder / self.version), self.version))
 
     def call(self, url, *requests):
@@ -287,9 +289,9 @@ class Engine:
                 for request in requests:
                     path, body = request if isinstance(request, tuple) else (request, None)
                     answer = ask_once(url + path, body, self.timeout)
-                    if isinstance(answer, dict) and answer.get("success") is False:
+                    if answer.get("success") is False:
                         raise Unanswered(f"{path}: {answer}"[:300], is_failure=True)
-                self.silent = False
+                self.has_warned = False
                 return answer
             except Unanswered as error:
                 problem = error
@@ -297,8 +299,8 @@ class Engine:
             if failures == FAILURES or time.monotonic() + pause > until:
                 how = f"failed {failures} times" if problem.is_failure else "does not answer"
                 raise ConnectionError(f"the engine at {url}{path} {how}: {problem}") from problem
-            if not self.silent:  # said once, and not by each thread
-                self.silent = True
+            if not self.has_warned:  # said once, and not by each thread
+                self.has_warned = True
                 print(f"waiting for the engine at {url}: {problem}", file=sys.stderr, flush=True)
             time.sleep(pause)
             pause = min(2 * pause, 5)
@@ -332,11 +334,11 @@ class Engine:
         # A row's place among all rows is its number, and after each fork also the number of the
         # fork. Row n of rank r asks server n + r.
         done, turns = [], {}
-        first = dist.get_rank()
+        rank = dist.get_rank()
         pool = ThreadPoolExecutor(min(slots or THREADS, max(1, len(rows)), THREADS))
 
         def begin(place, row):
-            url = self.urls[(first + place[0]) % len(self.urls)]
+            url = self.urls[(rank + place[0]) % len(self.urls)]
             future = pool.submit(self.turn, url, row, max_new_tokens, temperature, set(end))
             turns[future] = place, row
 
@@ -380,7 +382,9 @@ class Engine:
         body = self.dialect.request(row.tokens, room, temperature, sorted(end), seed)
         if temperature and self.takes_draws:
             body["draws"] = [float(u) for u in row.draws[row.new : limit]]
-        for _ in range(TRIES):
+        # A load ends all turns in flight. After a restart each of two ranks may let the engine
+        # load, and each load makes the other rank ask once more.
+        for _ in range(TRIES + dist.get_world_size()):
             answer = self.call(url, (self.dialect.path, body))
             try:
                 tokens, logprobs, versions = self.dialect.read(answer)
@@ -392,7 +396,7 @@ class Engine:
                     row.append(token, logprob)
                 return tokens[-1] in end
             self.restore(url)  # it may have been started again, or another run may use it
-        raise ValueError(f"the engine at {url}, asked {TRIES} times: {problem}")
+        raise ValueError(f"the engine at {url}, asked again and again: {problem}")
 
     def problem_of(self, tokens, logprobs, versions, room, end) -> str:
         """Return what is wrong with the answer of an engine, or an empty string."""
@@ -428,17 +432,15 @@ class Refused(ValueError):
 class Turn(models.Row):
     """A turn that a request asks for. Raises Refused unless the request is whole and possible."""
 
-    FIELDS = {"token_ids", "sampling_params", "draws"}
-    SAMPLING = {"max_tokens", "temperature", "seed", "logprobs", "stop_token_ids", "ignore_eos",
-                "detokenize"}  # fmt: skip
-
     def __init__(self, body, config):
-        how = body.get("sampling_params")
-        how = how if isinstance(how, dict) else {}
-        unknown = sorted((body.keys() - self.FIELDS) | (how.keys() - self.SAMPLING))
-        tokens, draws = body.get("token_ids"), body.get("draws", [])
-        end, seed = how.get("stop_token_ids", []), how.get("seed", 0)
-        limit, temperature = how.get("max_tokens"), how.get("temperature", 1.0)
+        how = body.pop("sampling_params", None)
+        body |= how if isinstance(how, dict) else {}
+
+        def take(name, expected, is_right, default=None):
+            value = body.pop(name, default)
+            if not is_right(value):
+                raise Refused(400, f"{name}: expected {expected}")
+            return value
 
         def is_int(x, below, first=0):
             return type(x) is int and first <= x < below
@@ -446,27 +448,30 @@ class Turn(models.Row):
         def is_number(x, below):
             return type(x) in (int, float) and 0 <= x < below
 
-        size, positions = config.vocab_size, config.max_position_embeddings
-        lists = isinstance(tokens, list) and isinstance(draws, list) and isinstance(end, list)
-        expected = {
-            f"no {', '.join(unknown)}": not unknown,
-            "lists": lists,
-            f"token ids under {size}": lists and all(is_int(x, size) for x in [*tokens, *end]),
-            f"max_tokens, and with the prompt 2 to {positions} positions":
-                is_int(limit, positions, 1) and lists and 0 < len(tokens) <= positions - limit,
-            "a finite temperature of at least 0": is_number(temperature, math.inf),
-            "ignore_eos true": how.get("ignore_eos") is True,
-            "a seed under 2**63": is_int(seed, 2**63),
-            "no draws, or max_tokens of them in [0, 1)":
-                lists and len(draws) in (0, limit) and all(is_number(u, 1) for u in draws),
-        }  # fmt: skip
-        wrong = [what for what, is_so in expected.items() if not is_so]
-        if wrong:
-            raise Refused(400, f"expected {'; '.join(wrong)}")
+        def are_ids(x):
+            return isinstance(x, list) and all(is_int(token, config.vocab_size) for token in x)
+
+        def are_draws(x):
+            is_of_turn = isinstance(x, list) and len(x) in (0, limit)
+            return is_of_turn and all(is_number(u, 1) for u in x)
+
+        ids = f"ids under {config.vocab_size}"
+        tokens = take("token_ids", ids, lambda x: are_ids(x) and x)
+        room = config.max_position_embeddings - len(tokens)
+        limit = take("max_tokens", f"1 to {room}", lambda x: is_int(x, room + 1, 1))
+        tau = take("temperature", "0 or more", lambda x: is_number(x, math.inf), 1.0)
+        end = take("stop_token_ids", ids, are_ids, [])
+        seed = take("seed", "0 to 2**63 - 1", lambda x: is_int(x, 2**63), 0)
+        draws = take("draws", "none, or max_tokens of them in [0, 1)", are_draws, [])
+        take("ignore_eos", "true", lambda x: x is True)
+        take("logprobs", "0", lambda x: is_int(x, 1), 0)
+        take("detokenize", "false", lambda x: x is False, False)
+        if body:
+            raise Refused(400, f"expected no {', '.join(body)}")
         super().__init__(tokens, draws)
-        self.limit, self.temperature, self.end = limit, float(temperature), set(end)
-        give_draws([self], limit if temperature else 0, seed)
-        self.versions = {}  # version of the weights -> True, in order
+        self.limit, self.temperature, self.end = limit, float(tau), set(end)
+        give_draws([self], limit if tau else 0, seed)
+        self.versions = set()
         self.answer = Future()
 
     def finish(self):
@@ -488,41 +493,35 @@ class Decoder(threading.Thread):
         super().__init__(daemon=True)
         self.dtype = dtype
         self.under = under
+        self.name_of_model = f"{directory}"
         self.model = load_hf(directory, dtype=dtype).requires_grad_(False)
         self.version = FIRST_VERSION
         self.paused = False
-        self.inbox = queue.Queue()  # Turns, and (function, its Future) to call between two tokens
+        self.inbox = queue.Queue()  # Turns, and functions to call between two tokens
         self.clear()
 
     def clear(self):
         """Forget all turns, which have been answered, and their keys and values."""
         self.rows, self.logits_BV, self.cache = [], None, KVCache()
 
-    def between_tokens(self, function, *args):
-        """Call a function in the decoder's thread; return its value or raise its error."""
-        future = Future()
-        self.inbox.put((lambda: function(*args), future))
-        return future.result()
-
     def run(self):
-        waiting = []  # turns that have not begun
+        entering = []
         while True:
-            # If there is nothing to decode, wait for a first turn. Then take what is there.
-            is_idle = not self.rows and (self.paused or not waiting)
-            while is_idle or not self.inbox.empty():
+            # Take all that has come, and wait if there is nothing to decode.
+            while self.paused or not (self.rows or entering) or not self.inbox.empty():
                 item = self.inbox.get()
                 if isinstance(item, Turn):
-                    waiting.append(item)
+                    entering.append(item)
                 else:
-                    function, future = item
-                    try:
-                        future.set_result(function())
-                    except Exception as error:
-                        future.set_exception(error)
-                is_idle = not self.rows and (self.paused or not waiting)
-            if not self.paused:
-                entering, waiting = waiting, []
+                    item()
+            try:
                 self.step(entering)
+            except Exception as error:  # no memory, or a token that a new model does not have
+                for row in {*self.rows, *entering}:
+                    if not row.answer.done():
+                        row.answer.set_exception(error)
+                self.clear()
+            entering = []
 
     @torch.inference_mode()
     def step(self, entering):
@@ -545,7 +544,7 @@ class Decoder(threading.Thread):
             drawn = models.sample(self.logits_BV[here], uniform_B, temperature=tau)
             for b, token, logprob in zip(here, *(x.tolist() for x in drawn)):
                 self.rows[b].append(token, logprob)
-                self.rows[b].versions[self.version] = True
+                self.rows[b].versions.add(self.version)
 
         # Turns that go on keep their rows of the cache.
         going = []
@@ -562,10 +561,46 @@ class Decoder(threading.Thread):
         last_B1 = torch.tensor([row.tokens[-1:] for row in self.rows])
         self.logits_BV = forward_with_cache(self.model, self.cache, last_B1)
 
-    # What requests do between two tokens.
+    # Answers to requests, in threads of theirs: functions of a request's body.
+
+    def answers(self) -> dict:
+        """Return {path: function}."""
+        return {
+            VLLM.path: self.generate, VLLM.info: self.weight_info, "/v1/models": self.models,
+            "/pause": lambda body: self.between_tokens(self.pause),
+            "/update_weight_version": self.rename, "/collective_rpc": self.load,
+            "/reset_prefix_cache": lambda body: {},  # a pause has emptied it
+            "/resume": lambda body: self.between_tokens(self.resume),
+        }  # fmt: skip
+
+    def generate(self, body):
+        row = Turn(body, self.model.config)
+        self.inbox.put(row)
+        return row.answer.result()
+
+    def weight_info(self, body):
+        return {"weight_version": self.version, "draws": True}
+
+    def models(self, body):
+        positions = self.model.config.max_position_embeddings
+        return {"data": [{"id": self.name_of_model, "max_model_len": positions}]}
+
+    def between_tokens(self, function, *args):
+        """Call a function in the decoder's thread; return {}, or raise its error."""
+        future = Future()
+
+        def call():
+            try:
+                function(*args)
+                future.set_result({})
+            except Exception as error:
+                future.set_exception(error)
+
+        self.inbox.put(call)
+        return future.result()
 
     def pause(self):
-        """Answer all turns in flight with what they have, and begin no other."""
+        """Answer all turns in flight with the tokens that they have, and begin no other."""
         self.paused = True
         for row in self.rows:
             row.finish()
@@ -574,67 +609,48 @@ class Decoder(threading.Thread):
     def resume(self):
         self.paused = False
 
-    def rename(self, version):
-        self.version = version
-
-    def load(self, directory):
-        """Load the weights of a directory."""
-        place = Path(directory).resolve()
-        if not place.is_relative_to(self.under.resolve()):
-            raise Refused(403, f"expected a directory under --weights-under {self.under}")
-        if not place.is_dir():
-            raise Refused(404, "expected a directory of weights")
-        self.model = load_hf(place, dtype=self.dtype).requires_grad_(False)
-
-
-def answers_of(decoder, name) -> dict:
-    """Return {path: function of a request's body that returns the answer}."""
-
-    def generate(body):
-        row = Turn(body, decoder.model.config)
-        decoder.inbox.put(row)
-        return row.answer.result()
-
-    def paused(function, value):
-        # A pause lets nothing be decoded between the new name and the new weights.
-        if not decoder.paused:
+    def change(self, name, value):
+        """Set an attribute. The pause lets nothing be decoded between a name and its weights."""
+        if not self.paused:
             raise Refused(409, "expected /pause before new weights")
-        if not isinstance(value, str):
-            raise Refused(400, f"expected a string, got {value!r}"[:300])
-        return decoder.between_tokens(function, value)
+        setattr(self, name, value)
 
-    def load(body):
-        if body.get("method") != "reload_weights" or not isinstance(body.get("kwargs"), dict):
-            raise Refused(400, "expected the method reload_weights, and kwargs")
-        return paused(decoder.load, body["kwargs"].get("weights_path"))
+    def rename(self, body):
+        version = body.get("new_version")
+        if not isinstance(version, str):
+            raise Refused(400, "expected a string new_version")
+        return self.between_tokens(self.change, "version", version)
 
-    def served(body):
-        positions = decoder.model.config.max_position_embeddings
-        return {"data": [{"id": name, "max_model_len": positions}]}
-
-    return {
-        VLLM.path: generate,
-        VLLM.info: lambda body: {"weight_version": decoder.version, "draws": True},
-        "/v1/models": served,
-        "/pause": lambda body: decoder.between_tokens(decoder.pause),
-        "/resume": lambda body: decoder.between_tokens(decoder.resume),
-        "/update_weight_version": lambda body: paused(decoder.rename, body.get("new_version")),
-        "/collective_rpc": load,
-        "/reset_prefix_cache": lambda body: {},  # a pause has emptied it
-    }
+    def load(self, body):
+        """Load the weights of a directory, if they are below the one that was given."""
+        given = body.get("kwargs")
+        path = given.get("weights_path") if isinstance(given, dict) else None
+        if body.get("method") != "reload_weights" or not isinstance(path, str):
+            raise Refused(400, "expected the method reload_weights, and kwargs with a weights_path")
+        try:
+            place = Path(path).resolve()
+            if not place.is_relative_to(self.under.resolve()):
+                raise Refused(403, f"expected a directory under --weights-under {self.under}")
+            model = load_hf(place, dtype=self.dtype).requires_grad_(False)
+        except Exception:
+            # The old weights stay, and the new name is not theirs.
+            self.between_tokens(self.change, "version", FIRST_VERSION)
+            raise
+        return self.between_tokens(self.change, "model", model)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers a request by the functions of `answers_of`, and what it refuses by one line."""
+    """Answers a request by the functions of `Decoder.answers`, a refusal by one line."""
 
     timeout = 60  # seconds that a client may be silent in the middle of a request
+    default_request_version = "HTTP/1.0"  # of a first line without one, which gets a code, too
 
     def do_POST(self):
         try:
             answer = self.answered()
             self.send(200, {} if answer is None else answer)
         except Refused as error:
-            self.send(error.code, {"error": f"{error}"})
+            self.send(error.code, {"error": f"{error}"[:500]})
         except TimeoutError:
             self.send(408, {"error": "expected the rest of the request"})
         except Exception as error:  # of JSON that is too deep, or of files that are no weights
@@ -722,8 +738,7 @@ def main(argv) -> int:
     dtype = getattr(torch, given.dtype) if given.dtype else None
     try:
         decoder = Decoder(given.model, dtype, Path(given.weights_under))
-        answers = answers_of(decoder, given.model)
-        server = Server((given.host, given.port), answers, given.requests)
+        server = Server((given.host, given.port), decoder.answers(), given.requests)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

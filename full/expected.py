@@ -30,8 +30,8 @@ def order() -> list:
     """Return the rows of the table, causes before their effects, by METRICS."""
     # The first row that is outside says where to look. The first update's metrics come before those
     # that a change of the weights has a part in.
-    rows = ["rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling", "sampling/mean",
-            "sampling/surprise", "rollouts/rewards"]  # fmt: skip
+    rows = ["rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling", "sampling/tokens",
+            "sampling/bits", "sampling/mean", "sampling/surprise", "rollouts/rewards"]  # fmt: skip
     for name in METRICS:
         if name == OF_UPDATES[0]:
             rows += ["rollouts/advantage", *(f"{name}_first" for name in OF_UPDATES)]

@@ -46,6 +46,8 @@ class KVCache(models.KVCache):
     they see is decided once a forward, for all layers of one window: `Step`.
     """
 
+    copies_prompts = False  # True: `begin` copies the keys of full layers too
+
     def __init__(self, rows=0, device=None, capacity=0):
         super().__init__(rows, slots={})  # window -> C. Layers are (2, rows or more, G, C, D)
         self.device = device
@@ -60,28 +62,12 @@ class KVCache(models.KVCache):
 
     def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
         """Write the keys and values of S new tokens a row, and attend to all tokens so far."""
-        B, G, S, D = k_BGSD.shape
-        step = self.steps.get(window)
-        if step is None or step.lengths is not self.lengths:  # a forward ends with a new list
-            step = self.steps[window] = self._plan(S, window)
-        new_2BGSD = torch.stack([k_BGSD, v_BGSD])
-        store = self._store(layer, window, new_2BGSD)
+        step, store = self.write(k_BGSD, v_BGSD, layer, window)
         if step.is_prompt:
             # A prompt has nothing older to see. Its right padding needs no mask.
-            if not step.kept:
-                store[:, :B, :, :S] = new_2BGSD
-            for b, first, count in step.kept:
-                store[:, b, :, :count] = new_2BGSD[:, b, :, first : first + count]
             return causal_attention(q_BHSD, k_BGSD, v_BGSD, layer=layer, scale=scale, window=window)
 
-        for b, first, count in step.kept:
-            store[:, b, :, :count] = store[:, b, :, first : first + count].clone()
-        if step.slot_BS is None:
-            store[:, :B, :, step.high - S : step.high] = new_2BGSD
-        else:
-            # Indexing by tables, as in `models.KVCache`, gives (B, S, 2, G, D).
-            row_B1 = torch.arange(B, device=store.device)[:, None]
-            store[:, row_B1, :, step.slot_BS] = new_2BGSD.permute(1, 3, 0, 2, 4)
+        B, G, S, D = k_BGSD.shape
         k_BGCD, v_BGCD = store[:, :B, :, step.low : step.high]
         if self.prompts is not None and window is None:
             return self._attend_with_prompts(q_BHSD, k_BGCD, v_BGCD, step, layer, scale)
@@ -91,6 +77,27 @@ class KVCache(models.KVCache):
         queries = q_BHSD.reshape(B, G, -1, D) if S == 1 else q_BHSD
         out = models.masked_attention(queries, k_BGCD, v_BGCD, step.visible_B1SC, scale=scale)
         return out.reshape(q_BHSD.shape)
+
+    def write(self, k_BGSD, v_BGSD, layer, window):
+        """Store keys and values of S new tokens a row. Return the `Step`, and the layer's store."""
+        B, _, S, _ = k_BGSD.shape
+        step = self.steps.get(window)
+        if step is None or step.lengths is not self.lengths:  # a forward ends with a new list
+            step = self.steps[window] = self._plan(S, window)
+        new_2BGSD = torch.stack([k_BGSD, v_BGSD])
+        store = self._store(layer, window, new_2BGSD)
+        old = new_2BGSD if step.is_prompt else store
+        for b, first, count in step.kept:
+            store[:, b, :, :count] = old[:, b, :, first : first + count].clone()
+        if step.is_prompt and not step.kept:
+            store[:, :B, :, :S] = new_2BGSD
+        elif not step.is_prompt and step.slot_BS is None:
+            store[:, :B, :, step.high - S : step.high] = new_2BGSD
+        elif not step.is_prompt:
+            # Indexing by tables, as in `models.KVCache`, gives (B, S, 2, G, D).
+            row_B1 = torch.arange(B, device=store.device)[:, None]
+            store[:, row_B1, :, step.slot_BS] = new_2BGSD.permute(1, 3, 0, 2, 4)
+        return step, store
 
     def _plan(self, S, window):
         """Return the `Step` of S new tokens a row in the layers of one window."""
@@ -179,7 +186,9 @@ class KVCache(models.KVCache):
         # Shared layers store nothing of the new rows yet: their slot 0 is for the token after the
         # prompt.
         old = len(self.lengths)
-        copied = [window for window in other.first if not share or window is not None]
+        copied = list(other.first)
+        if share and not self.copies_prompts:
+            copied = [window for window in other.first if window is not None]
         self.lengths = self.lengths + [other.lengths[r] for r in rows]
         for window, first in other.first.items():
             starts = first if window in copied else other.lengths
@@ -280,6 +289,11 @@ def forward_with_cache(model, cache, tokens_BS, /, counts=None):
 # from a seed.
 
 
+def cache_of(model):
+    """Return the class of a model's cache."""
+    return getattr(model, "cache_class", KVCache)
+
+
 @torch.no_grad()
 def prefill(model, prompts, /):
     """Return a cache with a row for each prompt, and the logits (B, V) after each.
@@ -290,7 +304,7 @@ def prefill(model, prompts, /):
         raise ValueError("prompts: expected at least one token in each")
     device = model.head_weight.device
     tokens_BS = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
-    cache = KVCache(len(prompts), device)
+    cache = cache_of(model)(len(prompts), device)
     counts = [len(prompt) for prompt in prompts]
     return cache, forward_with_cache(model, cache, tokens_BS.to(device), counts)
 
@@ -388,8 +402,9 @@ class Batch:
         self.model = model
         self.device = model.head_weight.device
         self.rows = []  # (place, row), in the order of the cache's rows
-        self.cache = KVCache(device=self.device, capacity=capacity)
-        self.prompts = KVCache(device=self.device)  # those that rows share
+        make = cache_of(model)
+        self.cache = make(device=self.device, capacity=capacity)
+        self.prompts = make(device=self.device)  # those that rows share
         self.held = []  # their numbers
         self.after = {}  # prompt -> logits (V,), while rows wait for them
         self.logits_BV = None
@@ -420,7 +435,8 @@ class Batch:
         if temperature > 0:
             draws = [row.draws[row.new] for _, row in self.rows]
             uniform_B = torch.tensor(draws, dtype=torch.float64, device=self.device)
-        tokens_B, logprobs_B = models.sample(self.logits_BV, uniform_B, temperature=temperature)
+        sample = getattr(self.model, "sample", models.sample)
+        tokens_B, logprobs_B = sample(self.logits_BV, uniform_B, temperature=temperature)
         drawn = zip(self.rows, tokens_B.tolist(), logprobs_B.tolist())
         return [row.append(token, logprob) and token in end for (_, row), token, logprob in drawn]
 

@@ -350,6 +350,7 @@ def _write_tensors(tensors, path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         module.torch.save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors lets nobody else read it, and an engine may be another user
     except (module.SafetensorError, OSError) as error:
         raise OSError(f"cannot write {path}: {error}") from error
 

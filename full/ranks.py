@@ -9,12 +9,14 @@ import datetime
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
 import time
 import uuid
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -281,6 +283,26 @@ def is_lost_rank(error) -> bool:
     return False
 
 
+def is_error_of_rank_0(error) -> bool:
+    """Return whether rank 0 ends with an error of this text too. Every rank that fails calls it."""
+    # A lost rank is never news of rank 0 alone: each rank that is left says that it leaves.
+    if not dist.is_initialized() or isinstance(error, ConnectionError):
+        return False
+
+    # COMM: rank 0 writes its error to the store in which the ranks met, and the others look there
+    # for three seconds. A collective would wait for ranks that have no error. If the store is gone,
+    # a rank names its error itself. Pinned by
+    # tests/full/test_commands.py::test_an_error_of_all_ranks_is_named_once.
+    store = dist.group.WORLD.get_group_store()
+    with contextlib.suppress(dist.DistError):
+        if dist.get_rank() == 0:
+            store.set("error", str(error))
+            return True
+        store.wait(["error"], datetime.timedelta(seconds=3))
+        return store.get("error").decode() == str(error)
+    return False
+
+
 def current_device():
     """Return where this rank computes, and where sums over ranks are made."""
     if "nccl" in dist.get_backend():
@@ -304,6 +326,18 @@ class Interrupted(Exception):
     """Raised to end the loop after a step in which a signal was seen. It holds the number."""
 
 
+def flags_to_resume(out) -> str:
+    """Return the flags with which the run of a directory goes on, as a shell takes them."""
+    # No command imports a file because a run's directory names it, so the user names it again.
+    flags = ["--resume", "--out", str(out)]
+    path = Path(out) / "config.json"
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    for name in ("task", "reward"):
+        if ":" in stored.get(name, ""):
+            flags += [f"--{name}", stored[name]]
+    return shlex.join(flags)
+
+
 def advice_of(out) -> str:
     """Return how to go on with a run, for errors and signals."""
-    return f"go on with --resume --out {out}"
+    return f"go on with {flags_to_resume(out)}"

@@ -14,6 +14,7 @@ import importlib.util
 import itertools
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -30,6 +31,7 @@ from full.batches import Demonstrations, RolloutQueue, pending_batches
 from full.checkpoint import newest_checkpoint, read_checkpoint, read_newest
 from full.config import _flag
 from full.engine import Engine
+from full.exact import make_exact, require_exact_kernels
 from full.experts import give_router_bias
 from full.files import beside, cut_lines, writing
 from full.hf import copy_text_files, save_hf
@@ -38,7 +40,10 @@ from full.logs import (
 )  # fmt: skip
 from full.model_config import ModelConfig, read_json
 from full.optimizer import persistent_buffers
-from full.ranks import Interrupted, Progress, Stop, advice_of, agree, connect, say, warn
+from full.ranks import (
+    Interrupted, Progress, Stop, advice_of, agree, connect, current_device, flags_to_resume,
+    is_error_of_rank_0, say, warn,
+)  # fmt: skip
 from full.tasks import Task, TaskError, asking
 from full.text import make_task
 from full.trainer import Trainer, keep_states_wide, plans_of
@@ -81,6 +86,7 @@ def empty_model(config, shape, dtype, *, is_teacher=False) -> Transformer:
             model.add_value_head()
         if config.router_bias_rate and not is_teacher:
             give_router_bias(model, config.router_bias_rate)
+    model = make_exact(model) if config.exact else model
     return keep_states_wide(config, model)
 
 
@@ -140,6 +146,8 @@ def start_run(config, progress=None) -> int:
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
         model, generator, reference = build(config, task)
+        if config.exact:
+            require_exact_kernels(generator, current_device())
         if config.engine:
             require_room(config, task, generator.positions, "the engine")
         trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
@@ -261,8 +269,8 @@ def introduce(config, task, trainer, out, first_step, origin):
     say(f"from step {max(0, first_step)} of {c.steps}: {c.prompts} groups of {c.group} a step, "
         f"{world} rank(s), plan {c.plan or f'd{world}'}, {c.data_parallel}, "
         f"{trainer.device.type}, {dtype}")  # fmt: skip
-    say(f"out {out}: `python -m full plot {out}` draws it; Ctrl-C saves, --resume --out {out} goes "
-        f"on")  # fmt: skip
+    say(f"out {out}: `python -m full plot {out}` draws it; Ctrl-C saves, {flags_to_resume(out)} "
+        f"goes on")  # fmt: skip
     if getattr(task, "note", ""):  # what a task has decided, such as a template
         say(task.note)
 
@@ -313,8 +321,11 @@ def export(config, task, out):
         say(f"{directory} is not written: its format has no --router-bias-rate")
         return
     if importlib.util.find_spec("safetensors") is None:
+        words = ["export", out, directory]
+        if ":" in config.task and not config.model:  # else the shape is --model's
+            words += ["--task", config.task]
         say(f"{directory} not written: pip install safetensors, and then "
-            f"python -m full export {out} {directory}")  # fmt: skip
+            f"python -m full {shlex.join(words)}")  # fmt: skip
         return
 
     # The weights of the last checkpoint in the generator's dtype, or in mixed precision the
@@ -486,15 +497,19 @@ PATIENCE = 30  # seconds; torchrun ends the other ranks as soon as rank 0 has en
 def report(error, alike=False) -> int:
     """Name an error in one line on stderr, of a task's own code with its traceback. Return 2.
 
-    alike: all ranks have this error, so only rank 0 names it.
+    alike: all ranks have this error. Ranks that have met find it out. Then only rank 0 names it.
     """
     # torchrun ends all ranks when one ends, so the others leave rank 0 the time to print.
+    alike = alike or is_error_of_rank_0(error)
     if alike and os.environ.get("RANK", "0") != "0":
         time.sleep(PATIENCE)
         return leave(2)
     if isinstance(error, TaskError) and error.__cause__ is not None:
         traceback.print_exception(error.__cause__)
-    print(f"rank {os.environ.get('RANK', 0)}: error: {error}", file=sys.stderr, flush=True)
+    # One write, so that the lines of two ranks do not run into each other.
+    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    sys.stderr.write(f"{who}error: {error}\n")
+    sys.stderr.flush()
     return leave(2)  # a clean teardown would wait for ranks that may be gone or stuck
 
 

@@ -65,8 +65,11 @@ class TaskError(ValueError):
 
 
 @contextlib.contextmanager
-def naming_the_task(file):
+def naming_the_task(file, name=""):
     """Turn whatever the code in a task's file raises into an error that names file and line.
+
+    name: of the task's class. It is named if no line of the file has run, as where a method is
+        missing, or takes other arguments.
 
     Left alone, a RuntimeError about a task's own connection would read as a lost rank, and
     sys.exit(0) would end the run with 0. A ValueError keeps its message, for it is meant for the
@@ -76,10 +79,11 @@ def naming_the_task(file):
         yield
     except (Exception, SystemExit) as error:
         # The innermost line of the task's own file: what it called may have raised elsewhere.
-        where = Path(file).name
-        for at in traceback.extract_tb(error.__traceback__):
-            if Path(at.filename).resolve() == Path(file).resolve():
-                where = f"{at.filename}, line {at.lineno}, in {at.name}"
+        where = f"{file}:{name}" if name else f"{file}"
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            code = frame.f_code
+            if Path(code.co_filename).resolve() == Path(file).resolve():
+                where = f"{code.co_filename}, line {line}, in {code.co_qualname}"
         if isinstance(error, ValueError):
             raise TaskError(f"{error} ({where})") from None
         reason = f"{type(error).__name__}: {error}"
@@ -92,7 +96,7 @@ def asking(task):
     """Return the guard around calls of a task's methods. The tasks of this project need none."""
     file = Path(sys.modules[type(task).__module__].__file__)
     is_ours = file in (Path(train_grpo.__file__), Path(__file__).with_name("text.py"))
-    return contextlib.nullcontext() if is_ours else naming_the_task(file)
+    return contextlib.nullcontext() if is_ours else naming_the_task(file, type(task).__name__)
 
 
 def is_held_out(data: bytes) -> bool:

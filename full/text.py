@@ -40,7 +40,7 @@ def make_task(config) -> Task:
         return {"guess": train_grpo.Guess, "jsonl": Jsonl}[config.task](config)
     require_task(config)
     file, make = from_file(config.task, "class")
-    with naming_the_task(file):
+    with naming_the_task(file, config.task.rpartition(":")[2]):
         task = make(config)
 
     # A class in a file need not derive from Task, so nothing can be taken for granted.

@@ -174,7 +174,8 @@ class Trainer(train_grpo.Trainer):
         """Return what runs the policy, or another model, on micro-batches of sequences."""
         # A micro-batch is a row of sequences, filled in order up to micro_tokens: lengths 6 3 5 2
         # and micro_tokens 10 give [6 3] [5 2]. With --tree it is a tree of their prefixes.
-        return BATCHES[self.config.tree](model, self.config, self.experts)
+        kind = "exact" if self.config.exact else self.config.tree
+        return BATCHES[kind](model, self.config, self.experts)
 
     def loss_denominator(self, batch) -> float:
         """Return this rank's term of Z of (7): the sum over ranks is num_global_valid_tokens."""

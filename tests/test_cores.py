@@ -3,9 +3,15 @@
 import shutil
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import ROOT, shortened
 from test_house import FIVE
 from test_ranks import as_script
+
+import models
+import parallel
+import ring_attention
 
 WORDS = {"train_grpo": ("--steps", "1")}  # after its check it trains
 
@@ -56,3 +62,51 @@ def test_a_file_with_a_slip_exits_with_one(number, tmp_path):
     file.write_text(file.read_text().replace(old, new))
     code, out, _ = as_script(file.name, *WORDS.get(stem, ()), cwd=tmp_path)
     assert code == 1 and "solved" not in out
+
+
+def check_in_a_part():
+    """Check a ring of one rank, or of ranks 1 to 3, which are ranks 0 to 2 of their group."""
+    return ring_attention.check(dist.new_subgroups_by_enumeration([[0], [1, 2, 3]])[0])
+
+
+def test_a_ring_may_be_a_part_of_the_ranks():
+    errors = ring_attention.launch(4, check_in_a_part)
+    assert all(error <= 1e-10 for error in errors)  # NaN is not
+
+
+def tags_of_messages():
+    """Return the tags of what a rank sends in a step of the ring: 0 of a block, 1 of a sum."""
+    tags = []
+    shift = ring_attention.shift
+    ring_attention.shift = lambda x, tag, group: tags.append(tag) or shift(x, tag, group)
+    q, k, v = (torch.ones(1, n, 2, 2, requires_grad=True) for n in (2, 1, 1))
+    ring_attention.ring_attention(q, k, v).sum().backward()
+    return tags
+
+
+def test_the_ring_sends_no_message_that_nobody_needs():
+    """Of W ranks, one sends W - 1 blocks forward, W - 1 blocks again backward, and W sums."""
+    assert ring_attention.launch(3, tags_of_messages) == [[0, 0, 0, 1, 0, 1, 1]] * 3
+
+
+# What the file's own check leaves out. Its model fits on 3 ranks by layers alone: ZeRO-1 divides 16
+# entries by d and c. p2d2t2 is the example of the file.
+MORE_PLANS = {
+    3: ["p3"],
+    4: ["c4", "d2c2", "p2c2", "d2t2 sp", "d4e2", "d4e4", "p2d2e2", "p2d2 fsdp", "c2d2 fsdp"],
+    8: ["p2d2t2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", MORE_PLANS)
+def test_more_plans_equal_one_process(world):
+    plans = {world: MORE_PLANS[world]}
+    errors = parallel.check_plans(plans, parallel.Training, parallel.check_model())
+    assert all(error <= 1e-10 for error in errors.values()), errors  # NaN is not
+
+
+@pytest.mark.quick
+def test_a_sharded_head_has_the_defaults_of_a_whole_one():
+    heads = models.Transformer.logprobs, parallel.vocab_parallel_logprobs
+    assert [head.__kwdefaults__ for head in heads] == [{"temperature": 1.0}] * 2

@@ -13,6 +13,7 @@ from conftest import slow
 from test_cores import copy_the_five
 from test_run import FROM_ROOT, json_lines
 
+import parallel
 import train_grpo
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -25,12 +26,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(folder, ranks, *words, **environment):
+def run(folder, ranks, *words, file="train_grpo.py", **environment):
     """Run its train_grpo.py. ranks: of torchrun; 0: as a plain process."""
     left_out = ("RANK", "WORLD_SIZE", "PYTHONPATH")
     environment = {key: x for key, x in os.environ.items() if key not in left_out} | environment
     start = (*TORCHRUN, str(ranks)) if ranks else ()
-    command = [sys.executable, *start, "train_grpo.py", *words]
+    command = [sys.executable, *start, file, *words]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -42,12 +43,13 @@ PRINTED += r"after +5 steps: reward 0\.\d{3}, solved ([01]\.\d\d)\nsample: \? .*
 
 
 @functools.cache
-def logged(folder, ranks, words):
+def logged(folder, ranks, words, **options):
     """The losses and norms of five steps in float64, as the --metrics of a run say."""
     # The file exists already: a run writes it anew.
     file = folder / "metrics.jsonl"
     file.write_text("of an older run\n")
-    done = run(folder, ranks, *words, "--steps", "5", "--dtype", "float64", "--metrics", file.name)
+    words = *words, "--steps", "5", "--dtype", "float64", "--metrics", file.name
+    done = run(folder, ranks, *words, **options)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(PRINTED, done.stdout), done.stdout
     assert ranks or not done.stderr  # torchrun may have something to say
@@ -55,8 +57,9 @@ def logged(folder, ranks, words):
     return [line[name] for line in json_lines(file) for name in ("loss", "grad_norm")]
 
 
-CASES = [(1, ()), (2, ()), (1, ("--tree",)), (2, ("--tree",)), (3, ()), (4, ("--plan", "c4"))]
-CASES += [(2, ("--plan", plan)) for plan in ("t2", "c2")]
+# All plans that fit on up to four ranks. The two key heads fit on two t ranks.
+CASES = [(ranks, words) for ranks in (1, 2, 3, 4) for words in ((), ("--tree",))]
+CASES += [(int(plan[1]), ("--plan", plan)) for plan in ("t2", "c2", "c3", "c4")]
 
 
 # The README's test has d2, and the file's own check the tree.
@@ -66,6 +69,48 @@ def test_a_plan_and_a_tree_log_the_losses_and_norms_of_one_process(folder, ranks
     expected = logged(folder, 0, ())
     assert logged(folder, ranks, words) == pytest.approx(expected, rel=0, abs=1e-9)
     assert all(norm > 0 for norm in expected[1::2])
+
+
+# The command line has plans of one letter. A Trainer takes every grid of d, c and t.
+WITH_PLAN = """
+import os, sys, train_grpo
+parse_config = train_grpo.parse_config
+
+def with_plan(argv):
+    config, file = parse_config(argv)
+    config.plan = os.environ["PLAN"]
+    return config, file
+
+train_grpo.parse_config = with_plan
+train_grpo.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["d2c2", "d2t2", "c2t2"])
+def test_a_combined_plan_logs_the_losses_and_norms_of_one_process(folder, plan):
+    expected = logged(folder, 0, ())
+    (folder / "with_plan.py").write_text(WITH_PLAN)
+    found = logged(folder, 4, (), file="with_plan.py", PLAN=plan)
+    assert found == pytest.approx(expected, rel=0, abs=1e-9)
+
+
+@pytest.mark.quick
+def test_a_tree_runs_a_shared_prefix_once(process_group):
+    """Six episodes 0 1 2 3 n are six rows of four inputs, or ten tokens of a tree."""
+    counts = []
+    for tree in (False, True):
+        config = train_grpo.Config(tree=tree)
+        model = train_grpo.build_policy(config, train_grpo.Guess(config))
+        trainer = train_grpo.Trainer(config, model, parallel.Grid("d1"))
+        embedding = model.model.embed_tokens
+        embedding.register_forward_pre_hook(lambda module, args: counts.append(args[0].numel()))
+        episodes = [train_grpo.Episode((), 0, n, (), [0], 4) for n in range(6)]
+        for n, episode in enumerate(episodes):
+            for token in (1, 2, 3, n):
+                episode.append(token, 0.0)
+        trainer.score(config, model, episodes, trainer.grid.group["c"])
+    assert counts == [24, 10]
 
 
 STEPS = "got --stpes; did you mean --steps?"

@@ -8,6 +8,8 @@ from pages import FIVE, Page, letters_of, require_names_exist, require_whole_tab
 from test_cores import copy_the_five
 from test_ranks import as_script
 
+import train_grpo
+
 README = Page("README.md")
 BLOCKS = [text for language, text in README.blocks if not language]
 FIGURES = {file: (int(lines), float(error)) for file, lines, error in
@@ -78,6 +80,14 @@ def test_the_files_are_as_long_as_it_says():
     assert tuple(FIGURES) == FIVE
     for name, (lines, _) in FIGURES.items():
         assert abs((ROOT / f"{name}.py").read_text().count("\n") - lines) <= 10, name
+
+
+@pytest.mark.quick
+def test_the_model_of_the_main_job_is_as_large_as_it_says():
+    config = train_grpo.Config()
+    model = train_grpo.build_policy(config, train_grpo.Guess(config))
+    thousands = sum(weight.numel() for weight in model.parameters()) / 1000
+    assert f"A random model of {thousands:.0f} thousand parameters" in README.text
 
 
 def test_the_main_job_prints_what_it_shows(tmp_path):

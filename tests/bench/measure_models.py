@@ -12,7 +12,6 @@ import json
 import math
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from full.experts import Balance, grouped_linear
 from full.generate import generate
 from full.hf import DTYPES, load_hf, open_checkpoint, places_of, save_hf
 from full.model_config import ModelConfig
+from full.talk import is_run
 from full.transformer import Transformer
 from models import FULL
 
@@ -128,8 +128,14 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 def inspect(directory):
     """Print a checkpoint's config, its tensors, and what `load_hf` would do with each.
 
-    Of a directory that holds no weights, the config and how many parameters it asks for.
+    Of a directory that holds no weights, the config and how many parameters it asks for. A run's
+    directory is refused by the name of the command that reads or writes its weights.
     """
+    if (Path(directory) / "config.json").exists() and is_run(directory):
+        hf = Path(directory) / "hf"
+        command = f"inspect {hf}" if hf.exists() else f"export {directory} DIR"
+        raise ValueError(f"{directory} is a run, and inspect reads Hugging Face's format: use "
+                         f"python -m full {command}")  # fmt: skip
     config = ModelConfig.from_hf(directory)
     weights = [name for name in WEIGHTS if (Path(directory) / name).exists()]
     tensors, others = open_checkpoint(directory) if weights else ({}, 0)
@@ -293,7 +299,7 @@ def bench(repeats, device="cpu", size="default"):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("python -m full", description=__doc__)
     parser.add_argument("command", choices=["inspect", "bench"])
     parser.add_argument("directory", nargs="?", help="inspect's")
     parser.add_argument("--repeats", type=int, default=5)
@@ -304,9 +310,5 @@ def main(argv):
         return bench(args.repeats, args.device, args.size)
     if args.directory is None:
         parser.error("inspect: expected a directory, got none")
-    try:
-        inspect(args.directory)
-    except ValueError as error:
-        print(error, file=sys.stderr)  # what is wrong with the checkpoint, in one line
-        return 1
+    inspect(args.directory)
     return 0

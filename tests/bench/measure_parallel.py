@@ -12,7 +12,6 @@ import json
 import math
 import pickle
 import statistics
-import sys
 import time
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -659,21 +658,17 @@ def plan_command(argv):
     add("--generator-bytes", type=int, choices=(0, 2, 4), default=2, help="of its weights; 0: none")
     add("--ac", choices=("full", "none"), default="full", help="as parallelize's")
     options = parser.parse_args(argv)
-    try:
-        config = None
-        if options.model:
-            config = ModelConfig.from_hf(PUBLISHED.get(options.model, options.model))
-        for plans, generator, trainer in plans_in(options.plan):
-            for plan in (trainer, generator):
-                plan.require_fits(world=options.world, config=config)
-            if len(options.plan) == 1:
-                for plan in plans:
-                    _describe(plan)
-        if config is not None:
-            _table(config, options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    config = None
+    if options.model:
+        config = ModelConfig.from_hf(PUBLISHED.get(options.model, options.model))
+    for plans, generator, trainer in plans_in(options.plan):
+        for plan in (trainer, generator):
+            plan.require_fits(world=options.world, config=config)
+        if len(options.plan) == 1:
+            for plan in plans:
+                _describe(plan)
+    if config is not None:
+        _table(config, options)
     return 0
 
 

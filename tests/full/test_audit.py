@@ -688,5 +688,5 @@ def test_no_file_that_the_run_names_is_imported(tmp_path, monkeypatch, capsys):
     assert main(["audit", "run", "--task", "mine.py:Mine"]) == 2
     *trace, last = capsys.readouterr().err.splitlines()
     assert trace[0] == "Traceback (most recent call last):" and trace[-1] == "KeyError: 'gone'"
-    found = re.search(r"KeyError: 'gone' \(.*mine.py, line 8, in reply\)$", last)
+    found = re.search(r"KeyError: 'gone' \(.*mine.py, line 8, in Mine.reply\)$", last)
     assert found and last.startswith("error: run cannot be audited: ")

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, complaint_of
+from conftest import ROOT, complaint_of, slow
 from test_models import model_of
 from test_ranks import ranks
 
@@ -32,6 +32,7 @@ from full.parallelize import parallelize
 from full.places import full, local
 from full.plans import Grid, Plan
 from full.transformer import Transformer
+from full.weights import gather_weights
 from models import FULL
 pytest.importorskip("safetensors", reason="tests/requirements.txt is not installed")
 
@@ -488,6 +489,77 @@ def test_each_rank_reads_its_part_and_save_gathers_them(tmp_path, text, options,
     assert same(truth, load_hf(tmp_path / "hf-again"))
 
 
+def _gathered(rank, folder, model_type, text, options, dtype, room=10**9):
+    """What a rank gathers for a model on the meta device, which files it writes, what it raises."""
+    plan = Plan.parse(text)
+    model = Transformer(tiny(model_type)).double().init_weights(0)
+    model = parallelize(model, plan, device_mesh=Grid(plan), **options)
+    with torch.device("meta"):
+        target = Transformer(tiny(model_type)).to(dtype)
+    gathered, written, write = {}, [], hf._write_tensors
+
+    def tensors():
+        for name, x in gather_weights(model, target):
+            gathered[name] = x.to(dtype)
+            yield name, gathered[name]
+
+    def noted(tensors, path):
+        write(tensors, path)
+        written.append(path.name)
+
+    said = None
+    how = dict(max_shard_bytes=9000, tensors=tensors(), untie=True)
+    with mock.patch.object(hf, "_write_tensors", noted):
+        with no_file_beyond(room if rank == 1 else 10**9):
+            try:
+                save_hf(target, folder, **how)
+            except OSError as error:
+                said = f"{error}"
+    dist.barrier()
+    return gathered, written, said
+
+
+GATHERED = [("gemma3_text", "t2", {}, torch.bfloat16), ("qwen3", "p2", {}, torch.bfloat16),
+            ("qwen3_moe", "d2", dict(mode="fsdp"), torch.float64),
+            *slow(("gemma3_text", "p2", {}, torch.float64), ("qwen3_moe", "(attn:d2|ffn:e2)", {},
+                  torch.float32), ("llama", "d2", dict(mode="zero1"), torch.bfloat16))]  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type, text, options, dtype", GATHERED)
+def test_ranks_write_the_files_of_a_model_that_none_of_them_holds(
+    tmp_path, model_type, text, options, dtype
+):
+    folder = tmp_path / "hf"
+    truth = Transformer(tiny(model_type)).double().init_weights(0).to(dtype)
+    results = ranks(tmp_path, 2, _gathered, folder, model_type, text, options, dtype)
+    own = dict(truth.named_parameters())
+    for gathered, _, said in results:
+        assert said is None and list(gathered) == list(own)
+        assert all(torch.equal(gathered[name], own[name].detach()) for name in own)
+
+    # File n is of rank n modulo 2. A tied head is there twice.
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert [written for _, written, _ in results] == [files[::2], files[1::2]] and len(files) > 2
+    found = {name: file for file in files for name in names_in(folder / file)}
+    index = read_json(folder / INDEX)
+    assert index["weight_map"] == found and "lm_head.weight" in found
+    head = safetensors.torch.load_file(folder / found["lm_head.weight"])["lm_head.weight"]
+    assert torch.equal(head, truth.head_weight.detach())
+    assert truth.config.tie_word_embeddings == (model_type == "gemma3_text")
+    again = load_hf(folder)
+    assert same(truth, again) and again.head_weight.dtype == dtype
+
+
+def test_a_full_disk_of_one_rank_is_raised_on_all(tmp_path):
+    folder = tmp_path / "hf"
+    case = folder, "qwen3", "d2", {}, torch.float32, 3000
+    (_, _, first), (gathered, written, second) = ranks(tmp_path, 2, _gathered, *case)
+    assert first == second and not written
+    assert first.startswith(f"rank 1: cannot write {folder / 'model-00002-of-'}")
+    assert len(gathered) == len(list(Transformer(tiny()).parameters()))  # it went on to gather
+    complaint_of(load_hf, folder)
+
+
 def _vocabulary(rank, sizes, dtype):
     """The largest error of log-probs, entropies and gradients, and what a target outside gives."""
     generator = torch.Generator().manual_seed(1)
@@ -611,9 +683,9 @@ def test_inspect_says_what_would_be_loaded_or_in_one_line_what_is_wrong(tmp_path
     assert said in out and "not loaded" in out
     assert "experts.0.up_proj.weight" in out and "-> model.layers.1.mlp.experts.up_proj" in out
     assert f"{EXPERTS}5.up_proj.weight" in out and '"num_experts": 6' in out and "BF16" in out
-    assert main(["inspect", str(tmp_path / "nothing")]) == 1
+    assert main(["inspect", str(tmp_path / "nothing")]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("no ") and said.count("\n") == 1 and "Traceback" not in said
+    assert said.startswith("error: no ") and said.count("\n") == 1 and "Traceback" not in said
 
 
 def test_a_closed_pipe_ends_inspect_quietly(tmp_path):

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -17,16 +18,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, slow
-from test_ranks import as_script
+from test_ranks import as_script, start
 from test_rollout import Chat, random_model
 from test_rollout import checkpoint, folder  # noqa: F401, fixtures
-from test_run import _main, _task, cli, contents, good, json_lines, killed, refused
+from test_run import _main, _task, cli, contents, end, good, json_lines, killed, refused
 
 from full.__main__ import main
 from full.config import Config
 from full.generate import generate
 from full.hf import load_hf
+from full.ranks import flags_to_resume
 from full.rollouts import Sampler
 from full.talk import Answer, evaluated, pass_at_k, wilson
 from full.text import Text, make_task
@@ -189,6 +192,15 @@ REFUSED = {
     "export {run} new --step 4": "those that it holds are of: 3, 6, 9",
     "export nothing new": "no nothing/config.json; expected",
     "export {run} old": "old.tmp is there",
+    "inspect nothing": "no nothing; expected the config",
+    "inspect {run}": "inspect reads Hugging Face's format: use python -m full inspect",
+    "audit nothing": "nothing cannot be audited: it holds no config.json",
+    "plot nothing": "nothing holds no metrics.jsonl",
+    "plan x9": "plan 'x9': expected letters",
+    "plan d2 --model nothing": "no nothing; expected the config",
+    "bench nothing": "bench 'nothing' is none of",
+    "bench parallel --plans x9": "plan 'x9': expected letters",
+    "check nothing": "check 'nothing' is none of",
 }
 
 
@@ -199,7 +211,8 @@ def test_a_mistake_is_one_line_and_nothing_is_written(run, tmp_path, monkeypatch
     said(monkeypatch, "?\n")
     before = contents(run)
     code, out, err = call(capsys, *command.format(run=run).split())
-    assert (code, out) == (2, "") and REFUSED[command] in err.splitlines()[-1], err
+    assert (code, err.count("\n")) == (2, 1) and err.startswith("error: "), err
+    assert REFUSED[command] in err and (not out or command.startswith("bench "))
     assert contents(run) == before and [x.name for x in tmp_path.iterdir()] == ["old.tmp"]
 
 
@@ -229,6 +242,52 @@ def test_flags_that_a_command_does_not_have_are_refused(capsys, command):
 def test_commands_are_one_process(run):
     for command in ("eval run", "export run new"):
         refused(run.parent, command, "is one process: start it without torchrun", world=2)
+
+
+def _under_torchrun(*args):
+    """A rank whose store is not rank 0's, but of the process that has started the ranks."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    _main(*args)
+
+
+ONLY_RANK_1 = "if RANK == '1': raise ValueError('of one rank')"
+
+
+@pytest.mark.parametrize("flags, said", [
+    ("--plan t2 --heads 1", ["expected query heads divisible by t = 2", None]),
+    ("--model nowhere", ["no nowhere; expected the config", None]),
+    (ONLY_RANK_1, ["another rank is gone", "of one rank"]),
+])
+def test_an_error_of_all_ranks_is_named_once(tmp_path, flags, said):
+    """By rank 0, after the ranks have met; an error of one rank is that rank's."""
+    if flags == ONLY_RANK_1:
+        flags = _task(tmp_path, init=ONLY_RANK_1)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    log = tmp_path / "log"
+    processes = start(2, _under_torchrun, 2, store.port, tmp_path, log, f"{flags} --steps 1", None)
+    codes, out, err = end(processes, log, seconds=60)
+    assert codes == [2, 2] and out == ["", ""]
+    for rank, text in enumerate(said):
+        named = re.findall(r"^rank \d: error: .*", err[rank], re.M)
+        assert [line for line in named if text in line] if text else not named, err
+
+
+def test_the_printed_flags_go_on_with_a_run_of_files(tmp_path):
+    """A file is never imported because a run's directory names it, so the flags name it again."""
+    out, _ = good(tmp_path, _task(tmp_path))
+    (flags,) = re.findall(r"Ctrl-C saves, (.*) goes on$", out, re.M)
+    assert flags == "--resume --out run --task task.py:Mine"
+    good(tmp_path, flags)
+
+    path = tmp_path / "run" / "config.json"
+    stored = json.loads(path.read_text()) | {"task": "jsonl", "reward": "my rewards.py:score"}
+    path.write_text(json.dumps(stored))
+    assert flags_to_resume(tmp_path / "run").endswith("/run --reward 'my rewards.py:score'")
+
+
+def test_help_is_printed_by_rank_0_alone(tmp_path):
+    codes, (first, second), _ = cli(tmp_path, "--help", world=2)
+    assert codes == [0, 0] and "--max-new-tokens" in first and second == ""
 
 
 def test_a_file_that_a_run_names_is_imported_only_if_it_is_given(named, monkeypatch, capsys):

@@ -1,19 +1,37 @@
 """Generation behind a URL: `--engine` with the server of full/engine.py is the run without it.
 
-The server is in this process, and the ranks are others. Real vLLM: test_vllm.py.
+The server is in this process, or in one that is killed, and the ranks are others. What an engine
+may answer: test_engine_answers.py. The server itself: test_engine_server.py. Real vLLM:
+test_vllm.py.
 """
 
+import copy
+import json
+import os
+import re
+import shutil
+import sys
 import threading
 from pathlib import Path
+from signal import SIGKILL
 
+import numpy as np
 import pytest
 import torch
-from conftest import slow
+from conftest import LOOKUP, slow
+from test_commands import call, said
 from test_plan_run import SHAPE
-from test_ranks import largest_difference, learns_something, trained
+from test_ranks import as_script, join, largest_difference, learns_something, read_metrics
 from test_ranks import run_of  # noqa: F401, a fixture
+from test_ranks import start, trained
+from test_rollout import checkpoint, folder  # noqa: F401, fixtures
+from test_run import at, begin, cli, end, free_port, refused, until
 
-from full.engine import Decoder, Server, answers_of
+import models
+from full import engine as engine_py
+from full.config import Config
+from full.engine import Decoder, Engine, Handler, Server
+from full.generate import generate
 from full.hf import save_hf
 from full.model_config import ModelConfig
 from full.transformer import Transformer
@@ -21,41 +39,278 @@ from full.transformer import Transformer
 # Of the shape of `guess`, and with other weights: an engine gets a run's own by the first push.
 GUESS = dict(vocab_size=12, hidden_size=16, intermediate_size=48, num_hidden_layers=4,
              num_attention_heads=4, num_key_value_heads=2, head_dim=4)  # fmt: skip
+# A run of one process, whose metrics other runs are compared with.
+RUN = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 3 --group 4 "
+RUN += "--dtype float64 --lr 0.01 --lr-warmup 0 --lr-decay constant --eval-every 2 "
+RUN += "--eval-prompts 6 --steps 4"
 
 
-def serve(directory, under, most=256):
+def model_of(seed, **changes):
+    return Transformer(ModelConfig(**GUESS | changes)).double().init_weights(seed)
+
+
+def serve(directory, under, most=256, handler=Handler):
     """Serve a directory in this process; return the Server, which has its Decoder."""
     decoder = Decoder(directory, torch.float64, Path(under))
-    server = Server(("127.0.0.1", 0), answers_of(decoder, "model"), most)
+    server = Server(("127.0.0.1", 0), decoder.answers(), most)
+    server.RequestHandlerClass = handler
     server.decoder, server.url = decoder, f"http://127.0.0.1:{server.server_port}"
+    server.spoil = None
     decoder.start()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = tmp_path_factory.getbasetemp()
-    save_hf(Transformer(ModelConfig(**GUESS)).double().init_weights(9), folder / "other")
-    server = serve(folder / "other", folder)
+def directory(tmp_path_factory):
+    """The first weights of all servers. Each server may load what is below its parent."""
+    directory = tmp_path_factory.mktemp("served") / "other"
+    save_hf(model_of(9), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(directory, tmp_path_factory):
+    server = serve(directory, tmp_path_factory.getbasetemp())
     yield server
     server.shutdown()
 
 
-PLANS = [(1, "--minibatches 2"), (2, "--plan t2 --staleness 1"),
-         *slow((1, "--staleness 2"), (2, "--plan d2 --data-parallel fsdp --staleness 1"),
-               (2, "--plan d2 --data-parallel zero1"), (2, "--plan p2 --staleness 1"),
-               (2, "--plan c2"), (1, "--forks 2 --fork-turns 1 --advantage per_branch"))]  # fmt: skip
+def engine_of(server, folder, seed=5, **changes):
+    """An Engine that has pushed the weights of `model_of(seed)`."""
+    policy = model_of(seed)
+    engine = Engine(Config(engine=server.url, **changes), copy.deepcopy(policy).to("meta"))
+    engine.begin(folder)
+    engine.push(policy, None, 0)
+    return engine
 
 
-@pytest.mark.parametrize("world, more", PLANS)
+PROMPT, DRAWS = [3, 0, 6], [0.31, 0.77, 0.52, 0.11, 0.93, 0.64]
+
+
+def sampled(sampler, **how):
+    """The tokens and log-probs of one turn by an engine, or by a model."""
+    row = models.Row(PROMPT, DRAWS)
+    how = dict(max_new_tokens=6, temperature=0.9) | how
+    if isinstance(sampler, Engine):
+        sampler.generate([row], **how)
+    else:
+        generate(sampler, [row], **how)
+    return row.tokens[3:], row.logprobs[2:]
+
+
+def same_turn(turn, truth):
+    assert turn[0] == truth[0]
+    return np.abs(np.subtract(turn[1], truth[1])).max() < 1e-12
+
+
+# Runs ------------------------------------------------------------------------------------------
+
+# Ranks, flags that must change nothing, and flags of the run of one process as well.
+PLANS = [(1, "", "--minibatches 2"), (2, "--plan t2", "--staleness 1"),
+         *slow((1, "", "--staleness 2"), (2, "--data-parallel fsdp", "--staleness 1"),
+               (2, "--data-parallel zero1", ""), (2, "--plan p2", "--staleness 1"),
+               (2, "--plan c2", ""),
+               (1, "", "--forks 2 --fork-turns 1 --advantage per_branch"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("world, plan, more", PLANS)
 def test_ranks_and_plans_push_and_sample_as_one_process(
-    run_of, server, tmp_path, world, more,  # noqa: F811
+    run_of, server, tmp_path, world, plan, more,  # noqa: F811
 ):  # fmt: skip
     flags = f"{SHAPE} --steps 3 --eval-every 2 {more}"
-    plan, _, of_the_run = more.partition(" --staleness ")
-    truth = run_of(f"{SHAPE} --steps 3 --eval-every 2 "
-                   + (f"--staleness {of_the_run}" if of_the_run else "" if world > 1 else more))
+    truth = run_of(flags)
     assert learns_something(truth)
-    found = trained(tmp_path, world, f"{flags} --engine {server.url}")
+    found = trained(tmp_path, world, f"{flags} {plan} --engine {server.url}")
     assert largest_difference(found, truth) < 1e-12
+
+
+# One per line: a task that one thread asks, and a task whose replies arrive late and in any order.
+SLOW = """
+import time, train_grpo
+
+class Slow(train_grpo.Guess):
+    def reply(self, state, answer):
+        time.sleep(sum(answer) % 5 / 200)
+        return super().reply(state, answer)
+"""
+TASKS = {"one thread": f"--task {LOOKUP} --size 2 --turns 2", "slow": "--task FOLDER/slow.py:Slow"}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_tasks_are_asked_as_without_an_engine(server, tmp_path, name):
+    (tmp_path / "slow.py").write_text(SLOW)
+    flags = f"{RUN} --steps 2 {TASKS[name].replace('FOLDER', str(tmp_path))} --group 6"
+    truth = trained(tmp_path, 1, flags)
+    found = trained(tmp_path, 1, f"{flags} --engine {server.url}")
+    assert largest_difference(found, truth) < 1e-12
+    assert truth[-1]["length/rollout_mean"] > 2
+
+
+def test_eval_says_the_same_by_an_engine(server, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_hf(model_of(5), "policy")
+    words = "eval policy --task guess --size 3 --turns 3 --samples 4 --dtype float64".split()
+    words += "--eval-prompts 9 --max-new-tokens 9 --temperature 0.8".split()
+    truth = call(capsys, *words)
+    assert truth[0] == 0 and "prompt: " in truth[1]
+    code, out, err = call(capsys, *words, "--engine", server.url)
+    assert (code, out) == truth[:2] and not list(Path("runs").iterdir())
+    assert re.fullmatch("(.* has the weights .* of another run, which must have ended\n)?", err)
+
+
+def test_chat_says_the_same_by_an_engine(
+    server, checkpoint, tmp_path, monkeypatch, capsys,  # noqa: F811
+):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    talker = shutil.copytree(checkpoint, tmp_path / "talker")
+    raw = json.loads((talker / "config.json").read_text()) | {"max_position_embeddings": 512}
+    (talker / "config.json").write_text(json.dumps(raw))
+    words = ["chat", "talker", *"--dtype float64 --max-new-tokens 9 --seed 3".split()]
+    outs = []
+    for more in ([], ["--engine", server.url]):
+        said(monkeypatch, "What is 1?\nAnd 2?\n\n")
+        code, out, _ = call(capsys, *words, *more)
+        assert code == 0
+        outs.append(out)
+    assert outs[0] == outs[1] and len(outs[0].split()) > 4
+
+
+# Engines that go, and come back ------------------------------------------------------------------
+
+
+def test_no_engine_at_the_start_is_one_line_and_nothing_is_written(server, tmp_path):
+    save_hf(model_of(9, max_position_embeddings=64), tmp_path / "short")
+    short = serve(tmp_path / "short", tmp_path)
+    (tmp_path / "here").mkdir()
+    nobody = f"http://127.0.0.1:{free_port()}"
+    words = {
+        nobody: f"expected an engine at {nobody}, got: [Errno 111] Connection refused",
+        f"{server.url}/v0": f"{server.url}/v0 is no SGLang, and no vLLM with VLLM_SERVER_DEV_MODE",
+        f"{server.url},{short.url} --max-new-tokens 64": "exceed the 64 positions of the engine",
+    }
+    for engines, text in words.items():
+        refused(tmp_path / "here", f"{RUN} --engine {engines}", text)
+    assert not list((tmp_path / "here").iterdir())
+    short.shutdown()
+
+
+def _program(rank, words, log, turns):
+    """`python -m full.engine`, which is killed right before it answers so many turns."""
+    for number in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    if turns:
+        at("full.engine.Turn.finish", turns, lambda *args: os.kill(os.getpid(), SIGKILL))
+    sys.exit(engine_py.main([f"{word}" for word in words]))
+
+
+@pytest.fixture
+def program(directory, tmp_path):
+    """Start the program at a port, on which it may have been killed: program(turns)."""
+    port = free_port()
+    started = []
+
+    def program(turns=0):
+        log = tmp_path / f"engine-{len(started)}"
+        words = ["serve", directory, "--port", port, "--dtype", "float64"]
+        words += ["--weights-under", tmp_path.parent]
+        started.extend(start(1, _program, words, log, turns))
+        until(lambda: log.exists() and "serving" in log.read_text(), "no server", 60)
+        return started[-1]
+
+    program.url = f"http://127.0.0.1:{port}"
+    yield program
+    for process in started:
+        process.kill()
+        process.join()
+
+
+GONE = r"(\[Errno (32|104|111)\] .*|Remote end closed connection without response)"
+
+
+@pytest.mark.parametrize("world, more", [(1, ""), *slow((2, ""), (2, "--staleness 1"))])
+def test_a_killed_engine_that_is_started_again_gets_the_weights_again(
+    run_of, program, tmp_path, world, more,  # noqa: F811
+):  # fmt: skip
+    (tmp_path / "here").mkdir()
+    killed = program(turns=60)
+    run = begin(tmp_path / "here", f"{RUN} {more} --out run --engine {program.url}", world)
+    assert join([killed]) == [-SIGKILL]
+    assert len((tmp_path / "here/run/metrics.jsonl").read_text().splitlines()) < 4
+    program()
+    codes, _, errs = end(*run)
+    assert codes == [0] * world, errs
+    found = read_metrics(tmp_path / "here/run")
+    assert largest_difference(found, run_of(f"{RUN} {more}")) < 1e-12
+    lines = [line for err in errs for line in err.splitlines() if "weights_only" not in line]
+    assert lines and all(re.fullmatch(f"waiting for the engine at {program.url}: {GONE}", line)
+                         for line in lines), errs  # fmt: skip
+
+
+def test_a_run_without_its_engine_ends_and_can_be_resumed(run_of, program, tmp_path):  # noqa: F811
+    (tmp_path / "here").mkdir()
+    killed = program(turns=70)
+    flags = f"{RUN} --out run --save-every 1 --engine {program.url} --engine-timeout 5"
+    codes, _, (err,) = cli(tmp_path / "here", flags)
+    assert join([killed]) == [-SIGKILL] and codes == [2]
+    lines = err.splitlines()
+    assert re.fullmatch(f"waiting for the engine at {program.url}: {GONE}", lines[0])
+    name = f"rank 0: error: the engine at {program.url}(/[a-z0-9_/]+)? does not answer: "
+    assert re.fullmatch(f"{name}{GONE}", lines[-1]), err
+    before = read_metrics(tmp_path / "here/run")
+    truth = run_of(RUN)
+    assert 0 < len(before) < len(truth)
+    assert largest_difference(before, truth[: len(before)]) < 1e-12
+
+    program()
+    codes, _, (err,) = cli(tmp_path / "here", "--resume --out run")
+    assert codes == [0] and not err
+    assert largest_difference(read_metrics(tmp_path / "here/run"), truth) < 1e-12
+
+
+def test_a_second_run_on_an_engine_is_noticed_by_the_first(
+    server, tmp_path, process_group, monkeypatch, capsys
+):
+    first = engine_of(server, tmp_path / "first", seed=5)
+    truth = sampled(model_of(5))
+    assert same_turn(sampled(first), truth)
+    capsys.readouterr()
+    second = engine_of(server, tmp_path / "second", seed=6)
+    other = f"{server.url} has the weights {first.version} of another run, which must have ended"
+    assert capsys.readouterr().err == f"{other}\n"
+    assert same_turn(sampled(second), sampled(model_of(6)))
+    said = (f"another run uses {server.url}: it has the weights {second.version} and not "
+            f"{first.version}; give each run an engine")  # fmt: skip
+    row = models.Row(PROMPT, DRAWS)
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        first.generate([row], max_new_tokens=6)
+    assert row.tokens == PROMPT
+    with pytest.raises(ValueError, match="another run uses .* give each run an engine$"):
+        first.push(model_of(5), None, 1)
+    assert same_turn(sampled(second), sampled(model_of(6)))
+
+
+@pytest.mark.slow
+def test_two_runs_on_one_engine_end_the_first(run_of, server, tmp_path):  # noqa: F811
+    runs = []
+    for name, seed in (("a", 0), ("b", 1)):
+        (tmp_path / name).mkdir()
+        flags = f"{RUN} --seed {seed} --out run --engine {server.url}"
+        runs.append(begin(tmp_path / name, flags))
+        until((tmp_path / name / "run/metrics.jsonl").exists, "no step")
+    codes, _, (err,) = end(*runs[0])
+    assert codes == [2] and err.splitlines()[-1].startswith("rank 0: error: another run uses "), err
+    found = read_metrics(tmp_path / "a/run")
+    assert largest_difference(found, run_of(RUN)[: len(found)]) < 1e-12
+    assert end(*runs[1])[0] == [0]
+    assert largest_difference(read_metrics(tmp_path / "b/run"), run_of(f"{RUN} --seed 1")) < 1e-12
+
+
+def test_a_proxy_is_not_asked(server, tmp_path):
+    (tmp_path / "here").mkdir()
+    dead = f"http://127.0.0.1:{free_port()}"
+    proxies = {name: dead for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")}
+    proxies |= dict(NO_PROXY="", no_proxy="")
+    flags = f"{RUN} --steps 1 --engine {server.url}".split()
+    code, out, err = as_script("full", *flags, cwd=tmp_path / "here", **proxies)
+    assert code == 0 and "eval/solved" in out and "waiting" not in err

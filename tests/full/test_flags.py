@@ -368,7 +368,7 @@ def _faults_of_a_refusal(result):
         lines = [x for x in text.splitlines() if not re.fullmatch(SKIPPED, x)]
         if rank and not text:
             continue
-        start = f"rank {rank}: error: "
+        start = f"rank {rank}: error: " if len(result.errors) > 1 else "error: "
         if len(lines) != 1 or not lines[0].startswith(start):
             return [f"rank {rank} wrote, instead of one line with its error: {text[-1500:]}"]
         texts.append(lines[0].removeprefix(start))

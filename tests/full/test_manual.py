@@ -7,6 +7,7 @@ more flags for it, which win over its own, or its test: FILE::NAME is tests/test
 import dataclasses
 import importlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -37,6 +38,7 @@ RUN = "python -m full"
 TRAIN = "torchrun --nproc-per-node 2 -m full"
 EXAMPLE = f"{RUN} --task tests/example_tasks.py"
 BENCH = f"{RUN} bench"
+SERVER = "python -m full.engine serve DIR --port 8100 --weights-under runs"
 ROAD = "commands::a_released_checkpoint_from_the_first_step_to_a_conversation"
 GPU = "gpu::the_list_names_each_command"
 SECTION = RECIPES.text.split("## A released model")[1].split("\n## ")[0]
@@ -62,6 +64,7 @@ TABLE = {
     "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
     f"{RUN} inspect DIR": " ",
     f"{RUN} plan d2t2 --model qwen3-8b": " ",
+    SERVER: "manual::the_server_of_the_manual_samples_for_a_run",
     "python tests/bench/imports.py": "manual::the_graph_of_imports_has_every_file",
 
     # Commands that read a run.
@@ -116,6 +119,9 @@ TABLE = {
     "sh tests/gpu.sh results": "gpu::results_shows_what_was_run_and_names_what_was_not",
     **dict.fromkeys(("sh tests/gpu.sh ring", "sh tests/gpu.sh step"), "gpu::each_command_runs"),
 }  # fmt: skip
+# Those with vLLM: the test starts one by the same flags, if it finds a vLLM.
+VLLM = "vllm::a_run_samples_by_the_weights_that_it_has_pushed"
+TABLE |= {command: VLLM for command in PAGES.commands if re.search(r"\bvllm(/bin/|$)", command)}
 SLOW = (f"{BENCH} models", f"{BENCH} ring memory", f"{BENCH} ring longest")
 COMMANDS_RUN = [pytest.param(command, marks=[pytest.mark.slow] * command.startswith(SLOW))
                 for command, how in TABLE.items() if how.startswith(" ")]  # fmt: skip
@@ -152,6 +158,25 @@ def test_a_command_runs_at_toy_size(folder, command):  # noqa: F811
         code, out, err = as_script("full", *flags, cwd=folder)
         assert code == 0 and out, err
         assert flags[0] != "bench" or json.loads(out.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_the_server_of_the_manual_samples_for_a_run(folder):  # noqa: F811
+    """At a free port. It serves another model until the run pushes its own."""
+    words = shlex.split(SERVER.replace("8100", "0"))[1:]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}"}
+    how = dict(cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, *words], **how) as server:
+        try:
+            said = server.stdout.readline()
+            assert re.fullmatch(r"serving DIR at http://127\.0\.0\.1:\d+\n", said)
+            codes, (out,), err = cli(folder, f"--engine {said.split()[-1]}{TINY}")
+            assert codes == [0] and "eval/solved" in out, err
+            (run,) = (folder / "runs").iterdir()
+            (weights,) = (run / "engine").iterdir()  # older ones have been removed
+            assert weights.name.endswith("-4") and (weights / "config.json").exists()
+        finally:
+            server.kill()
 
 
 @pytest.mark.parametrize("flags", shortened(["--steps 1", ""], "--steps 1"))
@@ -238,9 +263,12 @@ def test_a_check_finds_the_error_of_the_results(subject, tmp_path):
 # Names and flags -----------------------------------------------------------------------------
 
 ELSEWHERE = {"padding_idx", "log_softmax", "torchrun", "NCCL_SOCKET_IFNAME"}  # torch's, NCCL's
-ELSEWHERE |= {"OUT/hf", "tokenizer.json", "questions.jsonl"}  # a run's files
+ELSEWHERE |= {"OUT/hf", "OUT/engine", "tokenizer.json", "questions.jsonl"}  # a run's files
 FLAGS_ELSEWHERE = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"}
 FLAGS_ELSEWHERE |= {"--max-restarts", "--no-deps", "--local-dir"}  # torchrun's, pip's, hf's
+FLAGS_ELSEWHERE |= {"--port", "--host", "--enable-scale-out", "--logprobs-mode", "--max-model-len"}
+FLAGS_ELSEWHERE |= {"--enforce-eager", "--block-size"}  # vLLM's
+FLAGS_ELSEWHERE |= {"--enable-deterministic-inference"}  # SGLang's
 FLAGS_ELSEWHERE |= {"--rounds", "--completion", "--prompt", "--count"}  # bench_trl's, test_flags'
 
 

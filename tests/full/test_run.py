@@ -552,14 +552,17 @@ def _task(folder, **parts):
 
 
 LOST = "raise RuntimeError('connection to my database timed out')"
-PLACE = r".*task\.py, line \d+, in reply\)\n\Z"
+PLACE = r".*task\.py, line \d+, in Mine.reply\)\n\Z"
 BROKEN = [  # a line of the task, the rank that runs it (2: both), and what that rank says
     ("reply", "return state, None, float('nan')", 2, "Mine gave reward nan"),
     ("top", "raise RuntimeError('in the file')", 2, "in the file"),
     ("top", "raise SystemExit('only here')", 1, "only here"),
     ("reply", "raise ValueError('only here')", 1, "rank 1: error: only here"),
     ("reply", "raise KeyError('only here')", 1, "KeyError: 'only here'"),
-    ("init", "raise ValueError('only here')", 1, "rank 1: error: only here"),
+    ("init", "raise ValueError('only here')", 1,
+     r"rank 1: error: only here \(.*task\.py, line \d+, in Mine.__init__\)\n"),
+    ("init", "del type(self).prompt", 2,
+     r"rank 0: error: AttributeError: 'Mine' object has .* 'prompt' \(.*task\.py:Mine\)\n"),
     ("init", "raise KeyError('only here')", 0, "KeyError: 'only here'"),
     ("reply", LOST, 1, f"rank 1: error: RuntimeError: connection to my database timed out{PLACE}"),
     ("reply", "import sys; sys.exit(0)", 1,

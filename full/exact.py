@@ -1,0 +1,341 @@
+"""The sampler is the trainer, bit for bit: adds sums in a fixed order to `models.Transformer`.
+
+A sum of floats depends on its order: (1e8 + 1) - 1e8 is 0 in float32, and (1e8 - 1e8) + 1 is 1. A
+kernel chooses the order by the shapes of its arguments. So a token that is decoded in a batch of
+48 rows has other log-probs than the same token in a trainer's row of 3,000 tokens, and the ratio of
+a policy to itself is not 1. `make_exact` gives a model a forward in which no result depends on
+other tokens, or on how many there are:
+
+    products    rows are padded to a multiple of 16, and taken at most 256 at a time. From some
+                number of rows on, a kernel sums along K in one order for all of them.
+    attention   over blocks of 64 keys, of which the first begins at position 0, one after another.
+                A block that a query does not see adds exact zeros, so it may be left out.
+    functions   exp, log, cos, silu and the like get a multiple of 64 numbers. Kernels compute the
+                last few of a tensor without vector instructions, by another approximation.
+    log-probs   the sampler and the trainer compute them by one formula, from equal logits.
+
+All else in the model works on one token at a time, by sums of one row and by + - * / and roots,
+which IEEE 754 rounds in one way. That a kernel of this machine keeps the order
+is not promised by anybody: `require_exact_kernels` tries the model's own shapes, and refuses a
+machine on which it does not. The backward is the ordinary one. The cost is in full/RESULTS.md.
+
+Equations (1) and (3) are in ring_attention.py, (7) to (9) in models.py.
+
+Letters:  B rows   S new tokens of a row, C of its keys   H query heads   G key heads   D width of
+a head   N tokens   K, I widths of a product   V words   n R groups of R queries of a key head
+"""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import models
+from full.attend import backward_tiles, checked_config, run_backward, run_forward
+from full.experts import Experts
+from full.generate import KVCache
+from full.logprobs import LogprobOptions, TokenLogprobs
+from full.masks import Mask
+from full.model_config import Rope
+from full.transformer import Transformer
+
+ROWS = 16  # a product has a multiple of so many rows
+TILE = 256  # and at most so many
+KEYS = 64  # of a block
+NUMBERS = 64  # of which a function gets a multiple: more than any vector register holds
+
+
+def elementwise(function, x):
+    """Return function(x), such as exp: the bits of a number do not depend on its place."""
+    flat = F.pad(x.flatten(), (0, -x.numel() % NUMBERS))
+    return function(flat)[: x.numel()].view_as(x)
+
+
+def product(x_NK, weight_IK):
+    """Return x weight^T, (N, I): the bits of a row do not depend on the other rows."""
+    tiles = []
+    for x_nK in x_NK.split(TILE):
+        padded = F.pad(x_nK, (0, 0, 0, -len(x_nK) % ROWS))
+        tiles.append(F.linear(padded, weight_IK)[: len(x_nK)])
+    return torch.cat(tiles) if len(tiles) > 1 else tiles[0]
+
+
+class Product(torch.autograd.Function):
+    """`product`, with the gradient of any product: nobody samples by it, so it needs no order."""
+
+    @staticmethod
+    def forward(ctx, x_NK, weight_IK):
+        ctx.save_for_backward(x_NK, weight_IK)
+        return product(x_NK, weight_IK)
+
+    @staticmethod
+    def backward(ctx, dout_NI):
+        x_NK, weight_IK = ctx.saved_tensors
+        return dout_NI @ weight_IK, dout_NI.T @ x_NK
+
+
+class Linear(nn.Linear):
+    """Adds to nn.Linear: exact products."""
+
+    def forward(self, x):
+        out_NI = Product.apply(x.flatten(0, -2), self.weight)
+        out = out_NI.view(*x.shape[:-1], -1)
+        return out if self.bias is None else out + self.bias
+
+
+class ExactExperts(Experts):
+    """Adds to `Experts`: exact products of each expert's rows."""
+
+    def forward(self, x_NM, counts_E, /):
+        out = []
+        stacks = self.gate_proj, self.up_proj, self.down_proj
+        for x_nM, gate_IM, up_IM, down_MI in zip(x_NM.split(counts_E.tolist()), *stacks):
+            h_nI = self.act(Product.apply(x_nM, gate_IM)) * Product.apply(x_nM, up_IM)
+            out.append(Product.apply(h_nI, down_MI))
+        return torch.cat(out)
+
+
+# Attention ---------------------------------------------------------------------------------------
+
+
+def exact_attention(q_BHSD, k_BGCD, v_BGCD, first_B, scale, window=None):
+    """Attend from S new tokens of each row to the tokens before them; return out, lse, both wide.
+
+    k_BGCD, v_BGCD: the token at position p of a row is in slot p.
+    first_B: position of each row's first new token. list of int.
+    """
+    # NUMERICS: in float32 or better, as the ordinary attention is. Pinned by
+    # tests/full/test_exact.py::test_attention_is_the_definition.
+    wide = torch.promote_types(q_BHSD.dtype, torch.float32)
+    B, H, S, D = q_BHSD.shape
+    G, C = k_BGCD.shape[1:3]
+    h = H // G
+
+    # The queries of a key head are rows of one product: token 0 of its h heads, then token 1.
+    q_nRD = q_BHSD.unflatten(1, (G, h)).permute(0, 1, 3, 2, 4).reshape(B * G, S * h, D).to(wide)
+    q_nRD = F.pad(q_nRD, (0, 0, 0, -S * h % ROWS))
+    R = q_nRD.shape[1]
+    first_B1 = torch.tensor(first_B, device=q_nRD.device)[:, None]
+    at_BR = first_B1 + torch.arange(R, device=q_nRD.device)[None] // h
+    at_nR1 = at_BR.repeat_interleave(G, 0)[..., None]
+
+    # A running maximum, and two sums relative to it: online softmax.
+    top_nR1 = q_nRD.new_full((B * G, R, 1), -math.inf)
+    total_nR1 = torch.zeros_like(top_nR1)
+    out_nRD = torch.zeros_like(q_nRD)
+    for start in range(0, C, KEYS):
+        # Which of the queries does a row see this block with? Those at positions start and later,
+        # and with a window only as far as that reaches. Rounded outwards to whole groups of rows.
+        end = start + KEYS
+        low = max(0, start - max(first_B)) * h // ROWS * ROWS
+        high = R
+        if window is not None:
+            last = max(0, end + window - 1 - min(first_B)) * h
+            high = min(R, -(-last // ROWS) * ROWS)
+        if low >= high:
+            continue
+        rows = slice(low, high)
+        blocks = (x_BGCD[:, :, start:end].flatten(0, 1).to(wide) for x_BGCD in (k_BGCD, v_BGCD))
+        k_nKD, v_nKD = (F.pad(x, (0, 0, 0, KEYS - x.shape[1])).contiguous() for x in blocks)
+        key_K = torch.arange(start, end, device=q_nRD.device)
+        hidden_nRK = key_K > at_nR1[:, rows]
+        if window is not None:
+            hidden_nRK = hidden_nRK | (key_K <= at_nR1[:, rows] - window)
+        s_nRK = torch.bmm(q_nRD[:, rows].contiguous(), k_nKD.mT) * scale  # (1)
+        s_nRK = s_nRK.masked_fill_(hidden_nRK, -math.inf)
+
+        # A query that has seen nothing yet has a maximum of -inf, and no difference to it.
+        before = top_nR1[:, rows]
+        top = torch.maximum(before, s_nRK.amax(-1, keepdim=True))
+        finite = top.masked_fill(top == -math.inf, 0.0)
+        p_nRK = elementwise(torch.exp, s_nRK - finite)
+        keep = elementwise(torch.exp, before - finite)
+        total_nR1[:, rows] = total_nR1[:, rows] * keep + p_nRK.sum(-1, keepdim=True)
+        out_nRD[:, rows] = out_nRD[:, rows] * keep + torch.bmm(p_nRK, v_nKD)
+        top_nR1[:, rows] = top
+
+    def per_head(x_nRX):
+        x_BGShX = x_nRX[:, : S * h].reshape(B, G, S, h, -1)
+        return x_BGShX.permute(0, 1, 3, 2, 4).reshape(B, H, S, -1)
+
+    return per_head(out_nRD / total_nR1), per_head(top_nR1 + total_nR1.log())[..., 0]
+
+
+class ExactCache(KVCache):
+    """Adds to `KVCache`: exact attention. All layers keep all tokens; rows share no prompt."""
+
+    copies_prompts = True
+
+    def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
+        """Write the keys and values of S new tokens a row, and attend to all tokens so far."""
+        B, _, S, _ = k_BGSD.shape
+        step, store = self.write(k_BGSD, v_BGSD, layer, None)
+        k_BGCD, v_BGCD = store[:, :B, :, : S if step.is_prompt else step.high]
+        out, _ = exact_attention(q_BHSD, k_BGCD, v_BGCD, self.lengths, scale, window)
+        return out.to(q_BHSD.dtype)
+
+
+class PackedAttention(torch.autograd.Function):
+    """Exact attention in a row of documents, with the ordinary backward."""
+
+    @staticmethod
+    def forward(ctx, q_1HSD, k_1GSD, v_1GSD, mask, config, place_BL, is_real_BL):
+        def forward(q, k, v, mask, config):
+            # Each document is a row that begins at position 0.
+            qkv = (x_1XSD[0, :, place_BL].transpose(0, 1) for x_1XSD in (q, k, v))
+            first = [0] * len(place_BL)
+            out_BHLD, lse_BHL = exact_attention(*qkv, first, config.scale, mask.window)
+            place_S = place_BL[is_real_BL]
+            wide = out_BHLD.dtype
+            out_1HSD = torch.zeros_like(q, dtype=wide)
+            lse_1HS = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
+            out_1HSD[0, :, place_S] = out_BHLD.transpose(1, 2)[is_real_BL].transpose(0, 1)
+            lse_1HS[0, :, place_S] = lse_BHL.transpose(1, 2)[is_real_BL].T
+            return out_1HSD, lse_1HS
+
+        padding = mask.padding_tokens()
+        return run_forward(ctx, forward, padding, q_1HSD, k_1GSD, v_1GSD, mask, config)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return *run_backward(ctx, backward_tiles, dout, dlse), None, None, None, None
+
+
+def packed_attention(document_1S):
+    """Return the attention of a trainer's row. document_1S: numbers of documents, -1 is padding."""
+    # Documents 0 0 0 1 1 - have places [[0, 1, 2], [3, 4, 4]], of which the last is not real.
+    mask = Mask.documents(doc_ids=document_1S)
+    _, counts = torch.unique_consecutive(document_1S[0], return_counts=True)
+    first_B1 = (counts.cumsum(0) - counts)[:, None]
+    place_BL = first_B1 + torch.arange(int(counts.max()))
+    is_real_BL = place_BL < first_B1 + counts[:, None]
+    place_BL = place_BL.clamp(max=document_1S.shape[1] - 1)
+
+    def attention(q, k, v, /, *, layer, scale, window=None):
+        config = checked_config(q, k, v, mask, scale=scale, softcap=None, backend=None)
+        places = [x.to(q.device) for x in (place_BL, is_real_BL)]
+        return PackedAttention.apply(q, k, v, mask.with_window(window), config, *places)[0]
+
+    return attention
+
+
+# Log-probs, and the model ------------------------------------------------------------------------
+
+
+class ExactLogprobs(TokenLogprobs):
+    """Log-probs by the formula of `models.sample`, and entropies; backward by `TokenLogprobs`."""
+
+    @staticmethod
+    def forward(ctx, hidden_NM, weight_VM, targets_N, options, logits):
+        wide = torch.promote_types(hidden_NM.dtype, torch.float32)
+        columns = []
+        for x_nM, target_n in zip(hidden_NM.split(options.chunk), targets_N.split(options.chunk)):
+            # NUMERICS: in float64, as `models.sample` computes it, and rounded once. Pinned by
+            # tests/full/test_exact.py::test_a_slip_in_each_mechanism_shows.
+            z_nV = logits(x_nM).double() / options.temperature
+            p_nV = z_nV.softmax(-1)
+            logprob_n = elementwise(torch.log, p_nV.gather(-1, target_n[:, None])[:, 0])  # (8)
+            lse_n = z_nV.logsumexp(-1)
+            mean_n = (p_nV * z_nV).sum(-1)
+            entropy_n = lse_n - mean_n  # (9)
+            columns.append(torch.stack([logprob_n, entropy_n, lse_n, mean_n]).to(wide))
+        logprobs_N, entropy_N, lse_N, mean_N = torch.cat(columns, 1)
+        ctx.save_for_backward(hidden_NM, weight_VM, targets_N, lse_N, mean_N)
+        ctx.options = options
+        ctx.exponentials = {}
+        ctx.set_materialize_grads(False)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, dlogprobs_N, dentropy_N):
+        return *TokenLogprobs.backward(ctx, dlogprobs_N, dentropy_N), None
+
+
+class ExactRope(Rope):
+    """Adds to `Rope`: exact angles."""
+
+    def __call__(self, positions_BS, dtype, /):
+        N = positions_BS.numel()
+        padded_1N = F.pad(positions_BS.flatten(), (0, -N % NUMBERS))[None]
+        return {kind: tuple(x[0, :N].view(*positions_BS.shape, 1, -1) for x in pair)
+                for kind, pair in super().__call__(padded_1N, dtype).items()}  # fmt: skip
+
+
+class ExactTransformer(Transformer):
+    """Adds to `Transformer`: exact logits and log-probs, and the cache of its generation."""
+
+    cache_class = ExactCache
+
+    def logits(self, hidden, /):
+        """Apply the head to states of `hidden`: (..., M) -> (..., V), in the model's dtype."""
+        z = product(hidden.flatten(0, -2), self.head_weight).view(*hidden.shape[:-1], -1)
+        cap = self.config.final_logit_softcapping
+        return cap * elementwise(torch.tanh, z / cap) if cap else z  # (7')
+
+    def sample(self, logits_BV, uniform_B, /, *, temperature):
+        """Draw a token from each row of logits, as `models.sample` does."""
+        B = len(logits_BV)
+        more = -B % NUMBERS
+        logits_BV = F.pad(logits_BV, (0, 0, 0, more))
+        uniform_B = None if uniform_B is None else F.pad(uniform_B, (0, more))
+        drawn = models.sample(logits_BV, uniform_B, temperature=temperature)
+        return tuple(x[:B] for x in drawn)
+
+    def logprobs(self, hidden, targets, /, *, temperature: float = 1.0):
+        """Return (8) and (9) of targets (N,) given hidden (N, M): two (N,), float32 or better."""
+        cap = self.config.final_logit_softcapping
+        options = LogprobOptions(temperature, cap, TILE, 0, None, 0)
+        self.require_tokens(targets[None])
+        return ExactLogprobs.apply(hidden, self.head_weight, targets, options, self.logits)
+
+
+EXACT = {nn.Linear: Linear, Experts: ExactExperts, Transformer: ExactTransformer, Rope: ExactRope}
+
+
+def make_exact(model) -> ExactTransformer:
+    """Give a `Transformer` and its parts the classes of this file, in place, and return it."""
+    for part in [*model.modules(), model.rope]:
+        part.__class__ = EXACT.get(type(part), type(part))
+        if hasattr(part, "act"):
+            part.act = functools.partial(elementwise, part.act)
+    return model
+
+
+@torch.no_grad()
+def require_exact_kernels(model, device="cpu") -> None:
+    """Raise ValueError if a kernel of this machine has other bits for other numbers of rows.
+
+    model: its shapes and dtype are tried; it may be on the meta device.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape, dtype):
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    # The rows of a product, and each alone or in a group of another size and place.
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    for I, K, dtype in sorted({(*p.shape[-2:], p.dtype) for p in weights}, key=str):
+        x_NK, weight_IK = draw(TILE, K, dtype=dtype), draw(I, K, dtype=dtype)
+        whole_NI = product(x_NK, weight_IK)
+        for low, high in ((0, 1), (3, 4), (5, 22), (9, 100), (200, TILE)):
+            if not torch.equal(product(x_NK[low:high], weight_IK), whole_NI[low:high]):
+                raise ValueError(
+                    f"--exact: on this machine the bits of a product of width {K} to {I} in "
+                    f"{str(dtype)[6:]} depend on the number of rows; leave it out, or try another "
+                    f"machine or another torch")  # fmt: skip
+
+    # A row of tokens, and its last token alone.
+    c = model.config
+    wide = torch.promote_types(model.head_weight.dtype, torch.float32)
+    sizes = dict(H=c.num_attention_heads, G=c.num_key_value_heads)
+    q, k, v = (draw(3, sizes[x], 2 * KEYS + 5, c.head_dim, dtype=wide) for x in "HGG")
+    out, _ = exact_attention(q, k, v, [0] * 3, 1.0)
+    for n in (0, 17, KEYS, 2 * KEYS + 4):
+        one = slice(n, n + 1)
+        alone, _ = exact_attention(q[1:2, :, one], *(x[1:2, :, : n + 1] for x in (k, v)), [n], 1.0)
+        if not torch.equal(alone, out[1:2, :, one]):
+            raise ValueError(
+                f"--exact: on this machine the bits of attention with heads of {c.head_dim} depend "
+                f"on the number of queries; leave it out, or try another machine or torch")
