@@ -41,7 +41,7 @@ from full.optimizer import persistent_buffers
 from full.ranks import quietly
 from full.report import as_page, as_text
 from full.rollouts import Sampler, Trajectory, draw_prompts, play
-from full.run import ERRORS, ONE_PROCESS, build, build_teacher, one_process, policy_in
+from full.run import ERRORS, ONE_PROCESS, build, build_teacher, one_process, policy_in, shape_of
 from full.tasks import TaskError, asking
 from full.text import make_task
 from full.trainer import Trainer, keep_states_wide
@@ -280,7 +280,7 @@ class Case:
                 f"{', with the recorded rollouts' if self.files.engine else ''}, for which "
                 f"{LATER + 2 * self.again} times as much is allowed")  # fmt: skip
         for n in range(start + len(pending), step + 1) if self.files.engine else ():
-            generator.lines[n] = self.files.rollouts(n, task.vocab_size)
+            generator.lines[n] = self.files.rollouts(n, trainer.shape.vocab_size)
             if generator.lines[n] is None:
                 raise ValueError(
                     f"rollouts.jsonl does not hold all rollouts of step {n}, and an engine's "
@@ -628,7 +628,8 @@ def audited(run, step=None, group=None, task="", reward="", tell=lambda line: No
     report = Report(str(run), step, config, show=task.show)
     say = report.intro.append
     with tempfile.TemporaryDirectory() as room:
-        case = Case(files, task, step, Path(room), files.rollouts(step, task.vocab_size))
+        lines = files.rollouts(step, shape_of(config, task).vocab_size)
+        case = Case(files, task, step, Path(room), lines)
         case.find_states(say)
         if group not in (None, *case.lines):
             last = len(case.lines) - 1
