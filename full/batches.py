@@ -233,7 +233,10 @@ class RolloutQueue:
         """Return what the weights of now solve. Collective."""
         self.push()
         with timed(self.clock.seconds, "eval"):
-            solved, self.shown = evaluate(self.config, self.task, self.trainer.sampler)
+            # After batches that are still being sampled: no update may have asked for a push.
+            sampler = self.trainer.sampler
+            played = sampler.start(evaluate, self.config, self.task, sampler)
+            solved, self.shown = played.result()
         self.idle_since = time.perf_counter()
         return solved
 

@@ -184,9 +184,9 @@ class Engine:
         self.urls = [url.strip().rstrip("/") for url in config.engine.split(",")]
         self.model = model
         self.timeout = config.engine_timeout
-        self.silent = False  # whether it was said that an engine does not answer
-        self.owns = False  # whether the engines have got weights of this run
-        self.run = self.folder = self.version = None
+        self.has_warned = False  # that an engine does not answer
+        self.has_pushed = False  # to the engines, weights of this run
+        self.run_id = self.folder = self.version = None
         self.locks = {url: threading.Lock() for url in self.urls}
 
         # Rollouts are asked for by one thread, while another one trains: their collectives are in a
@@ -198,27 +198,27 @@ class Engine:
         self.dialect = DIALECTS[name]
 
     def recognize(self):
-        """Return the dialect of all servers, whether they take draws, and their positions."""
-        found = set()
-        for url in self.urls:
-            errors = []
-            for name, dialect in DIALECTS.items():
-                try:
-                    info = ask_once(url + dialect.info)
-                    positions = ask_once(f"{url}/v1/models")["data"][0].get("max_model_len")
-                    found.add((name, "draws" in info, positions or math.inf))
-                    break
-                except Unanswered as error:
-                    raise ValueError(f"expected an engine at {url}, got: {error}") from error
-                except (ValueError, LookupError, TypeError, AttributeError) as error:
-                    errors.append(f"{error}")
-            else:
-                raise ValueError(f"{url} is no SGLang, and no vLLM with VLLM_SERVER_DEV_MODE=1 and "
-                                 f"--enable-scale-out: {'; '.join(errors)}")  # fmt: skip
-        if len({name for name, _, _ in found}) > 1 or len({draws for _, draws, _ in found}) > 1:
-            raise ValueError(f"--engine: expected servers of one kind, got {sorted(found)}")
-        name, draws, _ = min(found)
-        return name, draws, min(positions for _, _, positions in found)
+        """Return the name of all servers' dialect, whether they take draws, and their positions."""
+        found = [self.server_at(url) for url in self.urls]
+        if len({(name, draws) for name, draws, _ in found}) > 1:
+            raise ValueError(f"--engine: expected servers of one kind, got {found}")
+        return *found[0][:2], min(positions for _, _, positions in found)
+
+    @staticmethod
+    def server_at(url):
+        """Return the name of a server's dialect, whether it takes draws, and its positions."""
+        problems = []
+        for name, dialect in DIALECTS.items():
+            try:
+                info = ask_once(url + dialect.info)
+                positions = ask_once(f"{url}/v1/models")["data"][0].get("max_model_len")
+                return name, "draws" in info, positions or math.inf
+            except Unanswered as error:
+                raise ValueError(f"expected an engine at {url}, got: {error}") from error
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                problems.append(f"{error}")
+        raise ValueError(f"{url} is no SGLang, and no vLLM with VLLM_SERVER_DEV_MODE=1 and "
+                         f"--enable-scale-out: {'; '.join(problems)}")  # fmt: skip
 
     def begin(self, folder):
         """Begin a run that writes its weights to a folder, which all engines can read."""
@@ -229,7 +229,7 @@ class Engine:
             Path(folder).mkdir(parents=True)
             return secrets.token_hex(4)
 
-        self.run = agree(make)
+        self.run_id = agree(make)
         self.folder = Path(folder).resolve()
 
     # Weights -------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class Engine:
         """Write a policy's weights, each rank some of the files, and let all engines load them."""
         # One file for each rank, of at most 5 GB. The tied head is written too: vLLM keeps it apart
         # on a CPU.
-        self.version = f"{self.run}-{version}"
+        self.version = f"{self.run_id}-{version}"
         size = sum(p.numel() * p.element_size() for p in self.model.parameters())
         share = min(5 * 10**9, math.ceil(size / dist.get_world_size()))
         dtype = self.model.head_weight.dtype
@@ -250,7 +250,7 @@ class Engine:
         # COMM: rank 0 tells the engines, and the other ranks wait for it in a broadcast. Pinned by
         # tests/full/test_engine.py::test_ranks_and_plans_push_and_sample_as_one_process.
         agree(self.load, self.group)
-        self.owns = True
+        self.has_pushed = True
 
     def load(self):
         """Let all engines load the newest weights, then remove the older ones."""
@@ -267,13 +267,13 @@ class Engine:
             if found == self.version:
                 return
 
-            # A server that has started again has its first weights. Those of another run say that
-            # this run's rollouts would be sampled by that run's policy, and the reverse.
-            if found != FIRST_VERSION and not found.startswith(f"{self.run}-"):
-                if self.owns:
+            # A server that was started again has its first weights. If it has another run's, each
+            # of the two runs would sample with the other one's policy.
+            if found != FIRST_VERSION and not found.startswith(f"{self.run_id}-"):
+                if self.has_pushed:
                     raise ValueError(f"another run uses {url}: it has the weights {found} and not "
                                      f"{self.version}; give each run an engine")  # fmt: skip
-                warn(f"{url} has the weights {found} of another run, which must have ended")
+                warn(f"{url} has the weights {found}, of a run that must have ended")
             self.call(url, *self.dialect.load(str(self.folder / self.version), self.version))
 
     def call(self, url, *requests):
@@ -291,7 +291,7 @@ class Engine:
                     answer = ask_once(url + path, body, self.timeout)
                     if answer.get("success") is False:
                         raise Unanswered(f"{path}: {answer}"[:300], is_failure=True)
-                self.silent = False
+                self.has_warned = False
                 return answer
             except Unanswered as error:
                 problem = error
@@ -299,8 +299,8 @@ class Engine:
             if failures == FAILURES or time.monotonic() + pause > until:
                 how = f"failed {failures} times" if problem.is_failure else "does not answer"
                 raise ConnectionError(f"the engine at {url}{path} {how}: {problem}") from problem
-            if not self.silent:  # said once, and not by each thread
-                self.silent = True
+            if not self.has_warned:  # said once, and not by each thread
+                self.has_warned = True
                 print(f"waiting for the engine at {url}: {problem}", file=sys.stderr, flush=True)
             time.sleep(pause)
             pause = min(2 * pause, 5)
@@ -334,11 +334,11 @@ class Engine:
         # A row's place among all rows is its number, and after each fork also the number of the
         # fork. Row n of rank r asks server n + r.
         done, turns = [], {}
-        first = dist.get_rank()
+        rank = dist.get_rank()
         pool = ThreadPoolExecutor(min(slots or THREADS, max(1, len(rows)), THREADS))
 
         def begin(place, row):
-            url = self.urls[(first + place[0]) % len(self.urls)]
+            url = self.urls[(rank + place[0]) % len(self.urls)]
             future = pool.submit(self.turn, url, row, max_new_tokens, temperature, set(end))
             turns[future] = place, row
 
@@ -382,7 +382,8 @@ class Engine:
         body = self.dialect.request(row.tokens, room, temperature, sorted(end), seed)
         if temperature and self.takes_draws:
             body["draws"] = [float(u) for u in row.draws[row.new : limit]]
-        # A load ends all turns in flight, and after a restart each rank may ask for one.
+        # A load ends all turns in flight. After a restart each of two ranks may let the engine
+        # load, and each load makes the other rank ask once more.
         for _ in range(TRIES + dist.get_world_size()):
             answer = self.call(url, (self.dialect.path, body))
             try:
@@ -431,17 +432,15 @@ class Refused(ValueError):
 class Turn(models.Row):
     """A turn that a request asks for. Raises Refused unless the request is whole and possible."""
 
-    FIELDS = {"token_ids", "sampling_params", "draws"}
-    SAMPLING = {"max_tokens", "temperature", "seed", "logprobs", "stop_token_ids", "ignore_eos",
-                "detokenize"}  # fmt: skip
-
     def __init__(self, body, config):
-        how = body.get("sampling_params")
-        how = how if isinstance(how, dict) else {}
-        unknown = sorted((body.keys() - self.FIELDS) | (how.keys() - self.SAMPLING))
-        tokens, draws = body.get("token_ids"), body.get("draws", [])
-        end, seed = how.get("stop_token_ids", []), how.get("seed", 0)
-        limit, temperature = how.get("max_tokens"), how.get("temperature", 1.0)
+        how = body.pop("sampling_params", None)
+        body |= how if isinstance(how, dict) else {}
+
+        def take(name, expected, is_right, default=None):
+            value = body.pop(name, default)
+            if not is_right(value):
+                raise Refused(400, f"{name}: expected {expected}")
+            return value
 
         def is_int(x, below, first=0):
             return type(x) is int and first <= x < below
@@ -449,26 +448,29 @@ class Turn(models.Row):
         def is_number(x, below):
             return type(x) in (int, float) and 0 <= x < below
 
-        size, positions = config.vocab_size, config.max_position_embeddings
-        lists = isinstance(tokens, list) and isinstance(draws, list) and isinstance(end, list)
-        expected = {
-            f"no {', '.join(unknown)}": not unknown,
-            "lists": lists,
-            f"token ids under {size}": lists and all(is_int(x, size) for x in [*tokens, *end]),
-            f"max_tokens, and with the prompt 2 to {positions} positions":
-                is_int(limit, positions, 1) and lists and 0 < len(tokens) <= positions - limit,
-            "a finite temperature of at least 0": is_number(temperature, math.inf),
-            "ignore_eos true": how.get("ignore_eos") is True,
-            "a seed under 2**63": is_int(seed, 2**63),
-            "no draws, or max_tokens of them in [0, 1)":
-                lists and len(draws) in (0, limit) and all(is_number(u, 1) for u in draws),
-        }  # fmt: skip
-        wrong = [what for what, is_so in expected.items() if not is_so]
-        if wrong:
-            raise Refused(400, f"expected {'; '.join(wrong)}")
+        def are_ids(x):
+            return isinstance(x, list) and all(is_int(token, config.vocab_size) for token in x)
+
+        def are_draws(x):
+            is_of_turn = isinstance(x, list) and len(x) in (0, limit)
+            return is_of_turn and all(is_number(u, 1) for u in x)
+
+        ids = f"ids under {config.vocab_size}"
+        tokens = take("token_ids", ids, lambda x: are_ids(x) and x)
+        room = config.max_position_embeddings - len(tokens)
+        limit = take("max_tokens", f"1 to {room}", lambda x: is_int(x, room + 1, 1))
+        tau = take("temperature", "0 or more", lambda x: is_number(x, math.inf), 1.0)
+        end = take("stop_token_ids", ids, are_ids, [])
+        seed = take("seed", "0 to 2**63 - 1", lambda x: is_int(x, 2**63), 0)
+        draws = take("draws", "none, or max_tokens of them in [0, 1)", are_draws, [])
+        take("ignore_eos", "true", lambda x: x is True)
+        take("logprobs", "0", lambda x: is_int(x, 1), 0)
+        take("detokenize", "false", lambda x: x is False, False)
+        if body:
+            raise Refused(400, f"expected no {', '.join(body)}")
         super().__init__(tokens, draws)
-        self.limit, self.temperature, self.end = limit, float(temperature), set(end)
-        give_draws([self], limit if temperature else 0, seed)
+        self.limit, self.temperature, self.end = limit, float(tau), set(end)
+        give_draws([self], limit if tau else 0, seed)
         self.versions = set()
         self.answer = Future()
 
@@ -638,7 +640,7 @@ class Decoder(threading.Thread):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers a request by the functions of `answers_of`, and what it refuses by one line."""
+    """Answers a request by the functions of `Decoder.answers`, a refusal by one line."""
 
     timeout = 60  # seconds that a client may be silent in the middle of a request
     default_request_version = "HTTP/1.0"  # of a first line without one, which gets a code, too
