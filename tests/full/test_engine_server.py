@@ -56,10 +56,9 @@ def test_turns_at_once_are_the_turns_one_by_one(directory, monkeypatch):
     assert len(lengths) > 20 and any(tokens[-1:] == [t] for tokens, _ in truth for t in tokens[:-1])
     monkeypatch.setattr(server.decoder, "step", slowly)
     with ThreadPoolExecutor(64) as pool:
-        for _ in range(2):
-            rng.shuffle(order := list(range(64)))
-            found = pool.map(functools.partial(asked, server), [bodies[n] for n in order])
-            assert all(same_turn(turn, truth[n]) for turn, n in zip(found, order))
+        rng.shuffle(order := list(range(64)))
+        found = pool.map(functools.partial(asked, server), [bodies[n] for n in order])
+        assert all(same_turn(turn, truth[n]) for turn, n in zip(found, order))
     assert max(sizes) > 16 and len(set(sizes)) > 10
     assert server.decoder.rows == [] and not server.decoder.cache.lengths
     server.shutdown()
