@@ -11,14 +11,12 @@ import pytest
 import torch
 from conftest import shortened, slow
 from test_audit import assert_right, edit_line, in_line, in_rollout
-from test_engine import GUESS, server  # noqa: F401, a fixture
+from test_engine import directory, model_of, server  # noqa: F401, two fixtures
 from test_run import good, runs_made_once
 
 import models
 from full.audit import audited
 from full.hf import save_hf
-from full.model_config import ModelConfig
-from full.transformer import Transformer
 
 SHAPE = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 4 --prompts 2 --group 6 "
 SHAPE += "--lr 0.02 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 3 --out run "
@@ -38,11 +36,12 @@ def run_of(runs, tmp_path):
     return lambda flags=RUN, world=1: Path(shutil.copytree(runs(flags, world), tmp_path / "run"))
 
 
-MORE = slow(*((f"{SHAPE} 3 {flags}", world) for flags, world in (
-    ("", 1), ("--plan t2 --staleness 1", 2), ("--dtype float64 --dynamic-sampling --entropy-coef 0", 1),
+MORE = [
+    ("", 1), ("--plan t2 --staleness 1", 2), ("--dynamic-sampling --entropy-coef 0", 1),
     ("--dtype float64 --forks 2 --fork-turns 1 --advantage per_branch", 1),
     ("--generator-dtype bfloat16 --proximal --importance-cap 2", 1),
-)))  # fmt: skip
+]
+MORE = slow(*((f"{SHAPE} 3 {flags}", world) for flags, world in MORE))
 
 
 @pytest.mark.parametrize("flags, world", [(RUN, 1), *MORE])
@@ -108,7 +107,7 @@ def test_a_slip_of_the_engine_is_named(
     server, process_group, tmp_path, monkeypatch, name,  # noqa: F811
 ):  # fmt: skip
     """With a model that prefers some tokens: an even choice is the same at any temperature."""
-    model = Transformer(ModelConfig(**GUESS | {"num_hidden_layers": 1})).double().init_weights(9)
+    model = model_of(9, num_hidden_layers=1)
     with torch.no_grad():
         model.head_weight.mul_(30)
     save_hf(model, tmp_path / "model")
