@@ -81,7 +81,7 @@ class Linear(nn.Linear):
 
     def forward(self, x):
         out_NI = Product.apply(x.flatten(0, -2), self.weight)
-        out = out_NI.view(*x.shape[:-1], -1)
+        out = out_NI.view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 
 
@@ -270,7 +270,8 @@ class ExactTransformer(Transformer):
 
     def logits(self, hidden, /):
         """Apply the head to states of `hidden`: (..., M) -> (..., V), in the model's dtype."""
-        z = product(hidden.flatten(0, -2), self.head_weight).view(*hidden.shape[:-1], -1)
+        weight_VM = self.head_weight
+        z = product(hidden.flatten(0, -2), weight_VM).view(*hidden.shape[:-1], len(weight_VM))
         cap = self.config.final_logit_softcapping
         return cap * elementwise(torch.tanh, z / cap) if cap else z  # (7')
 

@@ -169,7 +169,9 @@ RUNS = [(1, "float32", ""), (2, "float32", "--data-parallel zero1 --staleness 1"
               (2, "float64", "--proximal --importance-cap 2 --ac full"),
               (1, "float32", "--advantage gae --micro-tokens 60"),
               (2, "bfloat16", "--data-parallel zero1 --compute-dtype bfloat16"),
-              (1, "float32", "--ac op --dynamic-sampling --max-rounds 2 --entropy-coef 0"))]  # fmt: skip
+              (2, "float32", "--prompts 2 --minibatches 2"),  # a rank without a token
+              (1, "float32", "--ac op --dynamic-sampling --max-rounds 2 --entropy-coef 0"),
+              )]  # fmt: skip
 
 
 @pytest.mark.parametrize("world, dtype, more", RUNS)
@@ -185,7 +187,7 @@ def test_a_run_has_no_gap(tmp_path, world, dtype, more):
 
 
 def test_the_audit_allows_nothing(process_group, tmp_path):
-    """At --staleness 1, with the sampler's weights of a checkpoint; one bit of a log-prob is out."""
+    """At --staleness 1, with the sampler's weights of a checkpoint. Then a log-prob is a bit off."""
     flags = f"{SHAPE} --exact --staleness 1 --save-every 1 --keep 9 --log-rollouts all"
     trained(tmp_path, 1, flags.replace("float64", "float32").replace("--prompts 5", "--prompts 2"))
     (run,) = tmp_path.glob("run-*")
