@@ -204,6 +204,14 @@ def test_a_slow_answer_is_waited_for(spoiled, monkeypatch):
     assert same_turn(sampled(engine, end=truth[0][-1:]), truth)
 
 
+def test_a_log_prob_of_minus_infinity_is_taken_and_will_leave_the_loss(spoiled, monkeypatch):
+    engine, server, (tokens, logprobs) = spoiled
+    monkeypatch.setattr(server, "spoil", first_logprob(-math.inf))
+    found, taken = sampled(engine, end=tokens[-1:])
+    assert found == tokens and taken[0] == -math.inf and same_turn((found[1:], taken[1:]),
+                                                                   (tokens[1:], logprobs[1:]))
+
+
 def spoil_once():
     """Return a `Spoiler`'s function that spoils the first answer of each turn, and the turns.
 
