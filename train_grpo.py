@@ -27,7 +27,6 @@ import argparse
 import copy
 import datetime
 import difflib
-import itertools
 import json
 import os
 import sys
@@ -207,7 +206,7 @@ class Batch:
         # 5 groups in 2 minibatches are groups 0 1 and 2 3 4. With d = 2, rank 0 has played groups
         # 0 2 4, so it yields its episodes of 0, then of 2 and 4.
         cuts = [m * len(self.kept) // self.count for m in range(self.count + 1)]
-        for first, last in itertools.pairwise(cuts):
+        for first, last in zip(cuts, cuts[1:]):
             yield [e for n in self.kept[first:last] for e in self.groups.get(n, [])]
 
 
@@ -247,10 +246,9 @@ class Source:
 
         # One token of every rollout at a time. A rollout that samples an end token ends its turn.
         models.generate(
-            self.trainer.model, list(itertools.chain(*groups.values())), max_new_tokens=limit,
-            temperature=temperature, end=self.task.end,
+            self.trainer.model, sum(groups.values(), []), max_new_tokens=limit, end=self.task.end,
             after=lambda e: e.hear(*self.task.reply(e.state, e.tokens[e.turn :])),
-        )  # fmt: skip
+            temperature=temperature)  # fmt: skip
         return groups
 
 
@@ -497,11 +495,9 @@ def check():
     game = "? 3 . lower 1 . higher 1 . higher 4 . <50>"  # token 50 has no name
     errors = [episode.reward - 0.1, task.show([*episode.tokens, 50]) != game]
 
-    config = Config(
-        seed=9, steps=4, size=2, turns=2, prompts=3, group=6, max_new_tokens=7, layers=1, hidden=8,
-        heads=2, dtype="float64", temperature=0.8, lr=0.03, lr_warmup=2, max_grad_norm=0.1,
-        eval_every=3, eval_prompts=2,
-    )  # fmt: skip
+    config = Config(seed=9, steps=4, size=2, turns=2, prompts=3, group=6, max_new_tokens=7,
+                    layers=1, hidden=8, heads=2, dtype="float64", temperature=0.8, lr=0.03,
+                    lr_warmup=2, max_grad_norm=0.1, eval_every=3, eval_prompts=2)  # fmt: skip
     for config.tree in (False, True):
         alone = build_policy(config, Guess(config))
         for weight in alone.parameters():
@@ -615,7 +611,11 @@ def main(argv):
     trainer = Trainer(config, build_policy(config, task), grid)
     source = Source(config, task, trainer)
     log = Log(config, file)
-    solved = train(config, source, trainer, log.step)
+    try:
+        solved = train(config, source, trainer, log.step)
+    except (BrokenPipeError, KeyboardInterrupt) as error:  # `| head` has read enough, or Ctrl-C
+        print(f"\ntrain_grpo.py: ended by {type(error).__name__}", file=sys.stderr)
+        os._exit(130)
     log.bar.close()
     print(f"sample: {source.task.show(source.shown.tokens)}\nsolved {solved:.2f}", flush=True)
     dist.barrier()  # no rank leaves while another one still needs its connections

@@ -19,6 +19,7 @@ Models:
     full/transformer.py: Transformer, causal_attention
     full/logprobs.py: token_logprobs
     full/generate.py: KVCache, generate, prefill
+    full/exact.py: make_exact
     full/engine.py: Engine
     models.py: Row
     full/hf.py: load_hf, save_hf, full_definition

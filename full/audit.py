@@ -25,13 +25,13 @@ import numpy as np
 import torch
 
 from full.batches import Demonstrations, RolloutQueue, pending_batches
-from full.byhand import Recorded, State, read_alone, shares, trained
+from full.byhand import Recorded, State, read_alone, trained
 from full.checkpoint import checkpoints, read_checkpoint
 from full.config import Config, resumed_config
-from full.draws import exact_rows, number_of
+from full.draws import engine_rows, exact_rows, intervals, sampling_row, surprises
 from full.engine import Engine
 from full.expected import (
-    ENGINE_ROUNDING, LATER, NOT_BY_HAND, SURPRISE, TIMES, UNDECIDED, Audited, Displaced, Exact,
+    ENGINE_ROUNDING, LATER, NOT_BY_HAND, TIMES, UNDECIDED, Audited, Displaced, Exact,
     Rounding, mean_of, metrics_by_hand, order, teaches,
 )  # fmt: skip
 from full.files import whole_lines
@@ -41,7 +41,7 @@ from full.optimizer import persistent_buffers
 from full.ranks import quietly
 from full.report import as_page, as_text
 from full.rollouts import Sampler, Trajectory, draw_prompts, play
-from full.run import ERRORS, ONE_PROCESS, build, build_teacher, one_process, policy_in
+from full.run import ERRORS, ONE_PROCESS, build, build_teacher, one_process, policy_in, shape_of
 from full.tasks import TaskError, asking
 from full.text import make_task
 from full.trainer import Trainer, keep_states_wide
@@ -280,7 +280,7 @@ class Case:
                 f"{', with the recorded rollouts' if self.files.engine else ''}, for which "
                 f"{LATER + 2 * self.again} times as much is allowed")  # fmt: skip
         for n in range(start + len(pending), step + 1) if self.files.engine else ():
-            generator.lines[n] = self.files.rollouts(n, task.vocab_size)
+            generator.lines[n] = self.files.rollouts(n, trainer.shape.vocab_size)
             if generator.lines[n] is None:
                 raise ValueError(
                     f"rollouts.jsonl does not hold all rollouts of step {n}, and an engine's "
@@ -472,37 +472,6 @@ def in_precision(case, dtypes, first=None, spelled=None) -> ByHand:
 
 
 @torch.no_grad()
-def intervals(model, groups, temperature) -> np.ndarray:
-    """Return between which numbers lies a draw of each sampled token, (N, 2)."""
-    # A draw is a number in [0, 1). Tokens divide [0, 1) into intervals as wide as their
-    # probabilities, and the number's interval says which token it draws.
-    found = []
-    for s in [s for group in groups.values() for s in group]:
-        widths = read_alone(model, s, temperature)[0].double().exp()
-        targets = torch.tensor([s.tokens[at + 1] for at in s.at])[:, None]
-        width = widths.gather(-1, targets)
-        end = widths.cumsum(-1).gather(-1, targets)
-        found.append(torch.cat([end - width, end], -1).numpy())
-    return np.concatenate(found)
-
-
-@torch.no_grad()
-def surprises(model, groups, temperature) -> np.ndarray:
-    """Return each sampled token's log-prob, and mean and variance of -log p there, (N, 3)."""
-    found = []
-    for s in [s for group in groups.values() for s in group]:
-        logprobs = read_alone(model, s, temperature)[0].double()
-        targets = torch.tensor([s.tokens[at + 1] for at in s.at])[:, None]
-        drawn = logprobs.gather(-1, targets)
-        p = logprobs.exp()
-        logprobs = logprobs.masked_fill(p == 0, 0.0)  # 0 log 0 is 0
-        mean = -(p * logprobs).sum(-1, keepdim=True)
-        variance = (p * (logprobs + mean) ** 2).sum(-1, keepdim=True)
-        found.append(torch.cat([drawn, mean, variance], -1).numpy())
-    return np.concatenate(found)
-
-
-@torch.no_grad()
 def solve(case, hand, name, model, first):
     """Measure the fraction of held-out prompts that greedy play solves, into hand.found[name]."""
     # This is the one number that the ordinary sampler has a part in: it plays, in float64, as
@@ -628,7 +597,8 @@ def audited(run, step=None, group=None, task="", reward="", tell=lambda line: No
     report = Report(str(run), step, config, show=task.show)
     say = report.intro.append
     with tempfile.TemporaryDirectory() as room:
-        case = Case(files, task, step, Path(room), files.rollouts(step, task.vocab_size))
+        lines = files.rollouts(step, shape_of(config, task).vocab_size)
+        case = Case(files, task, step, Path(room), lines)
         case.find_states(say)
         if group not in (None, *case.lines):
             last = len(case.lines) - 1
@@ -688,64 +658,6 @@ def metric_rows(case, exact, rounded, rounding) -> list:
             row = row._replace(allowed=max(row.allowed, near * exact.found[key].each))
         rows.append(row)
     return rows
-
-
-def sampling_row(case, exact, rounded, rounding, say) -> Audited:
-    """Compare each draw with its token's interval, and say how many lie outside."""
-    config = case.config
-    draws = []
-    for s in [s for group in exact.groups.values() for s in group]:
-        draws += [number_of(case, s, at) for at in s.at]
-
-    # Rounding moves an end of an interval a little, and a number near it falls on the neighbor.
-    misses = np.maximum(exact.drawn[:, 0] - draws, draws - exact.drawn[:, 1]).clip(0)
-    row = rounding.row_of_many("sampling", misses, exact.drawn.ravel(), rounded.drawn.ravel())
-    say(
-        f"sampling: {len(misses)} draws, of which {np.count_nonzero(misses)} lie outside their "
-        f"token's interval of the definition's distribution, the worst by {row.difference:.1e}; "
-        f"rounding in {config.rollout_dtype} explains {row.allowed:.1e}, and "
-        f"{np.count_nonzero(misses > row.allowed)} lie further away"
-    )
-    return row
-
-
-def engine_rows(case, exact, rounded, rounding, say) -> list:
-    """Compare the log-probs that an engine told, and by them how it drew its tokens."""
-    # With forks several rollouts share a turn, which was drawn once. rounding: the trainer's.
-    config = case.config
-    told, is_own, apart = [], [], []
-    for n, group in exact.groups.items():
-        for s, other in zip(group, rounded.groups[n]):
-            told += s.smp
-            is_own += [shares(config, s, at)[-1][0] == s.number for at in s.at]
-            apart += [abs(x - y) for x, y in zip(s.lp or (), other.lp or ())]
-    lp, mean, variance = exact.drawn.T
-    found = [f(abs(told - lp)) for f in (np.max, np.mean)]
-    by_hand = [f(abs(rounded.drawn[:, 0] - lp)) for f in (np.max, np.mean)]
-
-    # If steps were done again on the way, the sampler's weights have the trainer's rounding too.
-    bounds = np.array(ENGINE_ROUNDING[config.rollout_dtype])
-    if case.again and apart:
-        bounds += rounding.times * rounding.scale * np.array([np.max(apart), np.mean(apart)])
-
-    # The surprise of a token, -log p, is the entropy on average, if the token is drawn by p. It is
-    # not if sampling is greedy or truncated. The sum of a martingale is rarely beyond SURPRISE
-    # times this deviation, however rare some tokens are: with a probability of 2 exp(-25 / 2) at
-    # the most (Bercu and Touati, 2008).
-    surprise = (-lp - mean)[is_own]
-    deviation = math.sqrt((surprise**2 + variance[is_own]).sum())
-    sums = -lp[is_own].sum(), mean[is_own].sum()
-    say(
-        f"sampling: {case.files.engine} drew {len(surprise)} tokens by numbers of its own, so no "
-        f"draw is compared; its log-probs are off by {found[0]:.1e} at most and {found[1]:.1e} on "
-        f"average, and lower precision by hand is off by {by_hand[0]:.1e} and {by_hand[1]:.1e}; "
-        f"the tokens' surprises sum to {sums[0]:.4g}, and the entropies to {sums[1]:.4g}"
-    )
-    return [
-        *(Audited(key, 0.0, x, x, most)
-          for key, x, most in zip(("sampling", "sampling/mean"), found, bounds)),
-        Audited("sampling/surprise", *sums, abs(surprise.sum()), SURPRISE * deviation),
-    ]  # fmt: skip
 
 
 def rollout_rows(case, exact, rounded, rounding) -> list:
@@ -852,6 +764,7 @@ def main(argv) -> int:
         print(as_text(report, o.all, o.all or o.group is not None))
         if o.html:
             Path(o.html).write_text(as_page(report))
+            print(f"wrote {o.html}")
         return 0 if report.wrong is None else 1
 
     try:

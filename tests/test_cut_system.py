@@ -5,13 +5,14 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
 from conftest import slow
 from test_cores import copy_the_five
-from test_run import FROM_ROOT, json_lines
+from test_run import FROM_ROOT, json_lines, until
 
 import parallel
 import train_grpo
@@ -24,6 +25,11 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("five")
     copy_the_five(folder)
     return folder
+
+
+# A shell that starts tests in the background has them ignore Ctrl-C, and programs inherit that.
+PROGRAM = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+PROGRAM += "import train_grpo; train_grpo.main(sys.argv[1:])"
 
 
 def run(folder, ranks, *words, file="train_grpo.py", **environment):
@@ -154,6 +160,22 @@ def test_torchrun_ends_with_the_line_of_rank_0(folder, words):
     assert done.returncode == 1 and not done.stdout
     said, report = re.split(r"(?m)^[WE]\d{4} ", done.stderr, maxsplit=1)
     assert re.fullmatch("train_grpo.py: error: expected .*\n", said) and "error: " not in report
+
+
+@pytest.mark.parametrize("name", ["KeyboardInterrupt", "BrokenPipeError"])
+def test_ctrl_c_and_a_reader_that_leaves_end_it_by_one_line(folder, name):
+    """Both come after the check; the reader leaves as `| head -1` does."""
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", PROGRAM, "--metrics", f"{name}.jsonl"]
+    with subprocess.Popen(command, cwd=folder, **pipes) as program:
+        assert "largest error" in program.stdout.readline()
+        if name == "BrokenPipeError":
+            program.stdout.close()
+        else:
+            until((folder / f"{name}.jsonl").read_text, "no step was made")
+            program.send_signal(signal.SIGINT)
+        assert program.wait(300) == 130
+        assert program.stderr.read() == f"\ntrain_grpo.py: ended by {name}\n"
 
 
 @pytest.mark.quick

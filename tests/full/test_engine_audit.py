@@ -8,80 +8,68 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import shortened, slow
 from test_audit import assert_right, edit_line, in_line, in_rollout
-from test_engine import server  # noqa: F401, a fixture
-from test_run import runs_made_once
+from test_engine import directory, model_of, server  # noqa: F401, two fixtures
+from test_run import good, runs_made_once
 
 import models
 from full.audit import audited
-from full.checkpoint import checkpoints
+from full.hf import save_hf
 
-SHAPE = "--size 3 --turns 3 --device cpu --layers 4 --hidden 16 --heads 4 --prompts 4 --group 8 "
-SHAPE += "--lr 0.02 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 6 --out run "
-SHAPE += "--save-every 1 --keep 9 --log-rollouts all"
-RUN = f"{SHAPE} --dtype float64 --steps 4 --kl-coef 0.05 --staleness 1 --minibatches 2"
+SHAPE = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 4 --prompts 2 --group 6 "
+SHAPE += "--lr 0.02 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 3 --out run "
+SHAPE += "--seed 1 --save-every 1 --keep 9 --log-rollouts all --steps"
+RUN = f"{SHAPE} 4 --dtype float64 --kl-coef 0.05 --staleness 1 --minibatches 2"
 
 
 @pytest.fixture(scope="module")
-def run_of(tmp_path_factory, server):  # noqa: F811
-    """run_of(flags, world): the directory of a run with the engine, made once."""
+def runs(tmp_path_factory, server):  # noqa: F811
     run = runs_made_once(tmp_path_factory)
-    return lambda flags=RUN, world=1: run(f"{flags} --engine {server.url}", world)
+    return lambda flags, world: run(f"{flags} --engine {server.url}", world)
 
 
 @pytest.fixture
-def copied(run_of, tmp_path):
-    """copied(flags): a copy of a run, to be changed."""
-    return lambda flags=RUN: Path(shutil.copytree(run_of(flags), tmp_path / "run"))
+def run_of(runs, tmp_path):
+    """run_of(flags, world): a copy of a run with the engine, which is made once."""
+    return lambda flags=RUN, world=1: Path(shutil.copytree(runs(flags, world), tmp_path / "run"))
 
 
-def rows_of(report):
-    return {row.key: row for row in report.rows}
-
-
-def drop_checkpoints(run, *kept):
-    for path in checkpoints(run):
-        if int(path.name[5:]) not in kept:
-            shutil.rmtree(path)
-
-
-MORE = slow(*((f"{SHAPE} --steps 3 {flags}", world) for flags, world in (
+MORE = [
+    ("", 1), ("--plan t2 --staleness 1", 2), ("--dynamic-sampling --entropy-coef 0", 1),
     ("--dtype float64 --forks 2 --fork-turns 1 --advantage per_branch", 1),
-    ("", 1), ("--plan t2 --staleness 2", 2), ("--dtype float64 --dynamic-sampling", 1),
     ("--generator-dtype bfloat16 --proximal --importance-cap 2", 1),
-)))  # fmt: skip
+]
+MORE = slow(*((f"{SHAPE} 3 {flags}", world) for flags, world in MORE))
 
 
 @pytest.mark.parametrize("flags, world", [(RUN, 1), *MORE])
-def test_a_run_with_an_engine_is_audited_with_and_without_its_checkpoints(
-    run_of, process_group, tmp_path, flags, world,
-):  # fmt: skip
-    """At a checkpoint's step, and with the recorded rollouts of the steps on the way to it."""
-    run = Path(shutil.copytree(run_of(flags, world), tmp_path / "run"))
-    found = []
-    for kept in ({1, 2}, {3}):
-        drop_checkpoints(run, *kept, 3)
+def test_a_run_with_an_engine_is_audited(run_of, process_group, flags, world):
+    """At a step after a checkpoint, and at one that is replayed from the recorded rollouts."""
+    run = run_of(flags, world)
+    for gone in ((), (1, 2)):
+        for n in gone:
+            shutil.rmtree(run / f"step-{n:08d}")
         report = audited(run, 2)
         assert_right(report)
-        found.append(rows_of(report))
-        assert any("so no draw is compared" in text for text in report.intro)
-        replayed = any("2 steps, with the recorded rollouts" in text for text in report.intro)
-        assert replayed == (kept == {3})
-        assert "parameters" in found[-1] and not {"sampling", "sampling/surprise"} - {*found[-1]}
-    if "float64" in flags:
-        keys = found[0].keys() - {"sampling/surprise"}
-        assert max(rows[key].difference for rows in found for key in keys) < 1e-12
+        said = "\n".join(report.intro)
+        assert "so no draw is compared" in said
+        assert ("2 steps, with the recorded rollouts" in said) == bool(gone)
+        apart = {row.key: row.difference for row in report.rows}
+        assert apart.pop("sampling/surprise") > 0 and {"sampling", "parameters"} < {*apart}
+        assert max(apart.values()) < 1e-12 or "float64" not in flags
 
 
-def test_what_cannot_be_replayed_is_refused(copied, process_group):
-    run = copied()
-    drop_checkpoints(run, 3)
+def test_what_cannot_be_replayed_is_refused(run_of, process_group):
+    run = run_of()
+    for n in (1, 2):
+        shutil.rmtree(run / f"step-{n:08d}")
     edit_line(run, 1, "tokens", lambda token: token + 1, "rollouts.jsonl")
     with pytest.raises(ValueError, match="of step 1 is not the one that the task says"):
         audited(run, 3)
 
-    # --log-rollouts sampled, or a torn file.
+    # As without --log-rollouts all, or of a torn file.
     lines = (run / "rollouts.jsonl").read_text().splitlines(keepends=True)
     for gone in (1, 3):
         kept = [line for line in lines if json.loads(line)["step"] != gone]
@@ -101,31 +89,37 @@ CHANGES = {  # what is changed, and the first row that must be outside
 
 
 @pytest.mark.parametrize("name", shortened(CHANGES, *list(CHANGES)[:3]))
-def test_a_change_is_named(copied, process_group, name):
+def test_a_change_is_named(run_of, process_group, name):
     change, key = CHANGES[name]
-    run = copied()
+    run = run_of()
     change(run)
     assert audited(run, 2).verdict == f"audit of step 2: {key} is outside"
 
 
-SLIPS = {"greedy": (lambda tau: 0.0, "sampling/surprise"),
-         "another temperature": (lambda tau: 1.25 * tau, "sampling/mean")}  # fmt: skip
+SLIPS = {  # by what the engine multiplies the temperature, and the verdict
+    "none": (1.0, "ok"), "greedy": (0.0, "sampling/surprise is outside"),
+    "another temperature": (1.15, "sampling/mean is outside"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SLIPS)
-def test_a_slip_of_the_engine_is_named(run_of, server, process_group, monkeypatch, name):  # noqa: F811
-    """After some steps, since a uniform policy is the same at any temperature."""
-    change, key = SLIPS[name]
+def test_a_slip_of_the_engine_is_named(
+    server, process_group, tmp_path, monkeypatch, name,  # noqa: F811
+):  # fmt: skip
+    """With a model that prefers some tokens: an even choice is the same at any temperature."""
+    model = model_of(9, num_hidden_layers=1)
+    with torch.no_grad():
+        model.head_weight.mul_(30)
+    save_hf(model, tmp_path / "model")
+    factor, verdict = SLIPS[name]
     real = models.sample
 
     def sample(logits_BV, uniform_B, *, temperature):
-        late = int(server.decoder.version.rpartition("-")[2]) >= 5
-        return real(logits_BV, uniform_B, temperature=(change if late else float)(temperature))
+        return real(logits_BV, uniform_B, temperature=factor * temperature)
 
     with monkeypatch.context() as patch:
         patch.setattr(models, "sample", sample)
-        run = run_of(f"{SHAPE} --steps 6 --generator-dtype bfloat16")
-    assert audited(run, 4).wrong is None
-    report = audited(run, 5)
-    print([row for row in report.rows if "sampling" in row.key])
-    assert report.verdict == f"audit of step 5: {key} is outside"
+        good(tmp_path, f"--size 3 --turns 3 --device cpu --prompts 4 --group 6 --steps 1 --out run "
+             f"--model model --generator-dtype bfloat16 --engine {server.url}")  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert audited("run", 0).verdict == f"audit of step 0: {verdict}"

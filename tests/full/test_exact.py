@@ -169,8 +169,7 @@ RUNS = [(1, "float32", ""), (2, "float32", "--data-parallel zero1 --staleness 1"
               (2, "float64", "--proximal --importance-cap 2 --ac full"),
               (1, "float32", "--advantage gae --micro-tokens 60"),
               (2, "bfloat16", "--data-parallel zero1 --compute-dtype bfloat16"),
-              (1, "float32", "--ac op --dynamic-sampling --max-rounds 2 --entropy-coef 0"),
-              (1, "float32", "--demos 2"))]  # fmt: skip
+              (1, "float32", "--ac op --dynamic-sampling --max-rounds 2 --entropy-coef 0"))]  # fmt: skip
 
 
 @pytest.mark.parametrize("world, dtype, more", RUNS)

@@ -102,7 +102,7 @@ WILD_EXTREMES = {
 }  # fmt: skip
 IMPOSSIBLE = ["-1", "nan", "inf", "-inf", "0"]
 ONE_PROCESS = ("plan", "data-parallel", "cp-method", "pp-schedule", "tree", "chunk-tokens",
-               "recompute", "ac", "shard-ranks", "offload", "compile")  # fmt: skip
+               "recompute", "ac", "shard-ranks", "offload", "compile", "exact")  # fmt: skip
 SHAPE = "layers", "hidden", "heads"  # of a model without a checkpoint
 
 
@@ -345,6 +345,10 @@ def _faults_of_a_finished_run(result, case):
         names = [k for k, v in line.items() if v is None or not math.isfinite(v)]
         if names and not told:
             found.append(f"step {line['step']}: {', '.join(names)} not finite")
+    for line in result.metrics if case.flags.get("exact") else ():
+        gap = line.get("logprob_gap/max", 0)  # none in a step without an update
+        if gap and line["step"] == 0:
+            found.append(f"step 0: --exact has a gap of {gap}")
     if skipped and case.tame:
         found.append(f"{skipped} updates skipped with tame numbers")
     every, keep = int(case.flags.get("save-every", 50)), int(case.flags.get("keep", 2))
@@ -477,6 +481,20 @@ def test_random_flags_finish_or_are_refused_by_all_ranks_alike(tmp_path, models_
 def test_every_extreme_number_by_itself_finishes_or_is_refused(tmp_path):
     judged = judge(extremes(), tmp_path)
     assert not any(found for _, _, found, _ in judged), report(judged)
+
+
+@pytest.mark.slow
+def test_random_flags_with_exact_have_no_gap_or_are_refused(tmp_path, models_of):
+    """Two thirds of them without what --exact refuses, so that several finish."""
+    cases = [draw(1, number, models_of) for number in range(30)]
+    for n, case in enumerate(cases):
+        case.flags["exact"] = True
+        for name in ONE_PROCESS[:-1] if n % 3 else ():
+            case.flags.pop(name, None)
+    judged = judge(cases, tmp_path)
+    assert not any(found for _, _, found, _ in judged), report(judged)
+    finished, refused, compared = counts_of(judged)
+    assert finished > 10 and refused > 3 and compared > 5
 
 
 LINE = {"step": 0, "loss/token_mean": 0.5, "reward/mean": 0.25, "updates/skipped": 0}
