@@ -89,6 +89,7 @@ NUMBERS = f"{WRONG}expected log-probs that are numbers, got ["
 FAULTS = {
     "one token too few": (turn(lambda t, e, c: (t.pop(), e.pop())), SHORT),
     "one after the end": (turn(lambda t, e, c: (t.append(0), e.append(e[0]))), SHORT),
+    "an end before the last": (turn(lambda t, e, c: t.__setitem__(1, t[-1])), SHORT),
     "twice the tokens": (turn(lambda t, e, c: (t.extend(t), e.extend(e))), f"{ONE_TO_SIX}8 and 8"),
     "no token": (turn(lambda t, e, c: (t.clear(), e.clear())), f"{ONE_TO_SIX}0 and 0"),
     "one log-prob too few": (turn(lambda t, e, c: e.pop()), f"{ONE_TO_SIX}4 and 3"),
