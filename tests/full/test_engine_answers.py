@@ -89,6 +89,7 @@ NUMBERS = f"{WRONG}expected log-probs that are numbers, got ["
 FAULTS = {
     "one token too few": (turn(lambda t, e, c: (t.pop(), e.pop())), SHORT),
     "one after the end": (turn(lambda t, e, c: (t.append(0), e.append(e[0]))), SHORT),
+    "an end before the last": (turn(lambda t, e, c: t.__setitem__(1, t[-1])), SHORT),
     "twice the tokens": (turn(lambda t, e, c: (t.extend(t), e.extend(e))), f"{ONE_TO_SIX}8 and 8"),
     "no token": (turn(lambda t, e, c: (t.clear(), e.clear())), f"{ONE_TO_SIX}0 and 0"),
     "one log-prob too few": (turn(lambda t, e, c: e.pop()), f"{ONE_TO_SIX}4 and 3"),
@@ -202,6 +203,14 @@ def test_a_slow_answer_is_waited_for(spoiled, monkeypatch):
 
     monkeypatch.setattr(server, "spoil", slowly)
     assert same_turn(sampled(engine, end=truth[0][-1:]), truth)
+
+
+def test_a_log_prob_of_minus_infinity_is_taken_and_will_leave_the_loss(spoiled, monkeypatch):
+    engine, server, (tokens, logprobs) = spoiled
+    monkeypatch.setattr(server, "spoil", first_logprob(-math.inf))
+    found, taken = sampled(engine, end=tokens[-1:])
+    assert found == tokens and taken[0] == -math.inf and same_turn((found[1:], taken[1:]),
+                                                                   (tokens[1:], logprobs[1:]))
 
 
 def spoil_once():
