@@ -411,8 +411,10 @@ class Displaced(State):
 
     def allowed(self, name, stored, scale, unit):
         """Return a weight after the step in float64, and how far a run's may be from it."""
+        # A larger gradient makes AdamW's step longer, and v larger, which makes it shorter: a size
+        # between the smallest and the largest may move an entry furthest.
         largest = [scale * self.roundings[n][name].largest for n in self.done]
-        return self.after(name, stored, [[x, TIMES * x] for x in largest], unit)
+        return self.after(name, stored, [[x, 2 * x, 4 * x, TIMES * x] for x in largest], unit)
 
     def after(self, name, stored, changes, unit):
         """Return a weight after the updates so far, in float64, and how far rounding may move it.
