@@ -187,7 +187,7 @@ def test_a_run_has_no_gap(tmp_path, world, dtype, more):
 
 
 def test_the_audit_allows_nothing(process_group, tmp_path):
-    """At --staleness 1, with the sampler's weights of a checkpoint; then with a log-prob changed."""
+    """At --staleness 1, with the sampler's weights of a checkpoint; then a log-prob is changed."""
     flags = f"{SHAPE} --exact --staleness 1 --save-every 1 --keep 9 --log-rollouts all"
     trained(tmp_path, 1, flags.replace("float64", "float32").replace("--prompts 5", "--prompts 2"))
     (run,) = tmp_path.glob("run-*")
