@@ -352,6 +352,7 @@ class Config(train_grpo.Config):
             "A|B in --plan": self.plans.generator, "--tree": self.tree != "disabled",
             "--data-parallel fsdp": self.data_parallel == "fsdp", "--engine": self.engine,
             "--compile": self.compile, "--threads 2 or more": self.threads > 1,
+            "--generator-dtype of its own": self.rollout_dtype != self.compute,
         }  # fmt: skip
         if self.exact:
             wrong += [f"--exact has no {x}" for x in sums if sums[x]]

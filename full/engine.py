@@ -320,8 +320,6 @@ class Engine:
         try:
             ended = self.decode(rows, **how)
         except Exception as error:
-            if dist.get_world_size() == 1:
-                raise
             problem = error
         raise_on_all_ranks(problem, self.group)
         return ended

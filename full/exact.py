@@ -15,9 +15,9 @@ other tokens, or on how many there are:
     log-probs   the sampler and the trainer compute them by one formula, from equal logits.
 
 All else in the model works on one token at a time, by sums of one row and by + - * / and roots,
-which IEEE 754 rounds in one way. That a kernel of this machine keeps the order
-is not promised by anybody: `require_exact_kernels` tries the model's own shapes, and refuses a
-machine on which it does not. The backward is the ordinary one. The cost is in full/RESULTS.md.
+which IEEE 754 rounds in one way. Nobody promises that a kernel keeps its order:
+`require_exact_kernels` tries the model's own shapes, and refuses a machine on which it does not.
+The backward is the ordinary one. The cost is in full/RESULTS.md.
 
 Equations (1) and (3) are in ring_attention.py, (7) to (9) in models.py.
 

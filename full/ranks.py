@@ -162,8 +162,11 @@ def agree(function, group=None):
 def raise_on_all_ranks(problem, group=None):
     """Raise the first rank's problem on all ranks, if a rank has one. Collective.
 
-    problem: this rank's Exception, or None. An OSError stays one, and others become ValueErrors.
+    problem: this rank's Exception, or None. An OSError stays one, and others become ValueErrors. A
+        single rank raises it as it is.
     """
+    if problem is not None and dist.get_world_size() == 1:
+        raise problem
     # COMM: each rank comes here once, whatever it met before: a rank that raised on its own would
     # leave the others waiting for it. An all-gather of the texts. Pinned by
     # tests/full/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.

@@ -42,7 +42,7 @@ from full.model_config import ModelConfig, read_json
 from full.optimizer import persistent_buffers
 from full.ranks import (
     Interrupted, Progress, Stop, advice_of, agree, connect, current_device, flags_to_resume,
-    is_error_of_rank_0, say, warn,
+    is_error_of_rank_0, raise_on_all_ranks, say, warn,
 )  # fmt: skip
 from full.tasks import Task, TaskError, asking
 from full.text import make_task
@@ -147,7 +147,7 @@ def start_run(config, progress=None) -> int:
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
         model, generator, reference = build(config, task)
         if config.exact:
-            require_exact_kernels(generator, current_device())
+            require_exact(generator)
         if config.engine:
             require_room(config, task, generator.positions, "the engine")
         trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
@@ -166,6 +166,16 @@ def start_run(config, progress=None) -> int:
         if code == 0 and dist.get_rank() == 0:
             export(config, task, out)
         return code
+
+
+def require_exact(model):
+    """Raise ValueError on all ranks if the machine of one has no exact kernels for a model."""
+    problem = None
+    try:
+        require_exact_kernels(model, current_device())
+    except ValueError as error:
+        problem = error
+    raise_on_all_ranks(problem)
 
 
 def require_plans(config, shape):
