@@ -226,11 +226,11 @@ class VocabParallelEmbedding(nn.Module):
         self.region = group, sequence
 
     def forward(self, tokens_BS, /):
-        # Each word is on one rank, and the others add zeros. On rank 1, word 8 is row 2. A word
-        # that there is not is looked up by all ranks, so that they raise an IndexError.
+        # Each word is on one rank, and the others add zeros. On rank 1, word 8 is row 2. All ranks
+        # look up a number that is not a word (-1 % 11 is 10), so that they raise an IndexError.
         row_BS = tokens_BS - self.first
-        is_own_BS = (row_BS >= 0) & (row_BS < len(self.weight)) | (tokens_BS >= self.words)
-        x_BSM = F.embedding(row_BS.where(is_own_BS, 0), self.weight) * is_own_BS[..., None]
+        own_BS = (row_BS >= 0) & (row_BS < len(self.weight)) | (tokens_BS % self.words != tokens_BS)
+        x_BSM = F.embedding(row_BS.where(own_BS, 0), self.weight) * own_BS[..., None]
         return reduce_from_tp_region(x_BSM, *self.region)
 
 

@@ -40,7 +40,7 @@ from full.logs import do_step, read_reference, rollout_line
 from full.optimizer import persistent_buffers
 from full.ranks import quietly
 from full.report import as_page, as_text
-from full.rollouts import Sampler, Trajectory, draw_prompts, play
+from full.rollouts import Sampler, Trajectory, at_once, draw_prompts, play
 from full.run import ERRORS, ONE_PROCESS, build, build_teacher, one_process, policy_in, shape_of
 from full.tasks import TaskError, asking
 from full.text import make_task
@@ -173,7 +173,7 @@ class Replay(Engine):
     lines: {step: {group: its lines}}.
     """
 
-    start = Sampler.start
+    start = staticmethod(at_once)
 
     def __init__(self, lines):
         self.urls = [""]

@@ -37,7 +37,7 @@ from full.packing import (
 from full.ranks import summed
 from full.ring import indices, ring_attention
 from full.rollouts import (
-    DEMO_PLAY, DEMO_PROMPT, Trajectory, demonstrations, draw_prompts, evaluate, play,
+    DEMO_PLAY, DEMO_PROMPT, Trajectory, at_once, demonstrations, draw_prompts, evaluate, play,
 )  # fmt: skip
 from full.tree import packed_tree, packed_tree_attention, wanted_edges
 from full.trie import TokenTrie
@@ -127,7 +127,7 @@ def collect(config, task, sampler, step):
         rollouts |= {group: trajectories for (group, _, _), trajectories in zip(starts, played)}
         round_3PG = table_of_groups(
             groups, rollouts, config.group, 3, lambda t: (t.reward, t.mask.sum(), t.truncated),
-            sampler.group,
+            getattr(sampler, "group", None),
         )
         table_3PG = np.concatenate([table_3PG, round_3PG], axis=1)
 
@@ -183,6 +183,7 @@ class RolloutQueue:
         self.next = first_step + len(self.pending)
         self.last = last
         self.clock = StepClock(trainer.device)
+        self.start = getattr(trainer.sampler, "start", at_once)
         self.idle_since = time.perf_counter()
         self.pushed = None  # version of the weights that the sampler has got
         self.shown = None  # a trajectory of the latest evaluation
@@ -199,10 +200,9 @@ class RolloutQueue:
         self.trainer.where = f"step {step}"
         self.push()
         version = self.trainer.policy_version
-        start = self.trainer.sampler.start
         with timed(self.clock.seconds, "wait_rollout"):
             while self.next <= min(step + self.config.staleness, self.last):
-                self.pending[self.next] = start(self.sample, self.next, version)
+                self.pending[self.next] = self.start(self.sample, self.next, version)
                 self.next += 1
             return self.pending.pop(step).result()
 
@@ -235,7 +235,7 @@ class RolloutQueue:
         with timed(self.clock.seconds, "eval"):
             # After batches that are still being sampled: no update may have asked for a push.
             sampler = self.trainer.sampler
-            played = sampler.start(evaluate, self.config, self.task, sampler)
+            played = self.start(evaluate, self.config, self.task, sampler)
             solved, self.shown = played.result()
         self.idle_since = time.perf_counter()
         return solved

@@ -172,15 +172,13 @@ def asker_of(task):
 class Sampler:
     """Sample with a model of this process, or of the ranks that its plan splits it over.
 
-    Rollouts, evaluation, tasks and the loop know these three methods of a sampler, its `group`, and
-    nothing else of it. To sample by another program, write a class that has them.
-
-    group: process group of the collectives of a function that `start` was given. None: the default.
+    Rollouts, evaluation, tasks and the loop know these two methods of a sampler, and nothing else
+    of it. To sample by another program, write a class that has them. If it leaves this process the
+    time to train meanwhile, it may also have `start`, see `at_once`, and `group`: the process group
+    of the collectives of what was started.
     """
 
     ELSEWHERE = "another rank has the task's state of this episode"
-
-    group = None
 
     def __init__(self, model):
         self.model = model
@@ -192,13 +190,6 @@ class Sampler:
         """
         # What the two models hold in one memory needs no copy: see `shard_generator`.
         copy_weights(model, self.model, optimizer)
-
-    def start(self, function, *args) -> Future:
-        """Return the Future of function(*args), which samples. Functions run one after another."""
-        # A sampler in this process leaves no device to train on: the call ends before this returns.
-        future = Future()
-        future.set_result(function(*args))
-        return future
 
     def generate(self, rows, /, *, ending=None, **how) -> list:
         """Decode this rank's rows as `generate` does, whose keywords these are.
@@ -253,11 +244,22 @@ class Sampler:
                 episodes[n].heard = (self.ELSEWHERE, *told[n])
 
 
+def at_once(function, *args) -> Future:
+    """Call a function that samples, and return a Future that has its result.
+
+    It is the `start` of a sampler in this process, which leaves no device to train on. A sampler
+    that has a `start` of its own returns before the end, and calls functions one after another.
+    """
+    future = Future()
+    future.set_result(function(*args))
+    return future
+
+
 def play(config, task, sampler, starts, key) -> list:
     """Play every start `group` times. Return lists of trajectories, by group, in rollout order.
 
     starts: list of (group number, state, prompt tokens), of this rank.
-    sampler: a Sampler, or an object with its methods and group.
+    sampler: a Sampler, or an object with its methods.
     key: (seed, step). Draw t of rollout r of group g is uniforms((seed, step, g, r))[t].
 
     Collective under a plan.

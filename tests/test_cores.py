@@ -12,6 +12,7 @@ from test_ranks import as_script
 import models
 import parallel
 import ring_attention
+import train_grpo
 
 WORDS = {"train_grpo": ("--steps", "1")}  # after its check it trains
 
@@ -110,3 +111,54 @@ def test_more_plans_equal_one_process(world):
 def test_a_sharded_head_has_the_defaults_of_a_whole_one():
     heads = models.Transformer.logprobs, parallel.vocab_parallel_logprobs
     assert [head.__kwdefaults__ for head in heads] == [{"temperature": 1.0}] * 2
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("token", [-1, 5, 6])
+def test_a_word_that_there_is_not_is_refused_by_a_sharded_embedding(process_group, token):
+    embedding = torch.nn.Embedding(5, 2)
+    sharded = parallel.VocabParallelEmbedding(embedding, dist.group.WORLD, False)
+    word = torch.tensor([[4]])
+    assert sharded(word).equal(embedding(word))
+    with pytest.raises(IndexError):
+        sharded(torch.tensor([[token]]))
+
+
+@pytest.mark.quick
+def test_a_draw_decides_with_all_of_its_digits(monkeypatch):
+    """In float32 the draw 1 - 2**-50 would be 1."""
+    draws = []
+    sample = models.sample
+
+    def sample_and_note(logits_BV, uniform_B, /, **given):
+        draws.append(uniform_B)
+        return sample(logits_BV, uniform_B, **given)
+
+    monkeypatch.setattr(models, "sample", sample_and_note)
+    model = models.Transformer(models.ModelConfig(5, 4, 4, 1, 2, 1, 2))
+    models.generate(model, [models.Row([0], [1 - 2**-50])], max_new_tokens=1)
+    assert draws[0].tolist() == [1 - 2**-50]
+
+
+@pytest.mark.quick
+def test_a_policy_begins_with_norms_of_one_and_small_matrices():
+    config = train_grpo.Config()
+    task = train_grpo.Guess(config)
+    weights, again = (list(train_grpo.build_policy(config, task).parameters()) for _ in range(2))
+    assert all(a.equal(b) for a, b in zip(weights, again, strict=True))
+    assert all((weight == 1).all() for weight in weights if weight.dim() == 1)
+    entries = torch.cat([weight.flatten() for weight in weights if weight.dim() == 2])
+    assert entries.std().item() == pytest.approx(0.02, rel=0.02)
+
+
+@pytest.mark.quick
+def test_an_evaluation_is_the_fraction_of_solved_prompts(process_group, monkeypatch):
+    config = train_grpo.Config(eval_prompts=4)
+    task = train_grpo.Guess(config)
+    trainer = train_grpo.Trainer(config, train_grpo.build_policy(config, task), parallel.Grid("d1"))
+    source = train_grpo.Source(config, task, trainer)
+    episodes = [train_grpo.Episode((), 0, n, (), [0], 1) for n in range(4)]
+    for episode, reward in zip(episodes, (1.0, 0.2, 1.0, 1.0), strict=True):
+        episode.reward = reward
+    monkeypatch.setattr(source, "play", lambda *given: {n: [e] for n, e in enumerate(episodes)})
+    assert source.evaluate() == 0.75 and source.shown is episodes[3]
