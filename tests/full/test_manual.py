@@ -97,6 +97,7 @@ TABLE = {
                     "mutate::a_slip_is_caught_or_listed"),
 
     # Measurements.
+    "python tests/bench/measure_exact.py": "exact::the_table_has_a_row_for_each_way",
     BENCH: "grpo_matrix::bench_runs_at_toy_size",
     f"{BENCH} ring --repeats 5": " --repeats 1 --tokens 64",
     f"{BENCH} ring memory": " --tokens 64",
