@@ -6,8 +6,8 @@ kernel chooses the order by the shapes of its arguments. So a token that is deco
 a policy to itself is not 1. `make_exact` gives a model a forward in which no result depends on
 other tokens, or on how many there are:
 
-    products    rows are padded to a multiple of 16, and taken at most 256 at a time. From some
-                number of rows on, a kernel sums along K in one order for all of them.
+    products    rows are padded to a multiple of 16, and taken at most 256 at a time: many kernels
+                sum along K in one order from some number of rows on. Else they are taken by 16.
     attention   over blocks of 64 keys, of which the first begins at position 0, one after another.
                 A block that a query does not see adds exact zeros, so it may be left out.
     functions   exp, log, cos, silu and the like get a multiple of 64 numbers. Kernels compute the
@@ -15,8 +15,8 @@ other tokens, or on how many there are:
     log-probs   the sampler and the trainer compute them by one formula, from equal logits.
 
 All else in the model works on one token at a time, by sums of one row and by + - * / and roots,
-which IEEE 754 rounds in one way. Nobody promises that a kernel keeps its order:
-`require_exact_kernels` tries the model's own shapes, and refuses a machine on which it does not.
+which IEEE 754 rounds in one way. Nobody promises that a kernel keeps its order: each shape is
+tried, and `require_exact_kernels` refuses a machine on which there is no order.
 The backward is the ordinary one. The cost is in full/RESULTS.md.
 
 Equations (1) and (3) are in ring_attention.py, (7) to (9) in models.py.
@@ -42,7 +42,7 @@ from full.model_config import Rope
 from full.transformer import Transformer
 
 ROWS = 16  # a product has a multiple of so many rows
-TILE = 256  # and at most so many
+TILES = 256, ROWS  # and at most so many: the first number with which it is exact
 KEYS = 64  # of a block
 NUMBERS = 64  # of which a function gets a multiple: more than any vector register holds
 
@@ -53,13 +53,59 @@ def elementwise(function, x):
     return function(flat)[: x.numel()].view_as(x)
 
 
-def product(x_NK, weight_IK):
-    """Return x weight^T, (N, I): the bits of a row do not depend on the other rows."""
+def tiles_of(x_NK, weight_IK, tile):
+    """Return x weight^T, (N, I), by products of at most `tile` rows."""
     tiles = []
-    for x_nK in x_NK.split(TILE):
+    for x_nK in x_NK.split(tile):
         padded = F.pad(x_nK, (0, 0, 0, -len(x_nK) % ROWS))
         tiles.append(F.linear(padded, weight_IK)[: len(x_nK)])
     return torch.cat(tiles) if len(tiles) > 1 else tiles[0]
+
+
+def product(x_NK, weight_IK):
+    """Return x weight^T, (N, I): the bits of a row do not depend on the other rows."""
+    tile = tile_of(*weight_IK.shape, weight_IK.dtype, weight_IK.device)
+    return tiles_of(x_NK, weight_IK, tile)
+
+
+@functools.cache
+def tile_of(I, K, dtype, device) -> int:
+    """Return the largest of TILES with which products of a shape are exact on this machine.
+
+    Rows are taken alone, and in groups of other sizes and places. ValueError if none is exact.
+    """
+    x_NK, weight_IK = draw(TILES[0], K, dtype, device), draw(I, K, dtype, device)
+    for tile in TILES:
+        whole_NI = tiles_of(x_NK, weight_IK, tile)
+        groups = [slice(*ends) for ends in ((0, 1), (3, 4), (5, 22), (9, 100), (200, len(x_NK)))]
+        if all(torch.equal(tiles_of(x_NK[n], weight_IK, tile), whole_NI[n]) for n in groups):
+            return tile
+    raise ValueError(f"the bits of a product of width {K} to {I} in {dtype}")
+
+
+def batched_product(a_nRX, b_nXY):
+    """Return a[n] @ b[n], (n, R, Y), for R in whole groups of ROWS: a row's bits are its own."""
+    if rows_are_free(*b_nXY.shape[1:], a_nRX.dtype, a_nRX.device):
+        return torch.bmm(a_nRX, b_nXY)
+    groups = a_nRX.shape[1] // ROWS
+    tiles = torch.bmm(a_nRX.reshape(-1, ROWS, a_nRX.shape[2]), b_nXY.repeat_interleave(groups, 0))
+    return tiles.view(*a_nRX.shape[:2], -1)
+
+
+@functools.cache
+def rows_are_free(X, Y, dtype, device) -> bool:
+    """Return whether the bits of torch.bmm depend on neither the rows nor the matrices."""
+    a_nRX = draw(6 * 8 * ROWS, X, dtype, device).view(6, -1, X)
+    b_nXY = draw(6 * X, Y, dtype, device).view(6, X, Y)
+    whole = torch.bmm(a_nRX, b_nXY)
+    cuts = (slice(1), slice(ROWS)), (slice(1, 4), slice(ROWS, 4 * ROWS)), (slice(5, 6), slice(128))
+    return all(torch.equal(torch.bmm(a_nRX[n, r].contiguous(), b_nXY[n]), whole[n, r])
+               for n, r in cuts)  # fmt: skip
+
+
+def draw(N, K, dtype, device):
+    """Return random numbers (N, K), the same in each call."""
+    return torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
 
 class Product(torch.autograd.Function):
@@ -143,7 +189,7 @@ def exact_attention(q_BHSD, k_BGCD, v_BGCD, first_B, scale, window=None):
         hidden_nRK = key_K > at_nR1[:, rows]
         if window is not None:
             hidden_nRK = hidden_nRK | (key_K <= at_nR1[:, rows] - window)
-        s_nRK = torch.bmm(q_nRD[:, rows].contiguous(), k_nKD.mT) * scale  # (1)
+        s_nRK = batched_product(q_nRD[:, rows].contiguous(), k_nKD.mT) * scale  # (1)
         s_nRK = s_nRK.masked_fill_(hidden_nRK, -math.inf)
 
         # A query that has seen nothing yet has a maximum of -inf, and no difference to it.
@@ -153,7 +199,7 @@ def exact_attention(q_BHSD, k_BGCD, v_BGCD, first_B, scale, window=None):
         p_nRK = elementwise(torch.exp, s_nRK - finite)
         keep = elementwise(torch.exp, before - finite)
         total_nR1[:, rows] = total_nR1[:, rows] * keep + p_nRK.sum(-1, keepdim=True)
-        out_nRD[:, rows] = out_nRD[:, rows] * keep + torch.bmm(p_nRK, v_nKD)
+        out_nRD[:, rows] = out_nRD[:, rows] * keep + batched_product(p_nRK, v_nKD)
         top_nR1[:, rows] = top
 
     def per_head(x_nRX):
@@ -287,7 +333,7 @@ class ExactTransformer(Transformer):
     def logprobs(self, hidden, targets, /, *, temperature: float = 1.0):
         """Return (8) and (9) of targets (N,) given hidden (N, M): two (N,), float32 or better."""
         cap = self.config.final_logit_softcapping
-        options = LogprobOptions(temperature, cap, TILE, 0, None, 0)
+        options = LogprobOptions(temperature, cap, TILES[0], 0, None, 0)
         self.require_tokens(targets[None])
         return ExactLogprobs.apply(hidden, self.head_weight, targets, options, self.logits)
 
@@ -306,37 +352,44 @@ def make_exact(model) -> ExactTransformer:
 
 @torch.no_grad()
 def require_exact_kernels(model, device="cpu") -> None:
-    """Raise ValueError if a kernel of this machine has other bits for other numbers of rows.
+    """Raise ValueError if this machine has a kernel whose bits depend on other rows or numbers.
 
     model: its shapes and dtype are tried; it may be on the meta device.
     """
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape, dtype):
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
-    # The rows of a product, and each alone or in a group of another size and place.
-    weights = [p for p in model.parameters() if p.dim() > 1]
-    for I, K, dtype in sorted({(*p.shape[-2:], p.dtype) for p in weights}, key=str):
-        x_NK, weight_IK = draw(TILE, K, dtype=dtype), draw(I, K, dtype=dtype)
-        whole_NI = product(x_NK, weight_IK)
-        for low, high in ((0, 1), (3, 4), (5, 22), (9, 100), (200, TILE)):
-            if not torch.equal(product(x_NK[low:high], weight_IK), whole_NI[low:high]):
-                raise ValueError(
-                    f"--exact: on this machine the bits of a product of width {K} to {I} in "
-                    f"{str(dtype)[6:]} depend on the number of rows; leave it out, or try another "
-                    f"machine or another torch")  # fmt: skip
-
-    # A row of tokens, and its last token alone.
     c = model.config
-    wide = torch.promote_types(model.head_weight.dtype, torch.float32)
-    sizes = dict(H=c.num_attention_heads, G=c.num_key_value_heads)
-    q, k, v = (draw(3, sizes[x], 2 * KEYS + 5, c.head_dim, dtype=wide) for x in "HGG")
-    out, _ = exact_attention(q, k, v, [0] * 3, 1.0)
-    for n in (0, 17, KEYS, 2 * KEYS + 4):
-        one = slice(n, n + 1)
-        alone, _ = exact_attention(q[1:2, :, one], *(x[1:2, :, : n + 1] for x in (k, v)), [n], 1.0)
-        if not torch.equal(alone, out[1:2, :, one]):
-            raise ValueError(
-                f"--exact: on this machine the bits of attention with heads of {c.head_dim} depend "
-                f"on the number of queries; leave it out, or try another machine or torch")
+    dtype = model.head_weight.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    device = torch.device(device)
+    try:
+        for p in [p for p in model.parameters() if p.dim() > 1]:
+            tile_of(*p.shape[-2:], p.dtype, device)
+
+        # A row of tokens, and each of some of its tokens alone.
+        sizes = dict(H=c.num_attention_heads, G=c.num_key_value_heads)
+        S, D = 2 * KEYS + 5, c.head_dim
+        q, k, v = (draw(3 * sizes[x] * S, D, wide, device).view(3, -1, S, D) for x in "HGG")
+        out, _ = exact_attention(q, k, v, [0] * 3, 1.0)
+        for n in (0, 17, KEYS, S - 1):
+            keys = [x[1:2, :, : n + 1] for x in (k, v)]
+            alone, _ = exact_attention(q[1:2, :, n : n + 1], *keys, [n], 1.0)
+            require_equal(alone, out[1:2, :, n : n + 1], f"attention with heads of {D}")
+
+        # Functions of numbers, and sums of rows.
+        x_NM = draw(67, c.hidden_size, dtype, device)
+        functions = {"exp": torch.exp, "cos": torch.cos, "sin": torch.sin, "tanh": torch.tanh,
+                     c.hidden_act: models.ACTIVATIONS[c.hidden_act]}  # fmt: skip
+        for name, function in functions.items():
+            found = elementwise(function, x_NM)[5:9], elementwise(function, x_NM[5:9])
+            require_equal(*found, f"{name} in {dtype}")
+        norm = functools.partial(F.rms_norm, normalized_shape=x_NM.shape[1:])
+        for name, function in (("norms", norm), ("softmax", lambda x: x.double().softmax(-1))):
+            require_equal(function(x_NM)[5:9], function(x_NM[5:9]), f"{name} in {dtype}")
+    except ValueError as error:
+        raise ValueError(f"--exact: on this machine {error} depend on other rows; leave it out, or "
+                         f"try another machine, or another torch") from error  # fmt: skip
+
+
+def require_equal(a, b, what):
+    """Raise ValueError unless two tensors are equal to the bit."""
+    if not torch.equal(a, b):
+        raise ValueError(f"the bits of {what}")
