@@ -7,6 +7,7 @@ that has others, and is tried on one whose product is spoiled.
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import shortened, slow
 from measure_exact import WAYS, main
 from test_audit import edit_line
@@ -136,7 +137,7 @@ def test_gradients_are_the_ordinary_ones(name):
 
 # A slip in each mechanism: of one side, since equal slips of both cancel.
 SLIPS = {
-    "rows": ("product", lambda x, weight: torch.cat([y @ weight.T for y in x.split(1)])),
+    "products": ("product", lambda x, weight: (x.double() @ weight.double().T).float()),
     "block": ("KEYS", 48),
     "functions": ("NUMBERS", 1),
     "float32 log-probs": ("ExactLogprobs", None),
@@ -157,6 +158,9 @@ def test_a_slip_in_each_mechanism_shows(monkeypatch, name):
 
         monkeypatch.setattr(model, "logprobs", logprobs)
     elif name == "functions":  # of the sampler, whose tensors are small: most of it is an end
+        x = torch.linspace(-3, 3, 67)
+        if torch.equal(torch.cat([F.silu(x[:5]), F.silu(x[5:])]), F.silu(x)):
+            pytest.skip("the end of a tensor is not computed otherwise on this machine")
         with monkeypatch.context() as patch:
             patch.setattr(exact, where, what)
             rows = played(model)
