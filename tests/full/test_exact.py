@@ -42,8 +42,8 @@ def played(model, **how):
     """Rows of several prompts, some of them equal, at temperature 0.7."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 53, n).tolist() for n in (1, 3, 3, 17, 30, 90)]
-    rows = [models.Row(prompt, rng.random(60)) for prompt in prompts * 2]
-    how = dict(max_new_tokens=60, temperature=0.7, end=(7,)) | how
+    rows = [models.Row(prompt, rng.random(40)) for prompt in prompts * 2]
+    how = dict(max_new_tokens=40, temperature=0.7, end=(7,)) | how
     return generate(model, rows, **how)
 
 
@@ -63,7 +63,7 @@ def gaps(model, rows):
 
 @pytest.mark.parametrize("name", shortened(
     [f"{name} {dtype}" for name, dtype in FAMILIES],
-    "gemma3_text float32", "qwen3_moe bfloat16", "qwen2 float64"))  # fmt: skip
+    "gemma3_text float32", "qwen3_moe bfloat16"))  # fmt: skip
 def test_every_family_samples_with_the_bits_of_the_trainer(name):
     """Prompts of all lengths, rows that enter and leave, forks; windows, norms, biases, experts."""
     name, dtype = name.split()
@@ -81,7 +81,7 @@ def test_every_family_samples_with_the_bits_of_the_trainer(name):
             child.queue.extend((3, 4))
         return children
 
-    for how in ({}, dict(slots=3), dict(after=fork), dict(after=fork, slots=5)):
+    for how in ({}, dict(after=fork, slots=5)):
         found = gaps(model, played(model, **how))
         assert len(found) > 100 and (found == 0).all(), how
 
