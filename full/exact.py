@@ -42,7 +42,7 @@ from full.model_config import Rope
 from full.transformer import Transformer
 
 ROWS = 16  # a product has a multiple of so many rows
-TILES = 256, ROWS  # and at most so many: the first number with which it is exact
+TILES = 256, ROWS  # and at most so many: the first number that is exact on this machine
 KEYS = 64  # of a block
 NUMBERS = 64  # of which a function gets a multiple: more than any vector register holds
 
@@ -95,12 +95,16 @@ def batched_product(a_nRX, b_nXY):
 @functools.cache
 def rows_are_free(X, Y, dtype, device) -> bool:
     """Return whether the bits of torch.bmm depend on neither the rows nor the matrices."""
+    # q k^T has a transposed factor, and p v has not.
     a_nRX = draw(6 * 8 * ROWS, X, dtype, device).view(6, -1, X)
-    b_nXY = draw(6 * X, Y, dtype, device).view(6, X, Y)
-    whole = torch.bmm(a_nRX, b_nXY)
+    numbers = draw(6 * X, Y, dtype, device)
     cuts = (slice(1), slice(ROWS)), (slice(1, 4), slice(ROWS, 4 * ROWS)), (slice(5, 6), slice(128))
-    return all(torch.equal(torch.bmm(a_nRX[n, r].contiguous(), b_nXY[n]), whole[n, r])
-               for n, r in cuts)  # fmt: skip
+    for b_nXY in numbers.view(6, X, Y), numbers.view(6, Y, X).mT:
+        whole = torch.bmm(a_nRX, b_nXY)
+        for n, r in cuts:
+            if not torch.equal(torch.bmm(a_nRX[n, r].contiguous(), b_nXY[n]), whole[n, r]):
+                return False
+    return True
 
 
 def draw(N, K, dtype, device):
@@ -109,7 +113,7 @@ def draw(N, K, dtype, device):
 
 
 class Product(torch.autograd.Function):
-    """`product`, with the gradient of any product: nobody samples by it, so it needs no order."""
+    """`product` with an ordinary gradient, which needs no order: no sampler is compared with it."""
 
     @staticmethod
     def forward(ctx, x_NK, weight_IK):
@@ -172,8 +176,8 @@ def exact_attention(q_BHSD, k_BGCD, v_BGCD, first_B, scale, window=None):
     total_nR1 = torch.zeros_like(top_nR1)
     out_nRD = torch.zeros_like(q_nRD)
     for start in range(0, C, KEYS):
-        # Which of the queries does a row see this block with? Those at positions start and later,
-        # and with a window only as far as that reaches. Rounded outwards to whole groups of rows.
+        # Which queries see this key block? Those at positions `start` and later, and with a window
+        # up to end + window - 2. Rounded outwards to whole groups of rows.
         end = start + KEYS
         low = max(0, start - max(first_B)) * h // ROWS * ROWS
         high = R
@@ -342,7 +346,11 @@ EXACT = {nn.Linear: Linear, Experts: ExactExperts, Transformer: ExactTransformer
 
 
 def make_exact(model) -> ExactTransformer:
-    """Give a `Transformer` and its parts the classes of this file, in place, and return it."""
+    """Give a `Transformer` and its parts the classes of this file, in place, and return it.
+
+    Its attention is exact where `hidden` is given `packed_attention`, or that of its cache_class.
+    One thread: torch cuts a tensor among several, and each part has an end.
+    """
     for part in [*model.modules(), model.rope]:
         part.__class__ = EXACT.get(type(part), type(part))
         if hasattr(part, "act"):
