@@ -15,7 +15,6 @@ import functools
 import itertools
 import math
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -176,10 +175,8 @@ class RolloutQueue:
         self.task = task
         self.trainer = trainer
         self.first_step = first_step
-        self.pending = {}  # number of a batch -> its Future
-        for number, batch in (pending or {}).items():
-            self.pending[number] = Future()
-            self.pending[number].set_result(batch)
+        pending = pending or {}
+        self.pending = {n: at_once(pending.get, n) for n in pending}  # batch number -> its Future
         self.next = first_step + len(self.pending)
         self.last = last
         self.clock = StepClock(trainer.device)

@@ -645,8 +645,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         try:
-            answer = self.answered()
-            self.send(200, {} if answer is None else answer)
+            self.send(200, self.answered())
         except Refused as error:
             self.send(error.code, {"error": f"{error}"[:500]})
         except TimeoutError:

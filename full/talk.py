@@ -7,7 +7,6 @@
 
 import argparse
 import contextlib
-import copy
 import dataclasses
 import json
 import math
@@ -33,6 +32,7 @@ from full.run import (
 )  # fmt: skip
 from full.tasks import asking
 from full.text import Jsonl, Text, make_task, plain_prompt, template_of
+from full.transformer import Transformer
 from train_grpo import EVALUATION
 
 
@@ -106,9 +106,10 @@ def sampler_of(model, engine):
         return
 
     # The engine may read the folder of this process's runs, as in training.
-    dtype = str(model.head_weight.dtype).removeprefix("torch.")
-    config = Config(engine=engine, generator_dtype=dtype)
-    shape = copy.deepcopy(model).to("meta")
+    dtype = model.head_weight.dtype
+    config = Config(engine=engine, generator_dtype=str(dtype).removeprefix("torch."))
+    with torch.device("meta"):
+        shape = Transformer(model.config).to(dtype)
     sampler = Engine(config, shape)
     Path("runs").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="engine-", dir="runs") as folder:
