@@ -122,6 +122,7 @@ class Config(train_grpo.Config):
     staleness: int = 0  # K: batch b is sampled with the weights of step b - K; 0: on-policy
     batch_rows: int = 1024  # rollouts that a rank decodes at a time; a new one enters as one ends
     exact: bool = False  # the sampler's log-probs are the trainer's, bit for bit; slower
+    replay_routes: bool = False  # experts: the trainer uses those that the sampler chose (R3)
     forks: int = 1  # children of a trajectory at a turn boundary (tree rollouts)
     fork_turns: int = 0  # turn boundaries that fork; group must divide by forks ** fork_turns
     dynamic_sampling: bool = False  # drop groups whose rewards are all equal (DAPO)
@@ -356,6 +357,11 @@ class Config(train_grpo.Config):
         }  # fmt: skip
         if self.exact:
             wrong += [f"--exact has no {x}" for x in sums if sums[x]]
+
+        # The ranks of c share a sequence, and an engine does not tell which experts it used.
+        if self.replay_routes:
+            lacks = {"c in --plan": plan.cp > 1, "--engine": self.engine}
+            wrong += [f"--replay-routes has no {x}" for x in lacks if lacks[x]]
 
         # An engine has a plan of its own, and its format has no bias of routers.
         if self.engine and self.plans.generator:

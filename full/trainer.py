@@ -218,8 +218,16 @@ class Trainer(train_grpo.Trainer):
         # their gradients only have to be added, which is what backward() does to .grad. Each layer
         # of experts attaches its term of (8) as it runs.
         self.experts.begin(batch, num_sequences)
-        run.forward_backward([t.tokens for t in together], [t.mask for t in together], loss_of)
+        given = [t.tokens for t in together], [t.mask for t in together], loss_of
+        run.forward_backward(*given, routes=self.routes_of(together))
         return self.metrics_of_all_ranks(measured, batch, run.tokens_run)
+
+    def routes_of(self, batch) -> list | None:
+        """Return the experts that the sampler recorded of each trajectory, if they are replayed."""
+        # Demonstrations have no sampler.
+        if not self.config.replay_routes or any(t.supervised for t in batch):
+            return None
+        return [t.routes for t in batch]
 
     def settings(self) -> dict:
         """Return the keywords of `grpo_loss` that are flags."""
@@ -338,7 +346,9 @@ class Trainer(train_grpo.Trainer):
         model = model or self.model
         together, first = gather_replica(model, batch)
         run = self.batches(model)
-        scores = run.forward([t.tokens for t in together], [t.sampled for t in together])
+        # A reference and a teacher are other models: their routers select.
+        routes = self.routes_of(together) if model is self.model else None
+        scores = run.forward([t.tokens for t in together], [t.sampled for t in together], routes)
         own = scores[first : first + len(batch)]
         return [columns[column].double().numpy() for columns in own]
 

@@ -114,7 +114,8 @@ class Transformer(models.Transformer):
         attention: attention(q, k, v, layer=, scale=) -> (B, H, S, D), with q (B, H, S, D) and with
             k and v (B, G, S, D). Sliding layers add window=. Default: `self.attention`.
         on_routing: on_routing(p (N, E), ids of experts (N, K), layer=), called once in each sparse
-            layer. It returns a loss to attach, or None. Such as a `Balance`. Default: no call.
+            layer. It returns a loss to attach, or None. Such as a `Balance`. If it has a method
+            `choose`, this replaces the router's ids, see `Replay`. Default: no call.
 
         ValueError for other shapes, and on a CPU for ids that are not in the vocabulary.
         """

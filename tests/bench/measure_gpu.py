@@ -246,7 +246,8 @@ def grpo_rows(device, few):
 
     steps = measure_grpo.STEPS
     if few:
-        steps = {name: steps[name] for name in ("per_branch, CISPO, TIS",)}
+        steps = {name: steps[name] for name in (
+            "per_branch, CISPO, TIS", "balanced experts, filter")}
     for name, error in measure_grpo.invariances(device, steps).items():
         yield name, error, 1e-12
 
