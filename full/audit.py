@@ -46,7 +46,7 @@ from full.rollouts import Sampler, Trajectory, at_once, draw_prompts, play
 from full.run import ERRORS, ONE_PROCESS, build, build_teacher, one_process, policy_in, shape_of
 from full.tasks import TaskError, asking
 from full.text import make_task
-from full.trainer import Trainer, keep_states_wide
+from full.trainer import Trainer, keep_wide
 from train_grpo import EVALUATION, ROLLOUT
 
 
@@ -364,7 +364,7 @@ class Case:
             return None
         stored = getattr(torch, self.config.compute)
         teacher = load_hf(self.config.teacher, dtype=stored).requires_grad_(False)
-        return widened(keep_states_wide(self.config, teacher), dtype)
+        return widened(keep_wide(self.config, teacher), dtype)
 
     def state(self, kind, dtype):
         """Return the State before the step, of a kind and in a precision."""

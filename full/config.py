@@ -115,6 +115,7 @@ class Config(train_grpo.Config):
     dtype: Dtype = "float32"  # of the trainer's weights
     compute_dtype: Literal["", Dtype] = ""  # of matrix products, coarser than --dtype; empty: same
     generator_dtype: Literal["", Dtype] = ""  # of the generator's weights; empty: --compute-dtype
+    head_dtype: Literal["", "float32"] = ""  # of the head's product; empty: as others
     device: Literal["", "cpu", "cuda"] = ""  # empty: cuda where there is one
     # rollouts
     engine: str = ""  # URL[,URL..] of vLLM, SGLang or `full.engine serve`; empty: this process
@@ -300,6 +301,8 @@ class Config(train_grpo.Config):
             "--advantage teacher": (self.advantage == "teacher", "teacher"),
             "--advantage gae": (self.advantage == "gae", "gae_lambda", "value_coef"),
             "--kl-coef": (self.kl_coef, "kl", "kl_in"),
+            "products in bfloat16":
+                ("bfloat16" in (self.compute, self.rollout_dtype), "head_dtype"),
             "an --advantage of rewards": (self.advantage != "teacher", "overlong_buffer"),
             "--proximal, or --minibatches 1 and no --staleness: else old is the sampler itself":
                 (old_is_own, "importance_cap"),
@@ -354,6 +357,7 @@ class Config(train_grpo.Config):
             "--data-parallel fsdp": self.data_parallel == "fsdp", "--engine": self.engine,
             "--compile": self.compile, "--threads 2 or more": self.threads > 1,
             "--generator-dtype of its own": self.rollout_dtype != self.compute,
+            "--head-dtype, for it has no gap": self.head_dtype,
         }  # fmt: skip
         if self.exact:
             wrong += [f"--exact has no {x}" for x in sums if sums[x]]

@@ -46,7 +46,7 @@ from full.ranks import (
 )  # fmt: skip
 from full.tasks import Task, TaskError, asking
 from full.text import make_task
-from full.trainer import Trainer, keep_states_wide, plans_of
+from full.trainer import Trainer, keep_wide, plans_of
 from full.transformer import Transformer
 from train_grpo import EVALUATION, ROLLOUT
 
@@ -87,7 +87,7 @@ def empty_model(config, shape, dtype, *, is_teacher=False) -> Transformer:
         if config.router_bias_rate and not is_teacher:
             give_router_bias(model, config.router_bias_rate)
     model = make_exact(model) if config.exact else model
-    return keep_states_wide(config, model)
+    return keep_wide(config, model)
 
 
 def build(config, task):
@@ -405,7 +405,7 @@ def policy_in(path, config, task, dtype, alone=False):
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     weights |= {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
     read_checkpoint(path, weights, only=("model.", "buffer."), alone=alone)
-    return keep_states_wide(config, model.to(getattr(torch, dtype)).requires_grad_(False))
+    return keep_wide(config, model.to(getattr(torch, dtype)).requires_grad_(False))
 
 
 # The run's directory -----------------------------------------------------------------------------

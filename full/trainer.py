@@ -36,8 +36,12 @@ from full.transformer import Transformer, causal_attention, draw_weights
 from full.weights import share_or_allocate, split_for_decoding
 
 
-def keep_states_wide(config, model):
-    """Keep the states between layers in --dtype in mixed precision; return the model."""
+def keep_wide(config, model):
+    """Keep what the settings want wider than the weights; return the model.
+
+    These are the states between layers, in --dtype in mixed precision, and the head's product.
+    """
+    model.head_dtype = getattr(torch, config.head_dtype) if config.head_dtype else None
     if config.is_mixed:
         own = next(model.parameters()).dtype
         model.residual_dtype = torch.promote_types(own, getattr(torch, config.dtype))
@@ -128,7 +132,7 @@ class Trainer(train_grpo.Trainer):
         # has some of the tensors only.
         whole = copy.deepcopy(model) if is_empty else None
         compute_dtype = getattr(torch, config.compute) if config.is_mixed else None
-        self.model = self.shard_model(keep_states_wide(config, model), compute_dtype)
+        self.model = self.shard_model(keep_wide(config, model), compute_dtype)
         if is_empty:
             first_weights(self.model, whole, config.model, config.seed)
         self.optimizer = build_optimizer(config, self.model)
