@@ -403,8 +403,7 @@ class KVCache:
 def forward_with_cache(model, cache, tokens_BS, counts, /, **options):
     """Feed the next tokens of each row, and return the logits (B, V) after each row's last one.
 
-    tokens_BS: int64, (B, S), padded on the right. counts: how many tokens of each row are real.
-    options: of `hidden`.
+    tokens_BS: int64, (B, S), right-padded. counts: real tokens of each row. options: of `hidden`.
     """
     length_B1 = torch.tensor(cache.lengths, device=tokens_BS.device)[:, None]
     positions_BS = length_B1 + torch.arange(tokens_BS.shape[1], device=tokens_BS.device)

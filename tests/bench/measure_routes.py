@@ -1,4 +1,4 @@
-"""What `--replay-routes` does: `python tests/bench/measure_routes.py [--device cuda] [--shapes ..]`.
+"""What `--replay-routes` does: `python tests/bench/measure_routes.py [--shapes ..]`.
 
 A row for each random mixture of experts: the share of choices (a token, a layer) in which the
 trainer's router selects other experts than the sampler's did, and the gap between the log-probs of
