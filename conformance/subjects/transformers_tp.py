@@ -20,15 +20,18 @@ TOLERANCE = 1e-5  # the norms of transformers compute in float32
 transformers.logging.disable_progress_bar()
 MODEL = os.environ.get("MODEL", "llama")
 MICRO_BATCHES = int(os.environ.get("MICRO_BATCHES", 1))
+EXPERTS = "eager"  # the other implementations have no float64
 TINY = dict(
     vocab_size=12, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=4, head_dim=4, tie_word_embeddings=False, pad_token_id=None,
+    initializer_range=0.2,
 )  # fmt: skip
 
 
 def build():
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(MODEL, **TINY))
-    return model, torch.randint(12, (4, 8))
+    config = AutoConfig.for_model(MODEL, **TINY)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation=EXPERTS)
+    return model.eval(), torch.randint(12, (4, 8))  # without dropout
 
 
 def shard(model, mesh):
@@ -40,10 +43,11 @@ def shard(model, mesh):
         dist.barrier()
         config = DistributedConfig(tp_size=mesh.size())
         model = AutoModelForCausalLM.from_pretrained(
-            names[0], distributed_config=config, dtype=torch.float64
-        )
+            names[0], distributed_config=config, dtype=torch.float64,
+            experts_implementation=EXPERTS,
+        )  # fmt: skip
         dist.barrier()
-    return model
+    return model.eval()
 
 
 def clip(model, max_norm):
