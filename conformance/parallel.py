@@ -392,7 +392,8 @@ class Judge:
             largest = max([largest, *errors.values()])
             bad = [r for r, e in errors.items() if not e <= tolerance]
             if bad:
-                text, _, numbers = self.explain(kind, t, name, found, want[name], bad).partition("|")
+                text = self.explain(kind, t, name, found, want[name], bad)
+                text, _, numbers = text.partition("|")
                 wrong.setdefault((tuple(bad), text), []).append((name, numbers))
         findings = [[[name for name, _ in some], list(ranks), text + some[0][1]]
                     for (ranks, text), some in wrong.items()]  # fmt: skip
@@ -412,8 +413,8 @@ class Judge:
                 return "a stale buffer: it has not been updated"
             return "the ranks' buffers differ" if differ else "not the definition's buffer"
         if t is None:
-            return moved or ("the ranks start from different weights" if differ
-                             else "not the definition's weights: a different initialization")  # fmt: skip
+            other = "not the definition's weights: a different initialization"
+            return moved or ("the ranks start from different weights" if differ else other)
         last = self.truth["steps"][t - 1]["weights"] if t else self.truth["before"]
         if is_close(wrong, last[name], 1e-12):
             return "the optimizer did not step this parameter"

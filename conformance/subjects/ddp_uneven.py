@@ -1,7 +1,10 @@
-"""DistributedDataParallel, with as many rows on every rank: the mean of ranks is the loss's mean.
+"""DistributedDataParallel, 9 rows on 2 or 4 ranks, each rank with the mean of its own rows.
 
-    python conformance/parallel.py conformance/subjects/ddp_even.py
+    python conformance/parallel.py conformance/subjects/ddp_uneven.py
+
+This is what a loop with `loss = criterion(model(x), y)` does. `ddp.py` has the remedy.
 """
+
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -51,7 +51,9 @@ def shard(model, mesh):
     schedule = pipelining.schedules.get_schedule_class(SCHEDULE)
     several = issubclass(schedule, pipelining.schedules.PipelineScheduleMulti)
     model = nn.Module()
-    model.layers = nn.ModuleDict({k: x for s in stages for k, x in s.submod.layers.named_children()})
+    model.layers = nn.ModuleDict()
+    for stage in stages:
+        model.layers.update(dict(stage.submod.layers.named_children()))
     model.schedule = schedule(stages if several else stages[0], 4, loss_fn=mean_square)
     model.is_first, model.is_last = 0 in own, number - 1 in own
     return model

@@ -4,8 +4,8 @@ Two parallelisms, written as a trainer would write them, with an option for each
 sequence parallelism, and data parallelism.
 """
 
-import copy
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conformance import parallel as kit
-from conftest import ROOT, slow
+from conftest import ROOT
 from test_ranks import ranks
 from torch import nn
 
@@ -232,11 +232,127 @@ def test_a_right_parallelism_agrees(name, quick):
     assert max(rows["errors"].values()) < 1e-10
 
 
-def said(rows):
-    return [f"{stage}: {', '.join(names)}: {text}" for stage, names, _, text in rows["findings"]]
+def named(bug, rows):
+    """Whether a finding is in the right stage, and says what the bug is."""
+    _, stage, text = BUGS[bug]
+    lines = [f"{at}: {', '.join(some)}: {what}" for at, some, _, what in rows["findings"]]
+    return any(re.match(f"{stage}: .*{text}", line) for line in lines)
 
 
 @pytest.mark.parametrize("bug", QUICK)
 def test_a_planted_bug_is_found_and_named(bug, quick):
-    _, stage, text = BUGS[bug]
-    assert any(re.match(f"{stage}: .*{text}", line) for line in said(quick[bug])), quick[bug]
+    assert named(bug, quick[bug]), quick[bug]["findings"]
+
+
+@pytest.mark.slow
+def test_every_planted_bug_is_found_and_named(tmp_path):
+    found = ranks(tmp_path, 2, rows_of, BUGS)[0]
+    assert all(rows["findings"] for rows in found.values())
+    assert [bug for bug, rows in found.items() if not named(bug, rows)] == []
+
+
+def blind_rows(rank):
+    """What the kit says of a gather that reads rank 0 only, and of a gradient that is zero."""
+    torch.set_default_dtype(torch.float64)
+
+    def of_rank_0(model, name, x):
+        whole = gather(model, name, x)
+        return torch.cat([whole.chunk(2, CUT[name])[0]] * 2, CUT[name])
+
+    def unused():
+        model, batch = build()
+        model.unused = nn.Parameter(torch.ones(2))
+        return model, batch
+
+    def half(model, batch):
+        return loss(model, batch) + 0 * model.unused.sum()
+
+    found = {}
+    whole = dict(build=unused, loss=half, rank_loss=half, LOSS="same", shard=lambda model, mesh: model)
+    for name, functions in (("gather", dict(gather=of_rank_0)), ("zero", whole)):
+        subject = kit.subject_of({**tensor_parallel(None), **functions})
+        found[name] = kit.examine(subject, kit.define(subject), subject.MESH[2])
+    return found
+
+
+def test_what_the_comparison_cannot_see_is_reported(tmp_path):
+    found = ranks(tmp_path, 2, blind_rows)[0]
+    assert ("up.weight", 1) in found["gather"]["hidden"]
+    assert {name for name, _ in found["zero"]["hidden"]} == {"unused"}
+    lines, right = kit.report(2, dict(tp=2), found["zero"], 1e-9)
+    assert not right and "not compared: unused on rank 0" in "\n".join(lines)
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_a_loss_that_draws_random_numbers_is_refused(float64):
+    functions = dict(build=build_rows, shard=replicate,
+                     loss=lambda model, rows: square(model, rows) * torch.rand(()))  # fmt: skip
+    with pytest.raises(ValueError, match="turn dropout off"):
+        kit.define(kit.subject_of(functions))
+
+
+@pytest.mark.parametrize("functions, said", [
+    (dict(build=build, loss=loss), "got no shard"),
+    (dict(build=build, loss=loss, shard=shard, LOSS="max"), "same | mean | sum, got 'max'"),
+])  # fmt: skip
+def test_a_file_without_a_function_is_refused(functions, said):
+    with pytest.raises(ValueError) as caught:
+        kit.subject_of(functions)
+    assert said in str(caught.value)
+
+
+# The command and the README's table --------------------------------------------------------------
+
+FOLDER = ROOT / "conformance"
+README = (FOLDER / "README.md").read_text()
+COMMANDS = re.findall(r"`((?:[A-Z]\w*=\S+ )*python (?:conformance|tests)/[^`]*)`", README)
+STATUS = {  # 1: the subject differs from its definition, as the table says
+    "ddp_uneven.py": 1, "ddp.py": 0, "torch_fsdp2.py": 0, "torch_pipelining.py": 0,
+    "torch_ring.py": 0, "ours.py": 0,
+}  # fmt: skip
+
+
+def run(*argv, **environment):
+    return subprocess.run(
+        [sys.executable, "conformance/parallel.py", *argv], cwd=ROOT, capture_output=True,
+        text=True, env=os.environ | environment,
+    )  # fmt: skip
+
+
+def test_each_command_of_the_table_names_files_that_exist():
+    assert len(COMMANDS) >= 10
+    paths = {path for command in COMMANDS for path in re.findall(r"[\w/]+\.py", command)}
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    subjects = {path.name for path in FOLDER.glob("subjects/*.py")}
+    assert {path.split("/")[-1] for path in paths if "/subjects/" in path} >= subjects
+
+
+def test_the_command_prints_its_verdict():
+    done = run("conformance/subjects/ddp_uneven.py", "--ranks", "2")
+    assert done.returncode == 1, done.stderr
+    assert "they count 0.5556 and 0.4444" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", STATUS)
+def test_a_subject_has_the_result_of_the_table(file):
+    done = run(f"conformance/subjects/{file}", "--ranks", "1", "2", "4")
+    assert done.returncode == STATUS[file], done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model, micro_batches, status, text", [
+    ("llama", 1, 0, "agrees"), ("qwen3", 1, 0, "agrees"), ("qwen3", 2, 1, "q_norm"),
+    ("apertus", 1, 1, "partial over tp"),
+])  # fmt: skip
+def test_the_plans_of_transformers(model, micro_batches, status, text):
+    pytest.importorskip("transformers.distributed.configuration_utils")
+    environment = dict(MODEL=model, MICRO_BATCHES=str(micro_batches))
+    done = run("conformance/subjects/transformers_tp.py", "--ranks", "2", **environment)
+    assert done.returncode == status and text in done.stdout, done.stdout + done.stderr
