@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conformance import parallel as kit
 from conftest import ROOT
-from test_ranks import ranks
+from test_ranks import as_script, ranks
 from torch import nn
 
 CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}  # parameters that are split, and where
@@ -268,7 +268,7 @@ def blind_rows(rank):
         return loss(model, batch) + 0 * model.unused.sum()
 
     found = {}
-    whole = dict(build=unused, loss=half, rank_loss=half, LOSS="same", shard=lambda model, mesh: model)
+    whole = dict(build=unused, loss=half, rank_loss=half, LOSS="same", shard=replicate)
     for name, functions in (("gather", dict(gather=of_rank_0)), ("zero", whole)):
         subject = kit.subject_of({**tensor_parallel(None), **functions})
         found[name] = kit.examine(subject, kit.define(subject), subject.MESH[2])
@@ -333,10 +333,11 @@ def test_each_command_of_the_table_names_files_that_exist():
     assert {path.split("/")[-1] for path in paths if "/subjects/" in path} >= subjects
 
 
-def test_the_command_prints_its_verdict():
-    done = run("conformance/subjects/ddp_uneven.py", "--ranks", "2")
-    assert done.returncode == 1, done.stderr
-    assert "they count 0.5556 and 0.4444" in done.stdout
+def test_the_command_prints_its_verdict(tmp_path):
+    subject = FOLDER / "subjects" / "ddp_uneven.py"
+    code, out, err = as_script(FOLDER / "parallel.py", str(subject), "--ranks", "2", cwd=tmp_path)
+    assert code == 1, err
+    assert "they count 0.5556 and 0.4444" in out
 
 
 @pytest.mark.slow
