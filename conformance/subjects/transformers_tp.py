@@ -1,7 +1,7 @@
 """The tensor parallelism that transformers gives a model by its `tp_plan`, for a tiny Llama.
 
     python conformance/parallel.py conformance/subjects/transformers_tp.py
-    MODEL=qwen3 STEPS=2 python conformance/parallel.py conformance/subjects/transformers_tp.py
+    MODEL=apertus python conformance/parallel.py conformance/subjects/transformers_tp.py
 
 MODEL is another model_type of transformers. MICRO_BATCHES is the number of backward passes a step.
 """
