@@ -1,7 +1,7 @@
-"""Adapters of tests/conformance.py: this project's loss, and the losses of verl, TRL and OpenRLHF.
+"""Adapters of conformance/loss.py: this project's loss, and the losses of verl, TRL and OpenRLHF.
 
-    python tests/conformance.py tests/adapters.py:ours objective=gspo aggregation=sequence_mean
-    python tests/conformance.py tests/adapters.py:verl objective=gmpo   # needs verl
+    python conformance/loss.py tests/adapters.py:ours objective=gspo aggregation=sequence_mean
+    python conformance/loss.py tests/adapters.py:verl objective=gmpo   # needs verl
     python tests/adapters.py table          # the rows of full/RESULTS.md
 
 Each adapter calls the package's own function with what the package's trainer gives it.
@@ -15,8 +15,11 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import conformance
 import torch
+
+# As a script, this file finds tests/full under the name `full`, unless the root comes first.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from conformance import loss as kit
 from full.objectives import OBJECTIVES, grpo_loss
 
 CLIP = dict(clip_low=0.2, clip_high=0.28)
@@ -25,7 +28,6 @@ DROPPED = dict(clip_low=0.15, clip_high=0.15)  # DPPO's bounds
 
 def ours(batch):
     """train_grpo.grpo_loss: the caller divides by Z of the whole step, and adds everything up."""
-    sys.path.append(str(Path(__file__).resolve().parent.parent))
     # The constants of an objective are defaults at its function.
     c = batch.settings
     if c["divergence"] == "kl":
@@ -197,7 +199,7 @@ CASES = {
 
 def outcome(adapter, settings):
     """Return (number of properties passed, those that failed and why) of one row of the table."""
-    rows = conformance.conformance(adapter, settings)
+    rows = kit.conformance(adapter, settings)
     failed = {row["property"]: row["why"] for row in rows if row["verdict"] == "failed"}
     return sum(row["verdict"] == "passed" for row in rows), failed
 
@@ -212,7 +214,7 @@ def table():
             continue
         for settings in cases:
             passed, failed = outcome(adapter, settings)
-            c = conformance.DEFAULTS | adapter.SETTINGS | settings
+            c = kit.DEFAULTS | adapter.SETTINGS | settings
             what = "dual clip" if c["dual_clip"] else c["objective"]
             why = "; ".join(f"{key}: {text}" for key, text in failed.items())
             package = f"{name} {version(name)}"

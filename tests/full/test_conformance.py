@@ -12,9 +12,9 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import adapters
-import conformance
 import pytest
 import torch
+from conformance import loss as kit
 from conftest import ROOT
 from test_ranks import as_script
 from test_rollout import checkpoint  # noqa: F401, a fixture
@@ -28,7 +28,7 @@ SEQUENCES = dict(aggregation="sequence_mean")
 
 def verdicts(loss, settings):
     """Names of the properties that fail; each failure says why and has an example."""
-    rows = conformance.conformance(loss, settings)
+    rows = kit.conformance(loss, settings)
     assert len(rows) == 12 and all(row["verdict"] in ("passed", "failed") for row in rows)
     failed = [row for row in rows if row["verdict"] == "failed"]
     assert all(row["why"] and row["example"] for row in failed)
@@ -200,10 +200,10 @@ def test_trls_trainer_adds_micro_batches_up_as_its_adapter_says(tmp_path, how):
             for inputs, lp in zip(batches, log_probs, strict=True):
                 old, mask = inputs["old_per_token_logps"], inputs["completion_mask"]
                 rows = zip(inputs["advantages"], lp, old, mask)
-                sequences += [conformance.Sequence(*(x.tolist() for x in row)) for row in rows]
+                sequences += [kit.Sequence(*(x.tolist() for x in row)) for row in rows]
                 ratios.append(float((lp - old).abs().max()))
-            c = conformance.settings_of(adapters.trl, dict(aggregation=aggregation))
-            want = torch.tensor(conformance.definition(c, sequences)[1][:-1])
+            c = kit.settings_of(adapters.trl, dict(aggregation=aggregation))
+            want = torch.tensor(kit.definition(c, sequences)[1][:-1])
             errors.append(float((torch.cat(gradients) - want).norm() / want.norm()))
             counts = {int(inputs["completion_mask"].sum()) for inputs in batches}
             assert len(batches) == len(counts) == 2
@@ -480,5 +480,5 @@ def test_a_planted_fault_fails_the_right_properties(fault):
 def test_the_command_prints_a_row_for_each_property(capsys):
     """0 if all pass, 1 if one fails."""
     how = [f"{ROOT}/tests/adapters.py:ours", "objective=gspo", "aggregation=sequence_mean"]
-    assert conformance.main(how) == 0
+    assert kit.main(how) == 0
     assert capsys.readouterr().out.count("passed") >= 12

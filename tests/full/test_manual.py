@@ -88,7 +88,7 @@ TABLE = {
                     "manual::a_check_finds_the_error_of_the_results"),
     "python tests/adapters.py table":
         "conformance::the_losses_of_other_code_bases_are_what_the_table_says",
-    "python tests/conformance.py tests/adapters.py:ours objective=gspo aggregation=sequence_mean":
+    "python conformance/loss.py tests/adapters.py:ours objective=gspo aggregation=sequence_mean":
         "conformance::the_command_prints_a_row_for_each_property",
     "python tests/example_action_expert.py check": "action::the_check_passes_and_fails",
     "python tests/full/test_flags.py --seed 0 --count 1000":

@@ -1,7 +1,7 @@
 """Hold anybody's policy loss to its definition: twelve properties, in seconds, on a laptop.
 
-    python tests/conformance.py FILE.py:loss               # or MODULE:loss
-    python tests/conformance.py FILE.py:loss objective=cispo clip_high=4   # replaces SETTINGS
+    python conformance/loss.py FILE.py:loss              # or MODULE:loss
+    python conformance/loss.py FILE.py:loss objective=cispo clip_high=4   # replaces SETTINGS
 
 The file with your loss in it needs one function of about ten lines, the adapter. It gets a batch,
 calls your loss, and returns a scalar with a graph. SETTINGS say what your loss claims to be:

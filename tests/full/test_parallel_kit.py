@@ -1,0 +1,359 @@
+"""The kit of parallelisms finds planted bugs, names what they look like, and passes right ones.
+
+Two parallelisms, written as a trainer would write them, with an option for each bug: tensor with
+sequence parallelism, and data parallelism.
+"""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from conformance import parallel as kit
+from conftest import ROOT
+from test_ranks import as_script, ranks
+from torch import nn
+
+CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}  # parameters that are split, and where
+
+
+# Tensor and sequence parallelism -----------------------------------------------------------------
+
+
+class Talk(torch.autograd.Function):
+    """One function on the way forward, another one on the way back."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.backward_of = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.backward_of(dy), None, None
+
+
+def all_gather(x, dim=1):
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts, dim)
+
+
+def own(x, dim=1, shift=0):
+    world = dist.get_world_size()
+    return x.chunk(world, dim)[(dist.get_rank() + shift) % world].contiguous()
+
+
+def reduced(x):
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+class Block(nn.Module):
+    """A residual MLP. With `bug` None or a text it runs on a rank's own tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.up, self.down, self.out = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 3)
+        self.register_buffer("tokens", torch.zeros(()))
+
+    def forward(self, x, bug="whole"):
+        self.tokens += 0 if bug == "stale buffer" else x.shape[0] * x.shape[1]
+        if bug == "whole":
+            h = self.first(x)
+            return self.out(h + self.down(self.up(self.norm(h)).tanh()))
+
+        h = self.first(own(x))
+        back = own if bug == "own slice" else lambda dy: own(reduced(dy))
+        y = Talk.apply(self.norm(h), all_gather, back)
+        y = y.detach() if bug == "detached gather" else y
+        inside = self.down.bias if bug == "bias everywhere" else None
+        y = F.linear(self.up(y).tanh(), self.down.weight, inside)
+        y = Talk.apply(y, lambda y: own(reduced(y)), all_gather)
+        return self.out(h + (y if inside is not None else y + self.down.bias))
+
+
+def build():
+    return Block(), (torch.randn(2, 4, 4), torch.randn(2, 4, 3))
+
+
+def loss(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def shard(bug, model, mesh):
+    for name, dim in CUT.items():
+        shift = int(bug == "wrong shard" and name == "up.weight")
+        p = model.get_parameter(name)
+        p.data = own(p.data, dim, shift)
+    if bug == "random start":
+        torch.manual_seed(dist.get_rank())
+        model.out.reset_parameters()
+    model.last = {}
+    return model
+
+
+def rank_loss(bug, model, batch):
+    terms = (model(batch[0], bug) - own(batch[1])).square().sum() / batch[1].numel()
+    terms.backward()
+    for name, p in model.named_parameters():
+        if name not in CUT and not (bug == "norm forgotten" and name.startswith("norm.")):
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+            if bug == "summed twice":
+                dist.all_reduce(p.grad)
+            if bug == "mean":
+                p.grad /= dist.get_world_size()
+        if bug == "kept":
+            p.grad += model.last.get(name, 0)
+            model.last[name] = p.grad.clone()
+    return terms.detach()
+
+
+def gather(model, name, x):
+    return all_gather(x, CUT[name])
+
+
+def clip(bug, model, max_norm):
+    def square(name, p):
+        x = p.grad.square().sum()
+        if bug == "local norm":
+            return x
+        return reduced(x) if name in CUT or bug == "replicas in norm" else x
+
+    norm = sum(square(name, p) for name, p in model.named_parameters()).sqrt()
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
+
+
+def optimizer(bug, model, **adamw):
+    if bug == "old parameters":  # it was made before `down` was split
+        model = nn.ModuleList(x for name, x in model.named_children() if name != "down")
+    if bug == "no decay":
+        adamw["weight_decay"] = 0
+    return torch.optim.AdamW(model.parameters(), **adamw)
+
+
+def tensor_parallel(bug):
+    functions = dict(shard=shard, rank_loss=rank_loss, clip=clip, optimizer=optimizer)
+    functions = {name: functools.partial(f, bug) for name, f in functions.items()}
+    return dict(functions, build=build, loss=loss, gather=gather, LOSS="sum", MESH={2: dict(tp=2)})
+
+
+# Data parallelism --------------------------------------------------------------------------------
+
+
+def build_rows():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(8, 7)
+
+
+def square(model, rows):
+    return (model(rows[:, :4]) - rows[:, 4:]).square().mean()
+
+
+def data_loss(bug, model, batch):
+    # Three micro-batches of a row each on rank 0, or four, of as many rows on the other rank.
+    parts = batch.split((2, 6) if bug == "uneven" else (4, 4))
+    rows = parts[0 if bug == "same rows" else dist.get_rank()]
+    rows = rows[:3] if bug == "lost row" else rows
+    value = square(model, rows) / (3 if bug == "divided again" else 1)
+    value.backward()
+    for p in model.parameters():
+        if bug != "not reduced" and hasattr(model, "replicas"):
+            p.grad = reduced(p.grad) / dist.get_world_size()
+    return value.detach() * (3 if bug == "divided again" else 1)
+
+
+def replicate(model, mesh):
+    model.replicas = mesh.size()
+    return model
+
+
+def data_parallel(bug):
+    return dict(build=build_rows, shard=replicate, loss=square, LOSS="mean", MESH={2: dict(dp=2)},
+                rank_loss=functools.partial(data_loss, bug))  # fmt: skip
+
+
+# What the kit says -------------------------------------------------------------------------------
+
+BUGS = {  # for each bug: the parallelism, a stage with a finding, and what the finding says
+    "norm forgotten": (tensor_parallel, "gradient, step 1", "norm.weight.* partial over tp"),
+    "mean": (tensor_parallel, "gradient, step 1", "a mean over tp where a sum is due"),
+    "summed twice": (tensor_parallel, "gradient, step 1", "summed twice over tp"),
+    "detached gather": (tensor_parallel, "gradient, step 1", "norm.weight.* a missing gradient"),
+    "own slice": (tensor_parallel, "gradient, step 1", "right from the loss to up.* from here on"),
+    "kept": (tensor_parallel, "gradient, step 2", "the step before is still in it"),
+    "wrong shard": (tensor_parallel, "weights before", "up.weight.* a wrong rank's shard"),
+    "random start": (tensor_parallel, "weights before", "out.weight.* start from different"),
+    "bias everywhere": (tensor_parallel, "loss, step 1", "down.bias counts 2 times: every rank"),
+    "local norm": (tensor_parallel, "clip norm, step 1", "the norm of this rank's gradients only"),
+    "replicas in norm": (tensor_parallel, "clip norm, step 1", "replicas are counted once for"),
+    "old parameters": (tensor_parallel, "weights, step 1", "down.weight.* did not step"),
+    "no decay": (tensor_parallel, "weights, step 1", "no weight decay"),
+    "stale buffer": (tensor_parallel, "buffers after", "tokens.* a stale buffer"),
+    "uneven": (data_parallel, "gradient, step 1", "the ranks' means.* count 0.25 and 0.75"),
+    "same rows": (data_parallel, "gradient, step 1", "computed the same part of the batch"),
+    "lost row": (data_parallel, "gradient, step 1", "a part of the batch is on no rank"),
+    "divided again": (data_parallel, "gradient, step 1", "divided by 3 once too often"),
+    "not reduced": (data_parallel, "gradient, step 1", "not reduced over dp"),
+}
+QUICK = ("norm forgotten", "bias everywhere", "uneven", "local norm", "wrong shard", "own slice")
+RIGHT = {"tensor": tensor_parallel(None), "data": data_parallel(None)}
+
+
+def rows_of(rank, names):
+    """What the kit finds in some subjects, on the ranks of a group."""
+    torch.set_default_dtype(torch.float64)
+    found = {}
+    for name in names:
+        functions = RIGHT.get(name) or BUGS[name][0](name)
+        subject = kit.subject_of(functions)
+        found[name] = kit.examine(subject, kit.define(subject), subject.MESH[2])
+    return found
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    return ranks(tmp_path_factory.mktemp("kit"), 2, rows_of, [*RIGHT, *QUICK])[0]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_parallelism_agrees(name, quick):
+    rows = quick[name]
+    assert rows["findings"] == [] and rows["hidden"] == []
+    assert rows["planted"] == {"tensor": 20, "data": 8}[name]
+    assert max(rows["errors"].values()) < 1e-10
+
+
+def named(bug, rows):
+    """Whether a finding is in the right stage, and says what the bug is."""
+    _, stage, text = BUGS[bug]
+    lines = [f"{at}: {', '.join(some)}: {what}" for at, some, _, what in rows["findings"]]
+    return any(re.match(f"{stage}: .*{text}", line) for line in lines)
+
+
+@pytest.mark.parametrize("bug", QUICK)
+def test_a_planted_bug_is_found_and_named(bug, quick):
+    assert named(bug, quick[bug]), quick[bug]["findings"]
+
+
+@pytest.mark.slow
+def test_every_planted_bug_is_found_and_named(tmp_path):
+    found = ranks(tmp_path, 2, rows_of, BUGS)[0]
+    assert all(rows["findings"] for rows in found.values())
+    assert [bug for bug, rows in found.items() if not named(bug, rows)] == []
+
+
+def blind_rows(rank):
+    """What the kit says of a gather that reads rank 0 only, and of a gradient that is zero."""
+    torch.set_default_dtype(torch.float64)
+
+    def of_rank_0(model, name, x):
+        whole = gather(model, name, x)
+        return torch.cat([whole.chunk(2, CUT[name])[0]] * 2, CUT[name])
+
+    def unused():
+        model, batch = build()
+        model.unused = nn.Parameter(torch.ones(2))
+        return model, batch
+
+    def half(model, batch):
+        return loss(model, batch) + 0 * model.unused.sum()
+
+    found = {}
+    whole = dict(build=unused, loss=half, rank_loss=half, LOSS="same", shard=replicate)
+    for name, functions in (("gather", dict(gather=of_rank_0)), ("zero", whole)):
+        subject = kit.subject_of({**tensor_parallel(None), **functions})
+        found[name] = kit.examine(subject, kit.define(subject), subject.MESH[2])
+    return found
+
+
+def test_what_the_comparison_cannot_see_is_reported(tmp_path):
+    found = ranks(tmp_path, 2, blind_rows)[0]
+    assert ("up.weight", 1) in found["gather"]["hidden"]
+    assert {name for name, _ in found["zero"]["hidden"]} == {"unused"}
+    lines, right = kit.report(2, dict(tp=2), found["zero"], 1e-9)
+    assert not right and "not compared: unused on rank 0" in "\n".join(lines)
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_a_loss_that_draws_random_numbers_is_refused(float64):
+    functions = dict(build=build_rows, shard=replicate,
+                     loss=lambda model, rows: square(model, rows) * torch.rand(()))  # fmt: skip
+    with pytest.raises(ValueError, match="turn dropout off"):
+        kit.define(kit.subject_of(functions))
+
+
+@pytest.mark.parametrize("functions, said", [
+    (dict(build=build, loss=loss), "got no shard"),
+    (dict(build=build, loss=loss, shard=shard, LOSS="max"), "same | mean | sum, got 'max'"),
+])  # fmt: skip
+def test_a_file_without_a_function_is_refused(functions, said):
+    with pytest.raises(ValueError) as caught:
+        kit.subject_of(functions)
+    assert said in str(caught.value)
+
+
+# The command and the README's table --------------------------------------------------------------
+
+FOLDER = ROOT / "conformance"
+README = (FOLDER / "README.md").read_text()
+COMMANDS = re.findall(r"`((?:[A-Z]\w*=\S+ )*python (?:conformance|tests)/[^`]*)`", README)
+STATUS = {  # 1: the subject differs from its definition, as the table says
+    "ddp_uneven.py": 1, "ddp.py": 0, "torch_fsdp2.py": 0, "torch_pipelining.py": 0,
+    "torch_ring.py": 0, "ours.py": 0,
+}  # fmt: skip
+
+
+def run(*argv, **environment):
+    return subprocess.run(
+        [sys.executable, "conformance/parallel.py", *argv], cwd=ROOT, capture_output=True,
+        text=True, env=os.environ | environment,
+    )  # fmt: skip
+
+
+def test_each_command_of_the_table_names_files_that_exist():
+    assert len(COMMANDS) >= 10
+    paths = {path for command in COMMANDS for path in re.findall(r"[\w/]+\.py", command)}
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    subjects = {path.name for path in FOLDER.glob("subjects/*.py")}
+    assert {path.split("/")[-1] for path in paths if "/subjects/" in path} >= subjects
+
+
+def test_the_command_prints_its_verdict(tmp_path):
+    subject = FOLDER / "subjects" / "ddp_uneven.py"
+    code, out, err = as_script(FOLDER / "parallel.py", str(subject), "--ranks", "2", cwd=tmp_path)
+    assert code == 1, err
+    assert "they count 0.5556 and 0.4444" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", STATUS)
+def test_a_subject_has_the_result_of_the_table(file):
+    done = run(f"conformance/subjects/{file}", "--ranks", "1", "2", "4")
+    assert done.returncode == STATUS[file], done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model, micro_batches, status, text", [
+    ("llama", 1, 0, "agrees"), ("qwen3", 1, 0, "agrees"), ("qwen3", 2, 1, "q_norm"),
+    ("apertus", 1, 1, "partial over tp"),
+])  # fmt: skip
+def test_the_plans_of_transformers(model, micro_batches, status, text):
+    pytest.importorskip("transformers.distributed.configuration_utils")
+    environment = dict(MODEL=model, MICRO_BATCHES=str(micro_batches))
+    done = run("conformance/subjects/transformers_tp.py", "--ranks", "2", **environment)
+    assert done.returncode == status and text in done.stdout, done.stdout + done.stderr
