@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.utils.checkpoint as ckpt
-from conftest import shortened
+from conftest import shortened, slow
 from oracles import FLASH, Watch, draw, plain_attention, worst
 from torch.autograd import grad as grad_of
 from torch.nn.functional import scaled_dot_product_attention
@@ -53,6 +53,14 @@ def tile(request, monkeypatch):
     return request.param
 
 
+def with_tiles(name, some):
+    """Cases for `parametrize`: some (value, tile) pairs; `-m slow` has all other tiles as well."""
+    cases = [pytest.param(*pair, marks=pytest.mark.quick) for pair in some]
+    every = itertools.product(dict.fromkeys(value for value, _ in some), (128, 8, 3))
+    cases += slow(*(pair for pair in every if pair not in some))
+    return pytest.mark.parametrize(f"{name}, tile", cases, indirect=["tile"])
+
+
 def set_tiles(monkeypatch, tile, *, partial=None, most=None):
     """Cut boxes into small ones: causal squares of a tile in the backward and in the formulas."""
     partial, most = partial or 2 * tile, most or 4 * tile
@@ -67,7 +75,7 @@ def exact_cases():
     """{name: (arguments of `draw`, mask, options, sides of a tile)}."""
     found = {}
     for kind, mask in examples(41, 4).items():
-        found[kind] = dict(rows=41), mask, {}, (128, 8, 3)
+        found[kind] = dict(rows=41), mask, {}, (128, 3)
         whole = Mask.full(41) if mask is None else as_mask(mask)
         for name, rows, keys in (
             ("two shards", indices(41, 1, 3), indices(41, 0, 3)),
@@ -186,12 +194,12 @@ def errors_of_both(dtype, mask):
     return [[relative(a, b) for a, b in zip(x, truth, strict=True)] for x in results]
 
 
-@pytest.mark.parametrize("mask", [Mask.causal(512), Mask.causal(512, window=200)])
-@pytest.mark.parametrize(
-    "dtype, most", [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)]
-)
-def test_low_precision_stays_within_twice_the_error_of_sdpa(dtype, most, mask):
-    ours, rival = errors_of_both(dtype, mask)
+@pytest.mark.parametrize("dtype, most, window", [
+    (torch.float32, 4, 200), (torch.bfloat16, 2, None), (torch.float16, 2, 200),
+    *slow((torch.float32, 4, None), (torch.bfloat16, 2, 200), (torch.float16, 2, None)),
+])  # fmt: skip
+def test_low_precision_stays_within_twice_the_error_of_sdpa(dtype, most, window):
+    ours, rival = errors_of_both(dtype, Mask.causal(512, window=window))
     assert max(a / b for a, b in zip(ours, rival, strict=True)) <= most
 
 
@@ -203,10 +211,9 @@ SEE_NOTHING = {  # masks in which some queries see nothing
 }
 
 
-@quick
 @both
 @pytest.mark.parametrize("kind", SEE_NOTHING)
-@pytest.mark.parametrize("dtype", DTYPES)
+@with_tiles("dtype", [*zip(DTYPES, (3, 128, 8, 3), strict=True)])
 def test_a_row_that_sees_nothing_is_zero_whatever_arrives(dtype, kind, backend, tile):
     leaves, dout = draw(40, dtype=dtype)
     mask = as_mask(SEE_NOTHING[kind]).slice(ALL, ALL)  # without boxes of another tile
@@ -236,9 +243,8 @@ PADDED = {
 }
 
 
-@quick
 @both
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e300])
+@with_tiles("poison", [(math.nan, 3), (math.inf, 8), (-math.inf, 128), (1e300, 3)])
 @pytest.mark.parametrize("kind", PADDED)
 def test_garbage_in_pad_reaches_nothing(kind, poison, backend, tile):
     """In q, k, v and both upstream gradients at once: every result is equal to the last bit."""
