@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.utils.checkpoint as ckpt
-from conftest import shortened, slow
+from conftest import diagonal, shortened, slow
 from oracles import FLASH, Watch, draw, plain_attention, worst
 from torch.autograd import grad as grad_of
 from torch.nn.functional import scaled_dot_product_attention
@@ -51,14 +51,6 @@ def tile(request, monkeypatch):
     """The side of a tile: one, many, and ones that divide nothing."""
     set_tiles(monkeypatch, request.param)
     return request.param
-
-
-def with_tiles(name, some):
-    """Cases for `parametrize`: some (value, tile) pairs; `-m slow` has all other tiles as well."""
-    cases = [pytest.param(*pair, marks=pytest.mark.quick) for pair in some]
-    every = itertools.product(dict.fromkeys(value for value, _ in some), (128, 8, 3))
-    cases += slow(*(pair for pair in every if pair not in some))
-    return pytest.mark.parametrize(f"{name}, tile", cases, indirect=["tile"])
 
 
 def set_tiles(monkeypatch, tile, *, partial=None, most=None):
@@ -211,9 +203,10 @@ SEE_NOTHING = {  # masks in which some queries see nothing
 }
 
 
+@quick
 @both
 @pytest.mark.parametrize("kind", SEE_NOTHING)
-@with_tiles("dtype", [*zip(DTYPES, (3, 128, 8, 3), strict=True)])
+@pytest.mark.parametrize("dtype, tile", diagonal(DTYPES, (3, 128, 8)), indirect=["tile"])
 def test_a_row_that_sees_nothing_is_zero_whatever_arrives(dtype, kind, backend, tile):
     leaves, dout = draw(40, dtype=dtype)
     mask = as_mask(SEE_NOTHING[kind]).slice(ALL, ALL)  # without boxes of another tile
@@ -243,8 +236,10 @@ PADDED = {
 }
 
 
+@quick
 @both
-@with_tiles("poison", [(math.nan, 3), (math.inf, 8), (-math.inf, 128), (1e300, 3)])
+@pytest.mark.parametrize("poison, tile", diagonal(
+    (math.nan, math.inf, -math.inf, 1e300), (3, 8, 128)), indirect=["tile"])  # fmt: skip
 @pytest.mark.parametrize("kind", PADDED)
 def test_garbage_in_pad_reaches_nothing(kind, poison, backend, tile):
     """In q, k, v and both upstream gradients at once: every result is equal to the last bit."""
