@@ -33,7 +33,7 @@ from full.config import Config
 from full.expected import Exact, Rounding, clip_margins, order
 from full.metrics import METRICS
 from full.optimizer import training_tensors
-from full.run import build, locked
+from full.run import build, locked, shape_of
 from full.text import make_task
 from full.trainer import Trainer
 
@@ -78,7 +78,8 @@ def case_of(tmp_path):
     def make(run, step):
         files = RunFiles(run)
         task = make_task(files.config)
-        case = Case(files, task, step, tmp_path, files.rollouts(step, task.vocab_size))
+        lines = files.rollouts(step, shape_of(files.config, task))
+        case = Case(files, task, step, tmp_path, lines)
         case.find_states(print)
         return case
 
@@ -188,7 +189,7 @@ def test_a_line_that_is_not_a_rollout_is_refused(copied, key, value):
     line = json.loads(path.read_text().splitlines()[0]) | {key: value}
     path.write_text(json.dumps(line))
     with pytest.raises(ValueError, match="line 1 is not a rollout"):
-        RunFiles(path.parent).rollouts(0, 4)
+        RunFiles(path.parent).rollouts(0, SimpleNamespace(vocab_size=4))
 
 
 CLIPPED = dict(objective="clip", clip_low=0.2, clip_high=0.3, dual_clip=0,
