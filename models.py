@@ -400,14 +400,14 @@ class KVCache:
 
 
 @torch.no_grad()
-def forward_with_cache(model, cache, tokens_BS, counts, /):
+def forward_with_cache(model, cache, tokens_BS, counts, /, **options):
     """Feed the next tokens of each row, and return the logits (B, V) after each row's last one.
 
-    tokens_BS: int64, (B, S), padded on the right. counts: how many tokens of each row are real.
+    tokens_BS: int64, (B, S), right-padded. counts: real tokens of each row. options: of `hidden`.
     """
     length_B1 = torch.tensor(cache.lengths, device=tokens_BS.device)[:, None]
     positions_BS = length_B1 + torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-    x_BSM = model.hidden(tokens_BS, positions=positions_BS, attention=cache.attention)
+    x_BSM = model.hidden(tokens_BS, positions=positions_BS, attention=cache.attention, **options)
     # Lengths move on only now, when all layers have written their keys.
     cache.lengths = [length + count for length, count in zip(cache.lengths, counts)]
     return model.logits(x_BSM[range(len(counts)), [count - 1 for count in counts]])

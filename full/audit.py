@@ -28,7 +28,9 @@ from full.batches import Demonstrations, RolloutQueue, pending_batches
 from full.byhand import Recorded, State, read_alone, trained
 from full.checkpoint import checkpoints, read_checkpoint
 from full.config import Config, resumed_config
-from full.draws import engine_rows, exact_rows, intervals, sampling_row, surprises
+from full.draws import (
+    engine_rows, exact_rows, intervals, route_rows, routings, sampling_row, surprises,
+)  # fmt: skip
 from full.engine import Engine
 from full.expected import (
     ENGINE_ROUNDING, LATER, NOT_BY_HAND, TIMES, UNDECIDED, Audited, Displaced, Exact,
@@ -44,7 +46,7 @@ from full.rollouts import Sampler, Trajectory, at_once, draw_prompts, play
 from full.run import ERRORS, ONE_PROCESS, build, build_teacher, one_process, policy_in, shape_of
 from full.tasks import TaskError, asking
 from full.text import make_task
-from full.trainer import Trainer, keep_states_wide
+from full.trainer import Trainer, keep_wide
 from train_grpo import EVALUATION, ROLLOUT
 
 
@@ -90,14 +92,16 @@ class RunFiles:
             raise ValueError(f"metrics.jsonl has no step {step}: its lines are of 0 to {last}")
         return step
 
-    def rollouts(self, step, vocab_size):
+    def rollouts(self, step, shape):
         """Return {group: lines} of a step if all its rollouts are there, else None."""
         groups = {}
         for number, line in enumerate(whole_lines(self.path / "rollouts.jsonl"), 1):
             if line.get("step") != step:
                 continue
             try:
-                t = Trajectory.from_json(line["group"], line | {"path": []}, vocab_size)
+                t = Trajectory.from_json(line["group"], line | {"path": []}, shape)
+                if self.config.replay_routes and t.routes is None:
+                    raise ValueError("expected routes")
                 groups.setdefault(t.group, {})[line["rollout"]] = line
                 A = line["advantage"]  # None: the group was not trained on
                 if len(t.tokens) < 2 or (A is not None and np.shape(A) != t.mask.shape):
@@ -122,7 +126,7 @@ def groups_again(config, task, step, lines) -> dict:
     for n, state, prompt in draw_prompts(config, task, ROLLOUT, step, lines, first=first):
         groups[n] = []
         for i, line in enumerate(lines[n]):
-            s = Recorded(n, i, line["tokens"])
+            s = Recorded(n, i, line["tokens"], routes=line.get("routes"))
             play_again(config, task, state, prompt, s)
             s.smp = [line["logprobs"][at] for at in s.at]
             groups[n].append(s)
@@ -280,7 +284,7 @@ class Case:
                 f"{', with the recorded rollouts' if self.files.engine else ''}, for which "
                 f"{LATER + 2 * self.again} times as much is allowed")  # fmt: skip
         for n in range(start + len(pending), step + 1) if self.files.engine else ():
-            generator.lines[n] = self.files.rollouts(n, trainer.shape.vocab_size)
+            generator.lines[n] = self.files.rollouts(n, trainer.shape)
             if generator.lines[n] is None:
                 raise ValueError(
                     f"rollouts.jsonl does not hold all rollouts of step {n}, and an engine's "
@@ -360,7 +364,7 @@ class Case:
             return None
         stored = getattr(torch, self.config.compute)
         teacher = load_hf(self.config.teacher, dtype=stored).requires_grad_(False)
-        return widened(keep_states_wide(self.config, teacher), dtype)
+        return widened(keep_wide(self.config, teacher), dtype)
 
     def state(self, kind, dtype):
         """Return the State before the step, of a kind and in a precision."""
@@ -410,6 +414,7 @@ class ByHand:
 
     groups: dict  # number -> its Recorded rollouts
     drawn: np.ndarray  # of each sampled token: `intervals`, or `surprises` if an engine drew it
+    routings: tuple | None = None  # `routings` of the sampler, if the run replays its experts
     plays: dict = field(default_factory=dict)  # eval/solved.. -> the greedy rollouts
     found: dict = field(default_factory=dict)  # metric -> Measured
     state: State | None = None  # after the step, without weights in float64
@@ -428,7 +433,9 @@ def in_precision(case, dtypes, first=None, spelled=None) -> ByHand:
     groups = copy.deepcopy(case.groups)
     for s in [s for group in groups.values() for s in group]:
         s.watch = case.watch
-        s.spelled = full_definition if s.group == spelled else None
+        # `full_definition` routes by itself.
+        is_spelled = s.group == spelled and not config.replay_routes
+        s.spelled = full_definition if is_spelled else None
 
         # With `proximal`, a run has the log-probs `old` and `lp` of its first update from two
         # forwards, of other shapes, which round apart. By hand they would be one number, and a
@@ -439,6 +446,7 @@ def in_precision(case, dtypes, first=None, spelled=None) -> ByHand:
     model = case.sampling_model(case.sampler, sampler_dtype)
     drawn = surprises if case.files.engine else intervals
     hand = ByHand(groups, drawn(model, groups, config.temperature))
+    hand.routings = routings(model, groups) if config.replay_routes else None
 
     # An evaluation is of the weights before the step, or of those after it.
     line = case.files.metrics[case.step]
@@ -480,7 +488,8 @@ def solve(case, hand, name, model, first):
     if first is None:
         prompts = range(config.eval_prompts)
         starts = draw_prompts(config, case.task, EVALUATION, 0, prompts, held_out=True)
-        greedy = dataclasses.replace(config, group=1, temperature=0.0, forks=1, fork_turns=0)
+        one = dict(group=1, forks=1, fork_turns=0, replay_routes=False)
+        greedy = dataclasses.replace(config, temperature=0.0, **one)
         hand.plays[name] = [t for (t,) in play(greedy, case.task, Sampler(model), starts, key=())]
     plays = (first or hand).plays[name]
 
@@ -597,9 +606,12 @@ def audited(run, step=None, group=None, task="", reward="", tell=lambda line: No
     report = Report(str(run), step, config, show=task.show)
     say = report.intro.append
     with tempfile.TemporaryDirectory() as room:
-        lines = files.rollouts(step, shape_of(config, task).vocab_size)
+        lines = files.rollouts(step, shape_of(config, task))
         case = Case(files, task, step, Path(room), lines)
         case.find_states(say)
+        if group is not None and config.replay_routes:
+            say("--replay-routes: the group is read by the model's own code, not spelled out, for "
+                "the definition selects experts by itself")  # fmt: skip
         if group not in (None, *case.lines):
             last = len(case.lines) - 1
             raise ValueError(f"--group {group}: the groups of step {step} are 0 to {last}")
@@ -621,6 +633,7 @@ def audited(run, step=None, group=None, task="", reward="", tell=lambda line: No
             draws = engine_rows(case, exact, rounded, rounding, say)
         else:
             draws = [sampling_row(case, exact, rounded, sampling, say)]
+        draws += route_rows(case, exact, rounded, sampling, say)
         draws += exact_rows(case, say) if files.exact else []
         rows = [*rollout_rows(case, exact, rounded, rounding), *draws,
                 *metric_rows(case, exact, rounded, rounding),

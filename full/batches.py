@@ -26,12 +26,12 @@ from full.advantages import compared_by, table_of_groups
 from full.attend import attend
 from full.chunks import Cost, redistribute, tree_backward
 from full.exact import packed_attention
-from full.experts import Balance, update_router_bias
+from full.experts import Balance, Replay, update_router_bias
 from full.masks import Mask
 from full.metrics import StepClock, timed
 from full.packing import (
     PackedBatches, PackedRow, PaddedTokens, agreed_micro_batches, pack, require_batch,
-    row_lengths, speaks_for_replica,
+    routes_of_tokens, row_lengths, speaks_for_replica,
 )  # fmt: skip
 from full.ranks import summed
 from full.ring import indices, ring_attention
@@ -76,7 +76,7 @@ class SampledBatch(train_grpo.Batch):
                 "groups": groups}  # fmt: skip
 
     @classmethod
-    def from_json(cls, stored, config, vocab_size):
+    def from_json(cls, stored, config, shape):
         """Return what `to_json` wrote, on any number of ranks; ValueError if it is not whole."""
         # Each rank looks at all of it, so that all refuse it together, and keeps the groups that it
         # would have sampled.
@@ -84,7 +84,9 @@ class SampledBatch(train_grpo.Batch):
         for number, rows in stored["groups"]:
             if len(rows) != config.group:
                 raise ValueError(f"group {number} has {len(rows)} rollouts")
-            groups[number] = [Trajectory.from_json(number, row, vocab_size) for row in rows]
+            groups[number] = [Trajectory.from_json(number, row, shape) for row in rows]
+            if config.replay_routes and any(t.routes is None for t in groups[number]):
+                raise ValueError(f"group {number} has no routes")
         kept = stored["kept"]
         if not groups.keys() >= set(kept):
             raise ValueError("groups are missing")
@@ -280,13 +282,12 @@ def pending_batches(config, trainer, path, state) -> dict:
     # After step s > 0 the batches s .. s + K - 1 are pending, whatever --steps was.
     step = state["step"]
     expected = list(range(step, step + config.staleness)) if step else []
-    vocab_size = trainer.shape.vocab_size
     try:
         # A checkpoint of another staleness, or one that somebody has edited, is named as such.
         stored = state.get("pending", [])
         if [entry["batch"] for entry in stored] != expected:
             raise ValueError(f"expected batches {expected}")
-        made = [SampledBatch.from_json(entry, config, vocab_size) for entry in stored]
+        made = [SampledBatch.from_json(entry, config, trainer.shape) for entry in stored]
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         reason = f"{type(error).__name__} {error}"
         raise ValueError(f"checkpoint {path}: its pending batches are damaged: {reason}") from error
@@ -326,7 +327,8 @@ class ExpertLoads:
     tree counts once for each of them. For a model without experts all of it does nothing.
 
     counts_LE: tokens of each expert in an optimizer step, for L layers with E experts each.
-    parts: for each micro-batch {layer: loss} and {layer: tokens of each expert}, on this rank.
+    parts: for each micro-batch {layer: loss}, {layer: tokens of each expert}, and of a `Replay`
+        {layer: its two counts}, on this rank.
     """
 
     def __init__(self, config, model, device):
@@ -347,13 +349,16 @@ class ExpertLoads:
                 (num_sequences,) = summed([len(batch)], self.device)
             self.coef_of_one = self.coef / max(1, num_sequences)  # (8)
 
-    def balance_of_row(self, sequence_j, token_j, *, num_sequences, groups):
+    def balance_of_row(self, sequence_j, token_j, *, num_sequences, groups, replay=None):
         """Return the callback of the sparse layers of one micro-batch; see `balance_of_rank`."""
         how = dict(coef=self.coef_of_one, num_sequences=num_sequences, groups=groups)
         balance = Balance(sequence_j, token_j, **how)
-        # The layers fill both in as they run. A layer that runs again fills in the same.
-        self.parts.append((balance.losses, balance.counts))
-        return balance
+        # The layers fill these in as they run. A layer that runs again fills in the same.
+        self.parts.append((balance.losses, balance.counts, replay.changed if replay else {}))
+        if replay is None:
+            return balance
+        replay.then = balance
+        return replay
 
     def end(self) -> dict:
         """Return the metrics of a forward_backward. Collective."""
@@ -362,21 +367,28 @@ class ExpertLoads:
 
         # A rank has counted its own tokens in its own layers, so the sum over all ranks is the
         # whole. A number of tokens is exact in float64, so all ranks move the biases identically.
-        sums = torch.zeros(1 + self.counts_LE.numel(), dtype=torch.float64, device=self.device)
-        counts_LE = sums[1:].view_as(self.counts_LE)
-        for losses, counts in self.parts:
+        sums = torch.zeros(3 + self.counts_LE.numel(), dtype=torch.float64, device=self.device)
+        counts_LE = sums[3:].view_as(self.counts_LE)
+        for losses, counts, changed in self.parts:
             for loss_of_layer in losses.values():
                 sums[0] += loss_of_layer
             for layer, counts_E in counts.items():
                 counts_LE[self.layers.index(layer)] += counts_E
+            for counts_2 in changed.values():
+                sums[1:3] += counts_2
         dist.all_reduce(sums)
         counts_LE = counts_LE.cpu()
         self.counts_LE += counts_LE
 
         # 1: all experts of a layer got as much; E / K: every token chose the same experts.
         load_L = counts_LE.amax(1) / counts_LE.mean(1).clamp(min=1 / counts_LE.shape[1])
-        balance = {"balance/loss": sums[0].item()} if self.coef else {}
-        return {"experts/load_max": load_L.max().item()} | balance
+        metrics = {"experts/load_max": load_L.max().item()}
+        loss, changed, replayed = sums[:3].tolist()
+        if self.coef:
+            metrics["balance/loss"] = loss
+        if replayed:
+            metrics["experts/replay_changed"] = changed / replayed
+        return metrics
 
     def update_bias(self, model):
         """Move the routers' biases by (11) of experts.py, after an optimizer step."""
@@ -418,9 +430,9 @@ class RowBatches(PackedBatches):
         mask = Mask.documents(doc_ids=document_1S)
         return masked_attention(mask, group, self.config.cp_method, self.config.debug)
 
-    def pack_micro_batches(self, sequences, masks):
+    def pack_micro_batches(self, sequences, masks, routes=None):
         self.tokens_run = sum(map(len, sequences))
-        return super().pack_micro_batches(sequences, masks)
+        return super().pack_micro_batches(sequences, masks, routes)
 
 
 class ExactBatches(RowBatches):
@@ -449,11 +461,13 @@ class TreeBatches(RowBatches):
         how = dict(method=self.config.cp_method, debug=self.config.debug)
         return packed_tree_attention(*tree, group=group, **how)
 
-    def pack_micro_batches(self, sequences, masks):
+    def pack_micro_batches(self, sequences, masks, routes=None):
         """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""
         require_batch(self.model, sequences, masks)
-        # Sorted sequences share their beginnings with the sequence before them.
-        trie = TokenTrie(sequences)
+        # Sorted sequences share their beginnings with the sequence before them. A token whose
+        # recorded experts differ has another state: there the tree forks.
+        labels = routes and labels_of(routes)
+        trie = TokenTrie(sequences, labels)
         lengths = trie.lengths[trie.order].tolist()
         cut = functools.partial(pack, lengths, shared=trie.shared.tolist())
 
@@ -469,21 +483,39 @@ class TreeBatches(RowBatches):
         micros += [[]] * (count - len(micros))
 
         # A tree without a sequence is one token, of which no sequence holds a target.
+        def of(values, indices):
+            return values and [values[i] for i in indices]
+
         tries = [
             trie if len(indices) == len(sequences) > 0
-            else TokenTrie([sequences[i] for i in indices] or [[0]]) for indices in micros
+            else TokenTrie(of(sequences, indices), of(labels, indices)) if indices
+            else TokenTrie([[0]]) for indices in micros
         ]  # fmt: skip
         self.tokens_run = sum(len(trie) for indices, trie in zip(micros, tries) if indices)
         lengths = row_lengths(self.plan, list(map(len, tries)))
         rows = [
-            tree_row(trie, [masks[i] for i in indices] or [[]], length)
+            tree_row(trie, of(masks, indices) or [[]], length, of(routes, indices))
             for indices, trie, length in zip(micros, tries, lengths, strict=True)
         ]
         return micros, [row if held else row.without_sequences() for held, row in zip(micros, rows)]
 
 
-def tree_row(trie, masks, length) -> PackedRow:
-    """Return a tree as a row of `length` places. masks: which of a sequence's tokens[1:] count."""
+def labels_of(routes) -> list:
+    """Return the `labels` of a `TokenTrie`: tokens with equal recorded experts have one number.
+
+    routes: for each sequence (L_i - 1, L, K). The last token has no experts, and label 0.
+    """
+    flat_TX = np.concatenate([routes_TLK.reshape(len(routes_TLK), -1) for routes_TLK in routes])
+    _, number_T = np.unique(flat_TX, axis=0, return_inverse=True)
+    ends = np.cumsum([len(routes_TLK) for routes_TLK in routes])
+    return [np.append(labels, 0) for labels in np.split(number_T.reshape(-1) + 1, ends[:-1])]
+
+
+def tree_row(trie, masks, length, routes=None) -> PackedRow:
+    """Return a tree as a row of `length` places.
+
+    masks: which of a sequence's tokens[1:] count. routes: as in `pack_row`.
+    """
     # Targets of different sequences may be one token of the tree: it is scored once, at the token
     # before it, and `entries` tells each target which of the scored tokens it is.
     edges_N, entries_K = map(torch.from_numpy, wanted_edges(trie, masks))
@@ -494,17 +526,23 @@ def tree_row(trie, masks, length) -> PackedRow:
     return PackedRow(
         *packed_tree(trie, length), (trie, length), mask_BT,
         trie.parent[edges_N], trie.tokens[edges_N], entries_K, sequence_J, trie.paths,
+        routes_of_tokens(routes, trie.paths, length) if routes else None,
     )  # fmt: skip
 
 
 class ChunkBatches(TreeBatches):
     """Train on one tree chunk by chunk, in memory for a path: `--tree dta`."""
 
-    def forward_backward(self, sequences, masks, loss_fn):
+    def forward_backward(self, sequences, masks, loss_fn, routes=None):
         """Add the loss's gradient to .grad. loss_fn gets sequences that end in a chunk."""
         require_batch(self.model, sequences, masks)
-        trie = TokenTrie(sequences)
+        trie = TokenTrie(sequences, routes and labels_of(routes))
         self.tokens_run = len(trie)
+        replay = None
+        if routes:
+            sequences_N = torch.bincount(trie.paths, minlength=len(trie)).double()
+            routes_NLK = routes_of_tokens(routes, trie.paths, len(trie)).to(self.device)
+            replay = Replay(routes_NLK, self.model.config.sparse_layers, sequences_N)
 
         def loss_of_chunk(ended, *scores):
             mask_BT = padded([masks[i] for i in ended], scores[0]).bool()
@@ -522,12 +560,14 @@ class ChunkBatches(TreeBatches):
         result = tree_backward(
             model, trie, loss_of_chunk, max_tokens=config.chunk_tokens, recompute=config.recompute,
             temperature=config.temperature, masks=masks, lockstep=sync_group, batched=True,
-            check_finite=False,
+            check_finite=False, replay=replay,
         )  # fmt: skip
 
         # Tensor ranks have walked the same tree and found the same numbers: one of them counts.
-        if speaks_for_replica(self.model):
-            self.experts.parts.append(({}, result.router_counts))
+        # But each has replayed the routes of the tokens that its layers see.
+        speaks = speaks_for_replica(self.model)
+        changed = result.replay_counts if speaks or self.plan.etp == 1 else {}
+        self.experts.parts.append(({}, result.router_counts if speaks else {}, changed))
 
 
 BATCHES = {"disabled": RowBatches, "exact": ExactBatches, "sparse": TreeBatches,

@@ -40,6 +40,7 @@ class Recorded:
     reward: float = 0.0  # the sum of `rewards`
     prompt: int = 0  # number of tokens before the policy's first turn
     differs: int = 0  # wrong or missing tokens in what the task said
+    routes: list | None = None  # [token][layer] -> the sampler's experts, of all tokens but one
     spelled: object = None  # spelled(model, tokens) -> logits: replaces the model's own code
     watch: object = lambda: None  # noqa: E731, called when a model has read the tokens
 
@@ -64,11 +65,37 @@ def numbers_of(values):
     return [float(x.detach()) if torch.is_tensor(x) else float(x) for x in values]
 
 
-def read_alone(model, s, temperature):
-    """Return the log-probs of all tokens at each sampled target, (N, V), and values or None."""
+class Routes:
+    """A callback of `hidden` by which the experts of a rollout's tokens are the recorded ones.
+
+    look: look(p (N, E), ids (N, K), layer=), called with the router's own ids.
+    """
+
+    def __init__(self, model, s, look=lambda p_NE, own_NK, *, layer: None):
+        self.layers = list(model.config.sparse_layers)
+        self.routes = s.routes
+        self.look = look
+
+    def choose(self, own_NK, /, *, layer):
+        # The last token was never given to the sampler's model, so its router selects.
+        self.own_NK = own_NK
+        n = self.layers.index(layer)
+        recorded = [of_layers[n] for of_layers in self.routes]
+        return torch.cat([torch.tensor(recorded).long().view(-1, own_NK.shape[1]), own_NK[-1:]])
+
+    def __call__(self, p_NE, used_NK, /, *, layer):
+        self.look(p_NE, self.own_NK, layer=layer)
+
+
+def read_alone(model, s, temperature, *, replays=True):
+    """Return the log-probs of all tokens at each sampled target, (N, V), and values or None.
+
+    replays: use the recorded experts if there are any. Not for a reference or a teacher.
+    """
     # The state of the token before a target predicts the target.
     tokens = torch.tensor(s.tokens)
-    states = model.hidden(tokens[None])[0, s.at]
+    options = {"on_routing": Routes(model, s)} if replays and s.routes is not None else {}
+    states = model.hidden(tokens[None], **options)[0, s.at]
     logits = model.logits(states) if s.spelled is None else s.spelled(model, tokens)[s.at]
     values = model.values(states) if model.config.value_head else None
     s.watch()
@@ -78,10 +105,10 @@ def read_alone(model, s, temperature):
     return (logits.to(wide) / temperature).log_softmax(-1), values
 
 
-def score_alone(model, s, temperature):
+def score_alone(model, s, temperature, *, replays=True):
     """Return log-prob, entropy and value of each sampled token: lists of tensors with a graph."""
     # The entropy is of the whole distribution, at the temperature of the log-probs.
-    logprobs, values = read_alone(model, s, temperature)
+    logprobs, values = read_alone(model, s, temperature, replays=replays)
     targets = [s.tokens[at + 1] for at in s.at]
     lp = list(logprobs[range(len(targets)), targets])
     H = list(-(logprobs.exp() * logprobs).sum(-1))
@@ -89,9 +116,9 @@ def score_alone(model, s, temperature):
 
 
 @torch.no_grad()
-def numbers_alone(model, s, temperature):
+def numbers_alone(model, s, temperature, *, replays=True):
     """Return the log-probs and the values of `score_alone` as numbers."""
-    lp, _, v = score_alone(model, s, temperature)
+    lp, _, v = score_alone(model, s, temperature, replays=replays)
     return numbers_of(lp), numbers_of(v)
 
 
@@ -225,7 +252,7 @@ def of_a_critic(c, state, groups):
 def of_a_teacher(c, state, groups):
     """Set A to the teacher's log-prob less the sampler's."""
     for s in sum(groups, []):
-        scores, _ = numbers_alone(state.teacher, s, c.temperature)
+        scores, _ = numbers_alone(state.teacher, s, c.temperature, replays=False)
         s.A = [score - smp for score, smp in zip(scores, s.smp)]  # (1)
 
 
@@ -407,6 +434,9 @@ class Routed:
     balance: float  # the sequence's part of (8)
     counts: dict  # layer -> tensor, how many of its tokens went to each expert
     margins: list  # for each layer and token, the lead of the last chosen expert over the next
+    replayed: int = 0  # tokens and layers with recorded experts
+    changed: int = 0  # of these, where the router would have selected others
+    replay_margins: list = field(default_factory=list)  # `margins` of these
 
 
 def route_alone(c, model, s, sequences) -> Routed:
@@ -417,10 +447,16 @@ def route_alone(c, model, s, sequences) -> Routed:
     parts = [torch.zeros(())]
     found = Routed(0.0, {}, [])
 
-    def look(p_NE, chosen_NK, /, *, layer):
+    def look(p_NE, own_NK, /, *, layer):
         # How many tokens chose each expert, times how likely it was to all of them.
         N, E = p_NE.shape
-        K = chosen_NK.shape[1]
+        K = own_NK.shape[1]
+        chosen_NK = own_NK
+        if s.routes is not None:
+            chosen_NK = routes.choose(own_NK, layer=layer)
+            pairs = [*zip(chosen_NK[:-1].tolist(), own_NK.tolist())]
+            found.replayed += len(pairs)
+            found.changed += len([1 for used, own in pairs if {*used} != {*own}])
         counts = torch.bincount(chosen_NK.flatten(), minlength=E)
         b = (counts * p_NE.sum(0)).sum() * E / (K * N * N)
         parts.append(c.balance_coef * b / sequences)  # (8)
@@ -431,9 +467,12 @@ def route_alone(c, model, s, sequences) -> Routed:
         biased_NE = p_NE.detach() + (mlp.rate * mlp.votes if mlp.rate else 0)
         if K < E:
             best = biased_NE.topk(K + 1).values
-            found.margins.extend((best[:, K - 1] - best[:, K]).tolist())
+            margins = (best[:, K - 1] - best[:, K]).tolist()
+            found.margins.extend(margins if s.routes is None else margins[-1:])
+            found.replay_margins.extend([] if s.routes is None else margins[:-1])
 
-    model.hidden(torch.tensor(s.tokens)[None], on_routing=look)
+    routes = look if s.routes is None else Routes(model, s, look)
+    model.hidden(torch.tensor(s.tokens)[None], on_routing=routes)
     balance = sum(parts)
     if c.balance_coef:
         balance.backward()
@@ -529,7 +568,7 @@ def step_by_hand(c, groups, state, lr) -> list:
     # None: every ratio is 1. An `old` that is set stays; see `in_precision`.
     for s in [s for group in groups for s in group]:
         if state.reference is not None:
-            s.ref, _ = numbers_alone(state.reference, s, c.temperature)
+            s.ref, _ = numbers_alone(state.reference, s, c.temperature, replays=False)
         if c.proximal and s.old is None:
             s.old, _ = numbers_alone(state.model, s, c.temperature)
         if (c.minibatches > 1 or c.staleness) and not c.proximal:

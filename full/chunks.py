@@ -136,6 +136,7 @@ class _ChunkForward(NamedTuple):
     own_kv: dict  # layer -> (k, v) of the chunk's tokens
     router_counts: dict  # layer -> (E,)
     hidden_1nM: torch.Tensor
+    replay_counts: dict = {}  # layer -> (2,): `changed` of a `Replay`
 
 
 class _Open(NamedTuple):
@@ -236,7 +237,8 @@ class _Losses:
 class _ChunkScores:
     """Run the model on one chunk: its scores, its keys and values, its tokens' experts."""
 
-    def __init__(self, model, trie, temperature, counts_experts):
+    def __init__(self, model, trie, temperature, counts_experts, replay=None):
+        self.replay = replay
         self.model = model
         self.trie = trie
         self.temperature = temperature
@@ -284,10 +286,14 @@ class _ChunkScores:
 
         # Positions are depths, so the keys of a path are right for every chunk below.
         tokens_n = torch.arange(chunk.start, chunk.stop)
+        options = {"on_routing": on_routing} if self.counts_experts else {}
+        replay = None
+        if self.replay is not None:
+            replay = options["on_routing"] = self.replay.of_tokens(tokens_n, on_routing)
         hidden_1nM = self.model.hidden(
             self.trie.tokens[tokens_n][None].to(self.device),
             positions=self.trie.positions[tokens_n][None].to(self.device), attention=attention,
-            **({"on_routing": on_routing} if self.counts_experts else {}),
+            **options,
         )  # fmt: skip
         in_forward = False
         if not own_kv:
@@ -301,7 +307,8 @@ class _ChunkScores:
         if len(edges_e):
             given = hidden_1nM[0], tokens_n, self.trie, edges_e
             scores = _score_edges(self.model, *given, self.temperature)
-        return _ChunkForward(edges_e.to(self.device), scores, own_kv, counts, hidden_1nM)
+        changed = replay.changed if replay else {}
+        return _ChunkForward(edges_e.to(self.device), scores, own_kv, counts, hidden_1nM, changed)
 
     def path_above(self, chunk, stack):
         """Return [(open chunk, how many of its open tokens are on the path to this chunk)]."""
@@ -348,15 +355,16 @@ class _TreeWalk:
     """
 
     def __init__(self, model, trie, losses, *, max_tokens=None, recompute=False, temperature=1.0,
-                 masks=None, lockstep=None):  # fmt: skip
+                 masks=None, lockstep=None, replay=None):  # fmt: skip
         self.model = model
         self.trie = trie
         self.losses = losses
         self.trains = losses.loss_fn is not None
         self.recompute = recompute
         self.lockstep = lockstep
-        self.scores = _ChunkScores(model, trie, temperature, counts_experts=self.trains)
+        self.scores = _ChunkScores(model, trie, temperature, self.trains, replay)
         self.router_counts = {}  # layer -> (E,)
+        self.replay_counts = {}  # layer -> (2,)
         joins = self.trains and not recompute  # then both chunks' graphs are held anyway
         chunks = partition_tree(trie, max_tokens, join_only_children=joins)
 
@@ -387,8 +395,10 @@ class _TreeWalk:
             with torch.set_grad_enabled(keep_graph):
                 forward = self.forward(chunk, stack)
             self.losses.write(forward.edges_e, forward.scores)
-            for layer, counts_E in forward.router_counts.items():
-                self.router_counts[layer] = self.router_counts.get(layer, 0) + counts_E
+            for sums, found in ((self.router_counts, forward.router_counts),
+                                (self.replay_counts, forward.replay_counts)):  # fmt: skip
+                for layer, counts in found.items():
+                    sums[layer] = sums.get(layer, 0) + counts
 
             # Without chunks below, nobody reads its keys and values: the graph frees them layer by
             # layer.
@@ -513,11 +523,12 @@ class TreeResult(NamedTuple):
     loss: torch.Tensor  # (3)
     logprobs: list  # (L_i - 1,) of each sequence, in order
     router_counts: dict  # layer -> (E,): tokens of each expert, once per sequence
+    replay_counts: dict = {}  # layer -> (2,): `changed` of the replay
 
 
 def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, temperature=1.0,
-                  masks=None, lockstep=None, batched=False,
-                  check_finite=True) -> TreeResult:  # fmt: skip
+                  masks=None, lockstep=None, batched=False, check_finite=True,
+                  replay=None) -> TreeResult:  # fmt: skip
     """Add the gradient of (3) to .grad, like loss.backward(), in O(path) memory.
 
     model: like models.Transformer; see `require_tree_model`.
@@ -538,6 +549,7 @@ def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, tem
     batched: call loss_fn([i, ..], ..) once per chunk, for the R sequences that end in it, with
         (R, T) scores, 0 past a sequence's end. Faster for many short sequences.
     check_finite: False lets NaN into the gradient, as loss.backward() would.
+    replay: an `experts.Replay` of the tree's tokens, for a model with experts. Default: none.
 
     Hooks of parameters fire once per chunk. Raises ValueError where model, tree or masks do not
     fit, NonFiniteLoss, or what loss_fn raises; .grad is then as it was before.
@@ -550,7 +562,8 @@ def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, tem
         raise ValueError("with lockstep a rank cannot stop by itself: pass check_finite=False")
     losses = _Losses(model, trie, loss_fn, batched, check_finite)
     walk = _TreeWalk(model, trie, losses, max_tokens=max_tokens, recompute=recompute,
-                     temperature=temperature, masks=masks, lockstep=lockstep)  # fmt: skip
+                     temperature=temperature, masks=masks, lockstep=lockstep,
+                     replay=replay)  # fmt: skip
 
     # A loss may fail in the middle of the walk, when some chunks have gone backward already. Then
     # .grad must be as it was, or the caller's next step would use half a gradient.
@@ -558,7 +571,7 @@ def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, tem
         walk.run()
     loss = torch.as_tensor(losses.total, dtype=losses.scores_CN.dtype)
     logprobs = [losses.scores_CN[0, trie.path(i)[1:]] for i in range(len(trie.lengths))]
-    return TreeResult(loss, logprobs, walk.router_counts)
+    return TreeResult(loss, logprobs, walk.router_counts, walk.replay_counts)
 
 
 # Checks of what callers pass --------------------------------------------------------------------

@@ -115,6 +115,7 @@ class Config(train_grpo.Config):
     dtype: Dtype = "float32"  # of the trainer's weights
     compute_dtype: Literal["", Dtype] = ""  # of matrix products, coarser than --dtype; empty: same
     generator_dtype: Literal["", Dtype] = ""  # of the generator's weights; empty: --compute-dtype
+    head_dtype: Literal["", "float32"] = ""  # of the head's product; empty: as others
     device: Literal["", "cpu", "cuda"] = ""  # empty: cuda where there is one
     # rollouts
     engine: str = ""  # URL[,URL..] of vLLM, SGLang or `full.engine serve`; empty: this process
@@ -122,6 +123,7 @@ class Config(train_grpo.Config):
     staleness: int = 0  # K: batch b is sampled with the weights of step b - K; 0: on-policy
     batch_rows: int = 1024  # rollouts that a rank decodes at a time; a new one enters as one ends
     exact: bool = False  # the sampler's log-probs are the trainer's, bit for bit; slower
+    replay_routes: bool = False  # experts: the trainer uses those that the sampler chose (R3)
     forks: int = 1  # children of a trajectory at a turn boundary (tree rollouts)
     fork_turns: int = 0  # turn boundaries that fork; group must divide by forks ** fork_turns
     dynamic_sampling: bool = False  # drop groups whose rewards are all equal (DAPO)
@@ -299,6 +301,8 @@ class Config(train_grpo.Config):
             "--advantage teacher": (self.advantage == "teacher", "teacher"),
             "--advantage gae": (self.advantage == "gae", "gae_lambda", "value_coef"),
             "--kl-coef": (self.kl_coef, "kl", "kl_in"),
+            "products in bfloat16":
+                ("bfloat16" in (self.compute, self.rollout_dtype), "head_dtype"),
             "an --advantage of rewards": (self.advantage != "teacher", "overlong_buffer"),
             "--proximal, or --minibatches 1 and no --staleness: else old is the sampler itself":
                 (old_is_own, "importance_cap"),
@@ -353,9 +357,15 @@ class Config(train_grpo.Config):
             "--data-parallel fsdp": self.data_parallel == "fsdp", "--engine": self.engine,
             "--compile": self.compile, "--threads 2 or more": self.threads > 1,
             "--generator-dtype of its own": self.rollout_dtype != self.compute,
+            "--head-dtype, for it has no gap": self.head_dtype,
         }  # fmt: skip
         if self.exact:
             wrong += [f"--exact has no {x}" for x in sums if sums[x]]
+
+        # The ranks of c share a sequence, and an engine does not tell which experts it used.
+        if self.replay_routes:
+            lacks = {"c in --plan": plan.cp > 1, "--engine": self.engine}
+            wrong += [f"--replay-routes has no {x}" for x in lacks if lacks[x]]
 
         # An engine has a plan of its own, and its format has no bias of routers.
         if self.engine and self.plans.generator:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import train_grpo
-from full.byhand import read_alone, shares
+from full.byhand import Routes, read_alone, shares
 from full.exact import packed_attention, require_exact_kernels
 from full.expected import ENGINE_ROUNDING, SURPRISE, Audited
 from full.run import policy_in
@@ -57,6 +57,43 @@ def surprises(model, groups, temperature) -> np.ndarray:
         variance = (p * (logprobs + mean) ** 2).sum(-1, keepdim=True)
         found.append(torch.cat([drawn, mean, variance], -1).numpy())
     return np.concatenate(found)
+
+
+@torch.no_grad()
+def routings(model, groups) -> tuple:
+    """Return of each expert that the sampler recorded by how much it falls short, and what decides.
+
+    The first is (N,): how much less probable the expert is, plus its router's bias, than the K-th
+    best expert. 0: it is one of the K best. The second are the probabilities of all experts, (X,).
+    """
+    misses, decides = [], []
+
+    def look(p_NE, own_NK, /, *, layer):
+        mlp = model.model.layers[layer].mlp
+        biased_NE = p_NE + (mlp.rate * mlp.votes if mlp.rate else 0)
+        lowest_N1 = biased_NE.gather(-1, own_NK).amin(-1, keepdim=True)
+        used_NK = routes.choose(own_NK, layer=layer)
+        misses.append((lowest_N1 - biased_NE.gather(-1, used_NK)).clamp(min=0).double().flatten())
+        decides.append(biased_NE.double().flatten())
+
+    for s in [s for group in groups.values() for s in group]:
+        routes = Routes(model, s, look)
+        model.hidden(torch.tensor(s.tokens)[None], on_routing=routes)
+    return torch.cat(misses).numpy(), torch.cat(decides).numpy()
+
+
+def route_rows(case, exact, rounded, rounding, say) -> list:
+    """Compare the experts that a run recorded with those that the sampler's routers select."""
+    if exact.routings is None:
+        return []
+    misses, decides = exact.routings
+    row = rounding.row_of_many("sampling/routes", misses, decides, rounded.routings[1])
+    say(
+        f"sampling: {np.count_nonzero(misses)} of {len(misses)} recorded experts are not among the "
+        f"K best by hand, the worst by a probability of {row.difference:.1e}; rounding in "
+        f"{case.config.rollout_dtype} explains {row.allowed:.1e}"
+    )
+    return [row]
 
 
 def sampling_row(case, exact, rounded, rounding, say) -> Audited:

@@ -173,7 +173,7 @@ def ask_once(url, body=None, timeout=10):
 class Engine:
     """Sample by servers behind URLs: a `Sampler` of rollouts.py.
 
-    config: its engine, engine_timeout, timeout, rollout_dtype and staleness are read.
+    config: its engine, engine_timeout, timeout, rollout_dtype, head_dtype and staleness are read.
     model: Transformer on the meta device, in the dtype in which the engine gets its weights.
 
     ValueError if a server does not answer, or speaks no dialect. Collective, as all methods but
@@ -196,6 +196,10 @@ class Engine:
         self.worker = ThreadPoolExecutor(1)
         name, self.takes_draws, self.positions = agree(self.recognize)
         self.dialect = DIALECTS[name]
+        if config.head_dtype:
+            warn("--head-dtype float32: an engine does not tell in which dtype its head computes; "
+                 "start it with the same (vllm: --hf-overrides '{\"head_dtype\": \"float32\"}', "
+                 "sglang: --enable-fp32-lm-head, full.engine serve: --head-dtype float32)")
 
     def recognize(self):
         """Return the name of all servers' dialect, whether they take draws, and their positions."""
@@ -487,16 +491,23 @@ class Decoder(threading.Thread):
     under: Path. Only directories below it are loaded.
     """
 
-    def __init__(self, directory, dtype, under):
+    def __init__(self, directory, dtype, under, head_dtype=None):
         super().__init__(daemon=True)
         self.dtype = dtype
+        self.head_dtype = head_dtype
         self.under = under
         self.name_of_model = f"{directory}"
-        self.model = load_hf(directory, dtype=dtype).requires_grad_(False)
+        self.model = self.model_in(directory)
         self.version = FIRST_VERSION
         self.paused = False
         self.inbox = queue.Queue()  # Turns, and functions to call between two tokens
         self.clear()
+
+    def model_in(self, directory):
+        """Return the model of a directory, in the dtypes of this server."""
+        model = load_hf(directory, dtype=self.dtype).requires_grad_(False)
+        model.head_dtype = self.head_dtype
+        return model
 
     def clear(self):
         """Forget all turns, which have been answered, and their keys and values."""
@@ -629,7 +640,7 @@ class Decoder(threading.Thread):
             place = Path(path).resolve()
             if not place.is_relative_to(self.under.resolve()):
                 raise Refused(403, f"expected a directory under --weights-under {self.under}")
-            model = load_hf(place, dtype=self.dtype).requires_grad_(False)
+            model = self.model_in(place)
         except Exception:
             # The old weights stay, and the new name is not theirs.
             self.between_tokens(self.change, "version", FIRST_VERSION)
@@ -728,13 +739,18 @@ def main(argv) -> int:
     add("--weights-under", default="runs", metavar="DIR", help=about)
     dtypes = "float32", "float64", "bfloat16"
     add("--dtype", default="", choices=dtypes, help="[as stored]")
+    add("--head-dtype", default="", choices=("", "float32"), help="of the head's product [--dtype]")
     add("--requests", type=int, default=1024, help="at a time, at most [1024]")
     add("--threads", type=int, default=1, help="of torch [1]")
     given = parser.parse_args(argv)
     torch.set_num_threads(given.threads)
     dtype = getattr(torch, given.dtype) if given.dtype else None
+    head_dtype = getattr(torch, given.head_dtype) if given.head_dtype else None
     try:
-        decoder = Decoder(given.model, dtype, Path(given.weights_under))
+        decoder = Decoder(given.model, dtype, Path(given.weights_under), head_dtype)
+        if head_dtype and decoder.model.head_weight.dtype != torch.bfloat16:
+            raise ValueError(f"--head-dtype float32 needs weights in bfloat16, got "
+                             f"{decoder.model.head_weight.dtype}")  # fmt: skip
         server = Server((given.host, given.port), decoder.answers(), given.requests)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -30,8 +30,9 @@ def order() -> list:
     """Return the rows of the table, causes before their effects, by METRICS."""
     # The first row that is outside says where to look. The first update's metrics come before those
     # that a change of the weights has a part in.
-    rows = ["rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling", "sampling/tokens",
-            "sampling/bits", "sampling/mean", "sampling/surprise", "rollouts/rewards"]  # fmt: skip
+    rows = ["rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling/routes", "sampling",
+            "sampling/tokens", "sampling/bits", "sampling/mean", "sampling/surprise",
+            "rollouts/rewards"]  # fmt: skip
     for name in METRICS:
         if name == OF_UPDATES[0]:
             rows += ["rollouts/advantage", *(f"{name}_first" for name in OF_UPDATES)]
@@ -221,15 +222,26 @@ def expert_metrics(c, updates) -> dict:
     load = max(float(n.max() / n.mean()) for n in layers)
     each = 1 / min(float(n.mean()) for n in layers)
     loads = Measured(load, margins=np.concatenate([r.margins for r in routed]), each=each)
+    found = {"experts/load_max": loads}
+
+    # The router by hand selects other experts than the sampler's where the run's router does, but
+    # for choices that rounding decides.
+    if c.replay_routes:
+        totals = [sum(r.replayed for r in u["routed"]) for u in updates]
+        changed = [sum(r.changed for r in u["routed"]) for u in updates]
+        share = mean_of([x / total for x, total in zip(changed, totals)])
+        margins = np.concatenate([r.replay_margins for r in routed])
+        each = 1 / min(totals) / len(updates)
+        found["experts/replay_changed"] = share._replace(margins=margins, each=each)
     if not c.balance_coef:
-        return {"experts/load_max": loads}
+        return found
 
     # In (8) such a token changes one count, of a sequence of N tokens, by one of K N.
     balance = sum_of([r.balance / len(updates) for r in routed])
     each = max(c.balance_coef / float(n.mean()) / len(u["routed"])
                for u in updates for r in u["routed"] for n in r.counts.values())  # fmt: skip
     balance = balance._replace(margins=loads.margins, each=each)
-    return {"experts/load_max": loads, "balance/loss": balance}
+    return found | {"balance/loss": balance}
 
 
 # What rounding explains -------------------------------------------------------------------------

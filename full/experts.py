@@ -1,16 +1,18 @@
-"""Experts: adds a faster product and the balance of their load to `models.SparseMLP`.
+"""Experts: adds a fast product, balanced loads and replayed routes to `models.SparseMLP`.
 
     (6')  experts = the K largest of p_e + b_e, where the bias b evens out the experts' load
     (10)  balance = coef sum_s E / (K T_s^2) sum_e n_se sum_(i in s) p_ie, over sequences s of T_s
                     tokens, n_se of whose T_s K choices fell on e (a constant for the gradient)
     (11)  b_e     = rate * (steps in which e had less than the mean load - steps it had more)
+    (12)  experts = those that the sampler recorded for the token, weighted by p of this router
 
 Not here: shared experts.
 
 Letters:  E experts   K of them for a token   I width of an expert   M width of the model   N tokens
-J pairs of a sequence and a token
+J pairs of a sequence and a token   L sparse layers
 
-References: DeepSeek-V3 arXiv:2412.19437, equations 16 to 20; the bias (11) arXiv:2408.15664.
+References: DeepSeek-V3 arXiv:2412.19437, equations 16 to 20; the bias (11) arXiv:2408.15664;
+routing replay (12) arXiv:2510.11370, there R3.
 """
 
 import dataclasses
@@ -42,7 +44,8 @@ class SparseMLP(models.SparseMLP):
     def forward(self, x_BSM, /, on_routing=None):
         K = self.config.num_experts_per_tok
         x_NM = x_BSM.flatten(0, -2)
-        probs_NE, topk_ids_NK, topk_weights_NK = self.route(x_NM)
+        choose = getattr(on_routing, "choose", None)  # of a `Replay`
+        probs_NE, topk_ids_NK, topk_weights_NK = self.route(x_NM, choose)
 
         # `models.SparseMLP` finds the choices of each expert in a table (E, N, K) and adds up the
         # outputs one by one. Sorting needs no table. Two tokens with K = 2 of E = 3 experts:
@@ -66,14 +69,19 @@ class SparseMLP(models.SparseMLP):
         loss = on_routing(probs_NE, topk_ids_NK, layer=self.layer) if on_routing else None
         return out_BSM if loss is None else AttachLoss.apply(out_BSM, loss)
 
-    def route(self, x_NM, /):
-        """Return p (N, E), the ids of the selected experts (N, K), and their weights (N, K)."""
+    def route(self, x_NM, choose=None, /):
+        """Return p (N, E), the ids of the selected experts (N, K), and their weights (N, K).
+
+        choose: choose(ids (N, K), layer=) -> the ids to use, such as `Replay.choose`.
+        """
         # NUMERICS: softmax and its sum in float32 or better, weights cast back, as the models were
         # trained. Pinned by tests/full/test_families.py::test_the_router_works_in_float32.
         wide = torch.promote_types(x_NM.dtype, torch.float32)
         probs_NE = self.gate(x_NM).softmax(-1, dtype=wide)
         biased_NE = probs_NE + self.rate * self.votes if self.rate else probs_NE
         topk_ids_NK = biased_NE.topk(self.config.num_experts_per_tok, dim=-1).indices
+        if choose is not None:
+            topk_ids_NK = choose(topk_ids_NK, layer=self.layer)  # (12)
         topk_weights_NK = probs_NE.gather(-1, topk_ids_NK)
         if self.config.norm_topk_prob:
             topk_weights_NK = topk_weights_NK / topk_weights_NK.sum(-1, keepdim=True)
@@ -185,6 +193,70 @@ class Balance:
         return loss
 
 
+class RouteRecorder:
+    """Record which experts sparse layers select: `hidden(.., on_routing=RouteRecorder())`."""
+
+    def __init__(self):
+        self.ids = {}  # layer -> (N, K)
+
+    def __call__(self, probs_NE, topk_ids_NK, /, *, layer):
+        self.ids[layer] = topk_ids_NK
+
+    def routes(self):
+        """Return the ids of the latest forward as a numpy array, (N, L, K) int16."""
+        return torch.stack([*self.ids.values()], 1).to(torch.int16).cpu().numpy()
+
+
+UNRECORDED = -1  # for all K ids of a token that the sampler never fed to its model
+
+
+class Replay:
+    """(12) in one forward: `hidden(.., on_routing=Replay(..))`.
+
+    routes_NLK: integers, (N, L, K). The recorded ids of each token. UNRECORDED: the router selects.
+    layers: the numbers of the L sparse layers.
+    sequences_N: float64, (N,). How many sequences hold each token, for the count of changed routes.
+        Default: one each.
+    then: another callback, called with the ids that are used. Default: none.
+
+    After the forward, changed[layer] is float64, (2,): of the tokens with recorded ids, counted
+    once for each of their sequences, how many would have had other experts, and how many there are.
+    """
+
+    def __init__(self, routes_NLK, layers, /, sequences_N=None, then=None):
+        if sequences_N is None:
+            sequences_N = torch.ones(len(routes_NLK), dtype=torch.float64)
+        self.routes_NLK = routes_NLK
+        self.layers = list(layers)
+        self.sequences_N = sequences_N.to(routes_NLK.device)
+        self.then = then
+        self.changed = {}  # by layer: a layer that is computed again overwrites its own
+
+    def __call__(self, probs_NE, topk_ids_NK, /, *, layer):
+        return self.then(probs_NE, topk_ids_NK, layer=layer) if self.then else None
+
+    @torch.compiler.disable  # as in `Balance`
+    def choose(self, own_NK, /, *, layer):
+        """Return the ids to use, (N, K), given those that the router has selected."""
+        recorded_NK = self.routes_NLK[:, self.layers.index(layer)].long()
+        is_recorded_N = recorded_NK[:, 0] != UNRECORDED
+        # A set of experts is the same in any order.
+        differs_N = (recorded_NK.sort(-1).values != own_NK.sort(-1).values).any(-1)
+        counted_N = self.sequences_N * is_recorded_N
+        self.changed[layer] = torch.stack([(counted_N * differs_N).sum(), counted_N.sum()])
+        return torch.where(is_recorded_N[:, None], recorded_NK, own_NK)
+
+    def of_tokens(self, at_n, then=None) -> "Replay":
+        """Return the replay of some of the tokens, which counts into this one's `changed`.
+
+        at_n: which tokens, (n,). -1: padding, which no sequence holds. then: the callback.
+        """
+        routes_NLK = F.pad(self.routes_NLK, (0, 0, 0, 0, 0, 1), value=UNRECORDED)
+        part = Replay(routes_NLK[at_n], self.layers, F.pad(self.sequences_N, (0, 1))[at_n], then)
+        part.changed = self.changed
+        return part
+
+
 @torch.no_grad()
 def update_router_bias(model, counts, /):
     """Move the routers' biases by (11), after an optimizer step.
@@ -197,7 +269,8 @@ def update_router_bias(model, counts, /):
         if layer not in routers:
             raise ValueError(f"layer {layer} has no router bias; set config.router_bias_rate")
         counts_E = counts_E.double()
-        routers[layer].votes += (counts_E.mean() - counts_E).sign().long()  # (11)
+        step_E = (counts_E.mean() - counts_E).sign().long()  # (11)
+        routers[layer].votes += step_E.to(routers[layer].votes.device)
 
 
 def give_router_bias(model, rate: float):

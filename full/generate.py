@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import models
+from full.experts import RouteRecorder
 from full.transformer import causal_attention
 
 
@@ -268,11 +269,12 @@ class PromptGroups:
         return out_RnGhY.flatten(0, 1) if self.in_order else out_RnGhY.flatten(0, 1)[self.place_B]
 
 
-def forward_with_cache(model, cache, tokens_BS, /, counts=None):
+def forward_with_cache(model, cache, tokens_BS, /, counts=None, **options):
     """Feed the next tokens of each row, and return the logits (B, V) after each row's last one.
 
     tokens_BS: int64, (B, S), padded on the right.
     counts: list of int. How many tokens of each row are real. Default: S.
+    options: of `hidden`.
 
     ValueError unless each row has a real token.
     """
@@ -281,7 +283,7 @@ def forward_with_cache(model, cache, tokens_BS, /, counts=None):
     if len(counts) != B or not all(0 < count <= S for count in counts):
         raise ValueError(f"counts: expected {B} numbers in 1..{S}, got {counts}")
     cache.counts = counts
-    return models.forward_with_cache(model, cache, tokens_BS, counts)
+    return models.forward_with_cache(model, cache, tokens_BS, counts, **options)
 
 
 # Rows that come and go --------------------------------------------------------------------------
@@ -295,10 +297,11 @@ def cache_of(model):
 
 
 @torch.no_grad()
-def prefill(model, prompts, /):
+def prefill(model, prompts, /, **options):
     """Return a cache with a row for each prompt, and the logits (B, V) after each.
 
     prompts: lists of token ids, of any lengths.
+    options: of `hidden`.
     """
     if not all(prompts):
         raise ValueError("prompts: expected at least one token in each")
@@ -306,13 +309,13 @@ def prefill(model, prompts, /):
     tokens_BS = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
     cache = cache_of(model)(len(prompts), device)
     counts = [len(prompt) for prompt in prompts]
-    return cache, forward_with_cache(model, cache, tokens_BS.to(device), counts)
+    return cache, forward_with_cache(model, cache, tokens_BS.to(device), counts, **options)
 
 
 @torch.inference_mode()
 def generate(
     model, rows, /, *, max_new_tokens, temperature=1.0, end=(), ending=None, after=None, seed=None,
-    slots=None, branches=None,
+    slots=None, branches=None, routes=False,
 ):  # fmt: skip
     """Decode rows (prompts of any lengths) until each has ended. Return them, in their order.
 
@@ -331,6 +334,8 @@ def generate(
     branches: branches(row) -> slots that a row reserves, one for each row into which it may have
         forked in the end, so that a fork never waits. Default: 1. A row that needs more than there
         are enters when all others have ended.
+    routes: record in `row.routes` which experts each token that the row has fed to the model went
+        to: a list of arrays (L, K) for L sparse layers, of all tokens but the last.
     """
     if max_new_tokens < 1 or not 0 <= temperature < math.inf:
         raise ValueError(f"max_new_tokens, temperature: expected at least 1, and finite and not "
@@ -347,7 +352,8 @@ def generate(
 
     # A row's place among all rows is its number, and after each fork also the number of the fork.
     reserved = branches or (lambda row: 1)
-    batch = Batch(model, rows, min(slots or math.inf, sum(map(reserved, rows))))
+    recorder = RouteRecorder() if routes else None
+    batch = Batch(model, rows, min(slots or math.inf, sum(map(reserved, rows))), recorder)
     waiting = deque(((n,), row) for n, row in enumerate(rows))
     done = []
     while waiting or batch.rows:
@@ -393,7 +399,10 @@ class Batch:
     first of these rows enters until the last one has ended.
     """
 
-    def __init__(self, model, rows, capacity):
+    def __init__(self, model, rows, capacity, recorder=None):
+        self.recorder = recorder
+        self.options = {"on_routing": recorder} if recorder else {}
+        self.routes_of = {}  # prompt -> the routes of its tokens, if they are recorded
         number = {}  # prompt -> its number
         self.prompt_of_row = [number.setdefault(tuple(row.tokens), len(number)) for row in rows]
         self.tokens = [*number]  # of each prompt
@@ -416,8 +425,11 @@ class Batch:
         wanted = [self.prompt_of_row[place[0]] for place, _ in entering]
         new = [prompt for prompt in dict.fromkeys(wanted) if prompt not in self.after]
         if new:
-            fresh, logits_RV = prefill(self.model, [self.tokens[prompt] for prompt in new])
+            prompts = [self.tokens[prompt] for prompt in new]
+            fresh, logits_RV = prefill(self.model, prompts, **self.options)
             self.after |= dict(zip(new, logits_RV))
+            for prompt, tokens, routes_S in zip(new, prompts, self.recorded(len(new))):
+                self.routes_of[prompt] = [*routes_S[: len(tokens)]]
             into = self.prompts if self.shares else self.cache
             into.begin(fresh, range(len(new)))
             self.held += new
@@ -426,6 +438,9 @@ class Batch:
         logits_BV = torch.stack([self.after[prompt] for prompt in wanted])
         self.logits_BV = torch.cat([self.logits_BV, logits_BV]) if self.rows else logits_BV
         self.rows = self.rows + entering
+        if self.recorder:
+            for prompt, (_, row) in zip(wanted, entering):
+                row.routes = self.routes_of[prompt].copy()
         self.waiting.subtract(wanted)
         self.after = {prompt: z_V for prompt, z_V in self.after.items() if self.waiting[prompt]}
 
@@ -449,7 +464,18 @@ class Batch:
             self.give_up_prompts()
         if going:
             last_B1 = torch.tensor([row.tokens[-1:] for _, row in self.rows], device=self.device)
-            self.logits_BV = forward_with_cache(self.model, self.cache, last_B1)
+            fed = self.model, self.cache, last_B1
+            self.logits_BV = forward_with_cache(*fed, **self.options)
+            for (_, row), routes_1LK in zip(self.rows, self.recorded(len(self.rows))):
+                row.routes.append(routes_1LK[0])
+
+    def recorded(self, rows):
+        """Return the routes of the latest forward, an array (S, L, K) for each of its rows, or []
+        if nothing is recorded."""
+        if not self.recorder:
+            return []
+        routes_NLK = self.recorder.routes()
+        return routes_NLK.reshape(rows, -1, *routes_NLK.shape[1:])
 
     def give_up_prompts(self):
         """Give up the prompts with which no row of the batch and no waiting row begins."""

@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import parallel
+from full.experts import UNRECORDED, Replay
 from full.pipeline import run_forwards, run_micro_batches
 from full.places import part_of, reshard
 from full.ranks import all_gather_objects
@@ -57,14 +58,18 @@ class PackedRow(NamedTuple):
     entries_K: torch.Tensor  # for each True of the mask, which of the N it is: in this row 0 1 2
     sequence_J: torch.Tensor  # which sequences hold which tokens. No sequence holds padding
     token_J: torch.Tensor
+    routes_SLK: torch.Tensor | None = None  # recorded experts; see `experts.Replay`
 
     def without_sequences(self) -> "PackedRow":
         """Return a row that only fills up: its tokens are in no sequence."""
         return self._replace(sequence_J=self.sequence_J[:0], token_J=self.token_J[:0])
 
 
-def pack_row(sequences, masks, length) -> PackedRow:
-    """Lay sequences end to end and pad the row to `length`. masks: which of tokens[1:] count."""
+def pack_row(sequences, masks, length, routes=None) -> PackedRow:
+    """Lay sequences end to end and pad the row to `length`. masks: which of tokens[1:] count.
+
+    routes: for each sequence the recorded experts of all tokens but the last, (L_i - 1, L, K).
+    """
     lengths = [len(tokens) for tokens in sequences]
     padding = np.zeros(length - sum(lengths), dtype=np.int64)
     tokens_S = np.concatenate([*map(np.asarray, sequences), padding])
@@ -83,7 +88,25 @@ def pack_row(sequences, masks, length) -> PackedRow:
     scored = [mask_BT, at_N, tokens_S[at_N + 1], np.arange(len(at_N))]
     token_J = np.arange(sum(lengths))  # each token is of one sequence
     holds = [document_S[token_J], token_J]
-    return PackedRow(*map(torch.from_numpy, [*in_row, *scored, *holds]))
+    row = PackedRow(*map(torch.from_numpy, [*in_row, *scored, *holds]))
+    if routes is None:
+        return row
+    return row._replace(routes_SLK=routes_of_tokens(routes, token_J, length))
+
+
+def routes_of_tokens(routes, token_J, length):
+    """Return the recorded experts of each of `length` tokens, (length, L, K) int16.
+
+    routes: for each sequence (L_i - 1, L, K), of all tokens but the last.
+    token_J: the token of each entry, for all entries of one sequence after the other.
+    """
+    # The last token of a sequence has not been fed to the sampler's model. Where another sequence
+    # goes on after it, that sequence has recorded it.
+    out_SLK = np.full((length, *routes[0].shape[1:]), UNRECORDED, dtype=np.int16)
+    ends = np.cumsum([len(routes_TLK) + 1 for routes_TLK in routes])
+    is_last_J = np.isin(np.arange(len(token_J)), ends - 1)
+    out_SLK[np.asarray(token_J)[~is_last_J]] = np.concatenate(routes)
+    return torch.from_numpy(out_SLK)
 
 
 class Micro(NamedTuple):
@@ -112,7 +135,8 @@ class PackedBatches:
     indices: indices(length, rank, world), ascending: the tokens of a row that a rank of c has, as
         this attention wants them: `ring.indices`. For c > 1 only.
     balance: balance(sequence_j, token_j, num_sequences=, groups=) makes the callback by which
-        sparse layers attach their loss in training, such as an `experts.Balance`. Default: no loss.
+        sparse layers attach their loss in training, such as an `experts.Balance`. With routes it
+        also gets replay=, a `Replay`, and returns it. Default: no loss.
     micro_tokens: int. Most tokens of a micro-batch. A longer sequence is alone in one.
     temperature: float. Of the log-probs.
 
@@ -136,7 +160,7 @@ class PackedBatches:
             raise ValueError(
                 f"plan {self.plan} splits rows: give indices=, e.g. ring_attention.indices")
 
-    def forward_backward(self, sequences, masks, loss_fn) -> torch.Tensor:
+    def forward_backward(self, sequences, masks, loss_fn, routes=None) -> torch.Tensor:
         """Add the gradient of a batch's loss to .grad. Collective.
 
         sequences: lists of token ids.
@@ -145,10 +169,12 @@ class PackedBatches:
             values_BT too: sequence indices[b] has row b, which is 0 where nothing is scored. It
             returns this micro-batch's term of the loss, divided by the global count, and the same
             value on all c and t ranks (under p, of the last stage).
+        routes: for each sequence the experts of all tokens but the last, (L_i - 1, L, K), which
+            the L sparse layers use in place of their routers' own. Not under c. Default: none.
 
         Returns the loss, summed over data shares, float64.
         """
-        micro_batches, rows = self.pack_micro_batches(sequences, masks)
+        micro_batches, rows = self.pack_micro_batches(sequences, masks, routes)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
 
         def forward(root, k, x):
@@ -172,12 +198,13 @@ class PackedBatches:
         return total
 
     @torch.no_grad()
-    def forward(self, sequences, masks) -> list:
+    def forward(self, sequences, masks, routes=None) -> list:
         """Return (logprobs, entropies), of a critic values too, of each sequence, no gradient.
 
         Each is (L - 1,), on the CPU, on every rank of the replica. Collective.
+        routes: as in `forward_backward`.
         """
-        micro_batches, rows = self.pack_micro_batches(sequences, masks)
+        micro_batches, rows = self.pack_micro_batches(sequences, masks, routes)
         found = [None] * len(sequences)
 
         def forward(root, k, x):
@@ -201,7 +228,7 @@ class PackedBatches:
         parts = all_gather_objects(found, self.part.grid.group["pct"])
         return next(part for part in parts if part is not None)
 
-    def pack_micro_batches(self, sequences, masks):
+    def pack_micro_batches(self, sequences, masks, routes=None):
         """Return the micro-batches, as lists of indices, and a `PackedRow` of each. Collective.
 
         A micro-batch without sequences has one token.
@@ -215,7 +242,7 @@ class PackedBatches:
         for indices, length in zip(micro_batches, row_lengths(self.plan, counts), strict=True):
             if indices:
                 own = [sequences[i] for i in indices], [masks[i] for i in indices]
-                rows.append(pack_row(*own, length))
+                rows.append(pack_row(*own, length, routes and [routes[i] for i in indices]))
             else:
                 rows.append(pack_row([[0]], [[]], length).without_sequences())
         return micro_batches, rows
@@ -233,8 +260,8 @@ class PackedBatches:
         local_s = self.own_tokens(row)
         group = self.part.grid.group["c"] if self.plan.cp > 1 else None
         made = None
-        if balance is not None:
-            made = balance_of_rank(self.model, row.sequence_J, row.token_J, local_s, balance)
+        if balance is not None or row.routes_SLK is not None:
+            made = balance_of_rank(self.model, row, local_s, balance)
         own = [x_1S[:, local_s].to(self.device) for x_1S in (row.tokens_1S, row.positions_1S)]
         return Micro(*own, self.attention(row.sees, group), made)
 
@@ -344,10 +371,11 @@ def row_lengths(plan, sizes) -> list:
     return [-(-size // unit) * unit for size in sizes]
 
 
-def balance_of_rank(model, sequence_J, token_J, local_s, balance):
+def balance_of_rank(model, row, local_s, balance=None):
     """Return what `balance` makes of the tokens whose routing this rank counts.
 
-    sequence_J, token_J: as in `PackedRow`.
+    row: a `PackedRow`. If it has routes, the callback is a `Replay`, which `balance` is given as
+        replay=, and which calls what `balance` makes.
     local_s: the tokens that this rank is given, ascending.
     """
     # A balance loss is a sum over tokens, so each token is counted on one rank, though several may
@@ -363,11 +391,16 @@ def balance_of_rank(model, sequence_J, token_J, local_s, balance):
     groups = [part.grid.group[x] for x, degree in (("c", plan.cp), ("t", plan.tp)) if degree > 1]
 
     # Tokens are numbered as the layer sees them, and sequences as in the whole row.
-    is_taken_J = torch.isin(token_J, taken_s)
-    token_j = torch.searchsorted(seen_s, token_J[is_taken_J])
-    num_sequences = int(sequence_J.max()) + 1 if len(sequence_J) else 0
-    pairs = sequence_J[is_taken_J].to(part.device), token_j.to(part.device)
-    return balance(*pairs, num_sequences=num_sequences, groups=groups)
+    is_taken_J = torch.isin(row.token_J, taken_s)
+    token_j = torch.searchsorted(seen_s, row.token_J[is_taken_J])
+    num_sequences = int(row.sequence_J.max()) + 1 if len(row.sequence_J) else 0
+    pairs = row.sequence_J[is_taken_J].to(part.device), token_j.to(part.device)
+    options = dict(num_sequences=num_sequences, groups=groups)
+    if row.routes_SLK is not None:
+        sequences_s = torch.bincount(token_j, minlength=len(seen_s)).double()
+        routes_sLK = row.routes_SLK[seen_s].to(part.device)
+        options["replay"] = Replay(routes_sLK, model.config.sparse_layers, sequences_s)
+    return options["replay"] if balance is None else balance(*pairs, **options)
 
 
 def speaks_for_replica(model) -> bool:
@@ -426,6 +459,30 @@ def require_batch(model, sequences, masks):
         raise ValueError(found)
 
 
+def routing_of_all_tokens(on_routing, group, length, pad=0):
+    """Return a callback for layers that see this rank's part of `length` tokens, padded by `pad`.
+
+    on_routing: the callback that gets the experts of all tokens. It may be a `Replay`, whose routes
+        are of all tokens.
+    group: the ranks that have the parts. None: this layer sees all tokens, and the padding.
+    """
+
+    def told_of_all(*found, layer):
+        # COMM: an all-gather over the t ranks, each of which has routed a part of the tokens.
+        # Pinned by tests/full/test_balance.py::test_a_rank_sees_some_tokens.
+        if group is not None:
+            found = [parallel.all_gather(x.detach(), group) for x in found]
+        return on_routing(*(x[:length] for x in found), layer=layer)
+
+    if not isinstance(on_routing, Replay):
+        return told_of_all
+
+    # Of a replay each layer needs the routes of the tokens that it sees.
+    at_n = F.pad(torch.arange(length), (0, pad), value=-1)
+    at_n = at_n if group is None else parallel.own_chunk(at_n, group)
+    return on_routing.of_tokens(at_n, told_of_all)
+
+
 class PaddedTokens:
     """A model under sequence parallelism for callers that know nothing of it, such as trees.
 
@@ -451,15 +508,11 @@ class PaddedTokens:
             out = attention(*(x[:, :, :length] for x in (q, k, v)), **options)
             return F.pad(out, (0, 0, 0, pad))
 
-        # COMM: an all-gather over the t ranks, each of which has routed a part of the tokens. With
-        # t inside the experts a layer has seen all tokens already. Pinned by
-        # tests/full/test_balance.py::test_a_rank_sees_some_tokens.
-        def on_routing_of_all_tokens(*found, layer):
-            if part.plan.etp == 1:
-                found = [parallel.all_gather(x.detach(), part.grid.group["t"]) for x in found]
-            return on_routing(*(x[:length] for x in found), layer=layer)
-
-        options = {} if on_routing is None else {"on_routing": on_routing_of_all_tokens}
+        # With t inside the experts a layer has seen all tokens already.
+        options = {}
+        if on_routing is not None:
+            group = part.grid.group["t"] if part.plan.etp == 1 else None
+            options["on_routing"] = routing_of_all_tokens(on_routing, group, length, pad)
         x_1SM = self.model.hidden(
             F.pad(tokens_1S, (0, pad)), positions=F.pad(positions, (0, pad)),
             attention=attention_without_padding, **options,

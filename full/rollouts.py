@@ -42,6 +42,7 @@ class Trajectory:
     ref_logprobs: np.ndarray | None = None
     values: np.ndarray | None = None  # of the critic, before the step
     returns: np.ndarray | None = None
+    routes: np.ndarray | None = None  # int16, (T, L, K): the sampler's experts of tokens[:-1]
 
     def __post_init__(self):
         self.sampled = self.mask  # stays when `--overlong filter` takes it out of the loss
@@ -52,26 +53,47 @@ class Trajectory:
 
     def to_json(self) -> dict:
         """Return what was sampled and heard as JSON values, which are read back bit for bit."""
+        routes = {} if self.routes is None else {"routes": self.routes.tolist()}
         return {
             "tokens": list(map(int, self.tokens)), "sampled": self.sampled.astype(int).tolist(),
             "logprobs": self.sampler_logprobs.tolist(), "truncated": bool(self.truncated),
-            "rewards": [list(pair) for pair in self.turn_rewards], "path": self.path,
+            "rewards": [list(pair) for pair in self.turn_rewards], "path": self.path, **routes,
         }  # fmt: skip
 
     @classmethod
-    def from_json(cls, group, row, vocab_size):
-        """Return the trajectory that `to_json` wrote; ValueError if no model can train on it."""
+    def from_json(cls, group, row, shape):
+        """Return the trajectory that `to_json` wrote; ValueError if no model can train on it.
+
+        shape: the `ModelConfig` of the model.
+        """
         # A file may come from anybody. An id past the end would be read from beyond the embedding.
         tokens = row["tokens"]
-        if not all(type(t) is int and 0 <= t < vocab_size for t in tokens):
-            raise ValueError(f"group {group}: expected token ids under {vocab_size}, got {tokens}")
+        if not all(type(t) is int and 0 <= t < shape.vocab_size for t in tokens):
+            raise ValueError(f"group {group}: expected token ids under {shape.vocab_size}, got "
+                             f"{tokens}")  # fmt: skip
         mask = np.array(row["sampled"], dtype=bool)
         logprobs = np.array(row["logprobs"], dtype=np.float64)
         if mask.shape != (len(tokens) - 1,) or logprobs.shape != mask.shape:
             raise ValueError(f"group {group}: expected a mask and log-probs of {len(tokens) - 1}")
         path = [tuple(segment) for segment in row["path"]]
         rewards = [(int(at), float(reward)) for at, reward in row["rewards"]]
-        return cls(group, tokens, mask, logprobs, row["truncated"], path, rewards)
+        routes = row.get("routes")
+        if routes is not None:
+            routes = checked_routes(group, np.array(routes), len(tokens) - 1, shape)
+        made = group, tokens, mask, logprobs, row["truncated"], path, rewards
+        return cls(*made, routes=routes)
+
+
+def checked_routes(group, routes_TLK, T, shape):
+    """Return recorded experts as int16. ValueError unless they are those of T tokens of a model."""
+    expected = T, len(shape.sparse_layers), shape.num_experts_per_tok
+    is_integer = routes_TLK.dtype.kind == "i" and routes_TLK.shape == expected
+    ids_TLK = np.sort(routes_TLK, -1) if is_integer else np.full(expected, -1)
+    is_twice = (np.diff(ids_TLK, axis=-1) == 0).any()
+    if not is_integer or is_twice or not ((0 <= ids_TLK) & (ids_TLK < shape.num_experts)).all():
+        raise ValueError(f"group {group}: expected routes {expected}, each of them different "
+                         f"experts of {shape.num_experts}, got {routes_TLK.shape}")  # fmt: skip
+    return routes_TLK.astype(np.int16)
 
 
 class ForkingEpisode(train_grpo.Episode):
@@ -88,6 +110,7 @@ class ForkingEpisode(train_grpo.Episode):
         self.forks_left = forks_left
         self.path = [(self.turn, number, count)]
         self.turn_rewards = []
+        self.routes = []  # (L, K) for each token that a model has been fed, if they are recorded
         self.heard = ()  # of the turn that has ended: the task's new state, reply and reward
 
     def origin(self) -> tuple:
@@ -112,7 +135,7 @@ class ForkingEpisode(train_grpo.Episode):
         share = self.count // forks
         for first in range(self.number, self.number + self.count, share):
             child = copy.copy(self)
-            for name in ("tokens", "mask", "logprobs", "queue"):
+            for name in ("tokens", "mask", "logprobs", "queue", "routes"):
                 setattr(child, name, getattr(self, name).copy())
             child.draws = train_grpo.uniforms((*self.key, self.group, first), len(self.draws))
             child.number = first
@@ -130,7 +153,8 @@ class ForkingEpisode(train_grpo.Episode):
         mask = np.array(self.mask, dtype=bool) & np.isfinite(logprobs)
         logprobs = np.where(mask, logprobs, 0.0)
         made = self.group, self.tokens, mask, logprobs, self.truncated, self.path, self.turn_rewards
-        return [Trajectory(*made) for _ in range(self.count)]
+        routes = np.stack(self.routes) if self.routes else None
+        return [Trajectory(*made, routes=routes) for _ in range(self.count)]
 
 
 REPLY_THREADS = 16
@@ -279,10 +303,11 @@ def play(config, task, sampler, starts, key) -> list:
     def after(episode):
         return episode.fork(config.forks) if episode.hear(*episode.heard) else []
 
+    recorded = {"routes": True} if config.replay_routes else {}
     ended = sampler.generate(
         episodes, max_new_tokens=limit, temperature=config.temperature, end=task.end,
         ending=asker_of(task), after=after, slots=config.batch_rows,
-        branches=lambda episode: episode.count,
+        branches=lambda episode: episode.count, **recorded,
     )  # fmt: skip
 
     # Episodes end in any order; a group's rollouts are put back into theirs.
@@ -327,7 +352,8 @@ def evaluate(config, task, sampler):
     # One rollout of each prompt, and no random draw: the key is empty.
     prompts = range(config.eval_prompts)
     starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
-    greedy = dataclasses.replace(config, group=1, temperature=0.0, forks=1, fork_turns=0)
+    one = dict(group=1, forks=1, fork_turns=0, replay_routes=False)
+    greedy = dataclasses.replace(config, temperature=0.0, **one)
     groups = play(greedy, task, sampler, starts, key=())
 
     # Each rank has played its own prompts; the sum over ranks is of all.

@@ -46,7 +46,7 @@ from full.ranks import (
 )  # fmt: skip
 from full.tasks import Task, TaskError, asking
 from full.text import make_task
-from full.trainer import Trainer, keep_states_wide, plans_of
+from full.trainer import Trainer, keep_wide, plans_of
 from full.transformer import Transformer
 from train_grpo import EVALUATION, ROLLOUT
 
@@ -71,10 +71,10 @@ def shape_of(config, task) -> ModelConfig:
     """Return the shape of the run's model; ValueError if it does not fit task or settings."""
     shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
     require_rows(task, shape, config.model)
-    for name in ("balance_coef", "router_bias_rate"):
+    for name in ("balance_coef", "router_bias_rate", "replay_routes"):
         if getattr(config, name) and not shape.sparse_layers:
             where = config.model or "the model of --layers and --hidden"
-            raise ValueError(f"{_flag(name)} is about experts, and {where} has none: leave it 0")
+            raise ValueError(f"{_flag(name)} is about experts, and {where} has none: leave it out")
     return shape
 
 
@@ -87,7 +87,7 @@ def empty_model(config, shape, dtype, *, is_teacher=False) -> Transformer:
         if config.router_bias_rate and not is_teacher:
             give_router_bias(model, config.router_bias_rate)
     model = make_exact(model) if config.exact else model
-    return keep_states_wide(config, model)
+    return keep_wide(config, model)
 
 
 def build(config, task):
@@ -405,7 +405,7 @@ def policy_in(path, config, task, dtype, alone=False):
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     weights |= {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
     read_checkpoint(path, weights, only=("model.", "buffer."), alone=alone)
-    return keep_states_wide(config, model.to(getattr(torch, dtype)).requires_grad_(False))
+    return keep_wide(config, model.to(getattr(torch, dtype)).requires_grad_(False))
 
 
 # The run's directory -----------------------------------------------------------------------------

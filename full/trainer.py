@@ -36,8 +36,12 @@ from full.transformer import Transformer, causal_attention, draw_weights
 from full.weights import share_or_allocate, split_for_decoding
 
 
-def keep_states_wide(config, model):
-    """Keep the states between layers in --dtype in mixed precision; return the model."""
+def keep_wide(config, model):
+    """Keep what the settings want wider than the weights; return the model.
+
+    These are the states between layers, in --dtype in mixed precision, and the head's product.
+    """
+    model.head_dtype = getattr(torch, config.head_dtype) if config.head_dtype else None
     if config.is_mixed:
         own = next(model.parameters()).dtype
         model.residual_dtype = torch.promote_types(own, getattr(torch, config.dtype))
@@ -128,7 +132,7 @@ class Trainer(train_grpo.Trainer):
         # has some of the tensors only.
         whole = copy.deepcopy(model) if is_empty else None
         compute_dtype = getattr(torch, config.compute) if config.is_mixed else None
-        self.model = self.shard_model(keep_states_wide(config, model), compute_dtype)
+        self.model = self.shard_model(keep_wide(config, model), compute_dtype)
         if is_empty:
             first_weights(self.model, whole, config.model, config.seed)
         self.optimizer = build_optimizer(config, self.model)
@@ -218,8 +222,16 @@ class Trainer(train_grpo.Trainer):
         # their gradients only have to be added, which is what backward() does to .grad. Each layer
         # of experts attaches its term of (8) as it runs.
         self.experts.begin(batch, num_sequences)
-        run.forward_backward([t.tokens for t in together], [t.mask for t in together], loss_of)
+        given = [t.tokens for t in together], [t.mask for t in together], loss_of
+        run.forward_backward(*given, routes=self.routes_of(together))
         return self.metrics_of_all_ranks(measured, batch, run.tokens_run)
+
+    def routes_of(self, batch) -> list | None:
+        """Return the experts that the sampler recorded of each trajectory, if they are replayed."""
+        # Demonstrations have no sampler.
+        if not self.config.replay_routes or any(t.supervised for t in batch):
+            return None
+        return [t.routes for t in batch]
 
     def settings(self) -> dict:
         """Return the keywords of `grpo_loss` that are flags."""
@@ -338,7 +350,9 @@ class Trainer(train_grpo.Trainer):
         model = model or self.model
         together, first = gather_replica(model, batch)
         run = self.batches(model)
-        scores = run.forward([t.tokens for t in together], [t.sampled for t in together])
+        # A reference and a teacher are other models: their routers select.
+        routes = self.routes_of(together) if model is self.model else None
+        scores = run.forward([t.tokens for t in together], [t.sampled for t in together], routes)
         own = scores[first : first + len(batch)]
         return [columns[column].double().numpy() for columns in own]
 

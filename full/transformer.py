@@ -102,6 +102,7 @@ class Transformer(models.Transformer):
         self.rope = Rope(config)
         self.attention = causal_attention  # used unless `hidden` is given another one
         self.residual_dtype = None  # of the states between layers. None: as the weights
+        self.head_dtype = None  # of the head's product, if it is wider. None: as the weights
         if config.value_head:
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
@@ -114,7 +115,8 @@ class Transformer(models.Transformer):
         attention: attention(q, k, v, layer=, scale=) -> (B, H, S, D), with q (B, H, S, D) and with
             k and v (B, G, S, D). Sliding layers add window=. Default: `self.attention`.
         on_routing: on_routing(p (N, E), ids of experts (N, K), layer=), called once in each sparse
-            layer. It returns a loss to attach, or None. Such as a `Balance`. Default: no call.
+            layer. It returns a loss to attach, or None. Such as a `Balance`. If it has a method
+            `choose`, this replaces the router's ids, see `Replay`. Default: no call.
 
         ValueError for other shapes, and on a CPU for ids that are not in the vocabulary.
         """
@@ -151,10 +153,19 @@ class Transformer(models.Transformer):
         which rows they are. Tensor parallelism replaces this method."""
         return self.head_weight, {}
 
+    def for_head(self, x, /):
+        """Return states or rows of the head in the dtype of the head's product."""
+        # NUMERICS: the head's product has as many terms as any other, but nothing after it averages
+        # its rounding: an error of a logit is an error of a log-prob. So bfloat16 states and rows
+        # are multiplied in float32 if head_dtype says so, and nothing is stored otherwise. Pinned
+        # by tests/full/test_head.py::test_a_float32_head_under_bfloat16.
+        return x if self.head_dtype is None else x.to(torch.promote_types(x.dtype, self.head_dtype))
+
     def logits(self, hidden, /):
-        """Apply the head to states of `hidden`: (..., M) -> (..., V), in the model's dtype."""
+        """Apply the head to states of `hidden`: (..., M) -> (..., V), in the dtype of its product.
+        """
         weight_vM, shard = self.lm_head_shard()
-        z = F.linear(hidden, weight_vM)
+        z = F.linear(self.for_head(hidden), self.for_head(weight_vM))
         cap = self.config.final_logit_softcapping
         z = cap * torch.tanh(z / cap) if cap else z  # (7')
         return all_gather_logits(z, shard["group"], self.config.vocab_size) if shard else z
@@ -167,7 +178,7 @@ class Transformer(models.Transformer):
         """Return (8) and (9) of targets (N,) given hidden (N, M): two (N,), float32 or better."""
         weight_vM, shard = self.lm_head_shard()
         return token_logprobs(
-            hidden, weight_vM, targets, temperature=temperature,
+            self.for_head(hidden), self.for_head(weight_vM), targets, temperature=temperature,
             softcap=self.config.final_logit_softcapping, vocab_size=self.config.vocab_size, **shard,
         )  # fmt: skip
 

@@ -22,6 +22,9 @@ class TokenTrie:
     largest comes first.
 
     sequences: 1-D integer tensors (or lists) of 1 token or more, ids >= 0. Not changed.
+    labels: for each sequence an integer array (L_i,), 0 to 2^31 - 1. Tokens of sequences are one
+        token of the tree if they and all tokens before them have equal ids and equal labels.
+        Default: equal ids.
 
     Sequences that equal others, or are prefixes of others, end inside the tree and add no token.
     All tensors are int64 and on the CPU:
@@ -38,8 +41,10 @@ class TokenTrie:
     A ValueError names a sequence that is not 1-D integers. The cost is a sort and O(total tokens).
     """
 
-    def __init__(self, sequences):
+    def __init__(self, sequences, labels=None):
         arrays = _arrays_of_ids(sequences)
+        if labels is not None:  # an id and its label as one number, until the tree is made
+            arrays = [x + (np.asarray(y, np.int64) << 32) for x, y in zip(arrays, labels)]
         lengths = np.array([len(x) for x in arrays], np.int64)
         begins = lengths.cumsum() - lengths
 
@@ -81,7 +86,7 @@ class TokenTrie:
         place = _largest_branches_first(parent[:n], end[:n])
         old = np.argsort(place)
         size = (end[:n] - np.arange(n))[old]
-        self.tokens = _int64(tokens[old])
+        self.tokens = _int64(tokens[old] if labels is None else tokens[old] & (2**32 - 1))
         self.positions = _int64(positions[old])
         self.parent = _int64(np.append(place, -1)[parent[old]])
         self.subtree_end = _int64(np.arange(n) + size)

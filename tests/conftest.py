@@ -1,5 +1,6 @@
 """Markers, one thread, two cores, and the project's files on the path."""
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -31,6 +32,19 @@ def shortened(names, *kept):
 def slow(*cases):
     """Cases for `parametrize`, each a tuple of arguments, that only `-m slow` has."""
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+def diagonal(*axes):
+    """Cases for `parametrize`: all combinations, most of which only `-m slow` has.
+
+    The default suite keeps as many as the longest axis has values. Each value of an axis is in one.
+    """
+    kept = {tuple(n % len(axis) for axis in axes) for n in range(max(map(len, axes)))}
+    cases = []
+    for places in itertools.product(*(range(len(axis)) for axis in axes)):
+        values = [axis[n] for axis, n in zip(axes, places, strict=True)]
+        cases.append(pytest.param(*values, marks=[] if places in kept else [pytest.mark.slow]))
+    return cases
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -32,8 +32,8 @@ if [ "$size" = full ]; then
     tree="--large --scale 8 --repeats 5"
     check=""
     step="4096 + 8 x 1024, 0.6B"
-    steps=5
-    generation="--size large --repeats 5"
+    steps=2
+    generation="--size large --repeats 2"
 else
     ring="--tokens 16 --repeats 1"
     tree="--scale 0.02 --repeats 1"

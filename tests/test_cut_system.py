@@ -12,6 +12,7 @@ import sys
 import pytest
 from conftest import slow
 from test_cores import copy_the_five
+from test_ranks import as_script
 from test_run import FROM_ROOT, json_lines, until
 
 import parallel
@@ -147,9 +148,10 @@ def test_what_cannot_run_is_refused_in_one_line(monkeypatch, tmp_path, world, wo
 
 def test_a_refusal_does_not_wait_for_the_other_ranks(folder):
     """Only rank 0 is there, and it ends all the same."""
-    done = run(folder, 0, "--plan", "d3", WORLD_SIZE="2", RANK="0")
-    assert done.returncode == 1 and not done.stdout
-    assert done.stderr.startswith("train_grpo.py: error: ") and done.stderr.count("\n") == 1
+    rank_0 = dict(WORLD_SIZE="2", RANK="0")
+    code, out, err = as_script("train_grpo.py", "--plan", "d3", cwd=folder, **rank_0)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("train_grpo.py: error: ")
 
 
 @pytest.mark.slow
@@ -167,6 +169,7 @@ def test_ctrl_c_and_a_reader_that_leaves_end_it_by_one_line(folder, name):
     """Both come after the check; the reader leaves as `| head -1` does."""
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     command = [sys.executable, "-c", PROGRAM, "--metrics", f"{name}.jsonl"]
+    command += ["--steps", "1"] if name == "BrokenPipeError" else []  # soon the next line
     with subprocess.Popen(command, cwd=folder, **pipes) as program:
         assert "largest error" in program.stdout.readline()
         if name == "BrokenPipeError":

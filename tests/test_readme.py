@@ -92,7 +92,8 @@ def test_the_model_of_the_main_job_is_as_large_as_it_says():
 
 def test_the_main_job_prints_what_it_shows(tmp_path):
     """Its lines, but for the numbers of one step. The bar is for a terminal, a sample for any."""
-    code, out, err = as_script(ROOT / "train_grpo.py", "--steps", "1", cwd=tmp_path)
+    copy_the_five(tmp_path)
+    code, out, err = as_script("train_grpo.py", "--steps", "1", cwd=tmp_path)
     assert code == 0, err
     shown, printed = shapes_of(README.code("text")[0]), shapes_of(out)
     assert [shape for shape in shown if "%" not in shape] == printed

@@ -114,6 +114,9 @@ STEPS = {  # settings that between them reach every line of `loss_definition` an
     "DPPO, leave_one_out": dict(
         objective="dppo", clip_low=1e-7, clip_high=2e-7, minibatches=2,
         advantage="leave_one_out"),
+    "replayed routes, 2 updates": dict(
+        replay_routes=True, generator_dtype="bfloat16", balance_coef=0.5, router_bias_rate=0.05,
+        kl_coef=0.1, proximal=True, minibatches=2),
     "GSPO, a teacher": dict(objective="gspo", clip_low=1e-3, clip_high=1e-3, teacher="tiny"),
 }  # fmt: skip
 
@@ -133,7 +136,7 @@ def step_error(device="cpu", **changes) -> float:
     task = make_task(config)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        if config.balance_coef:  # experts are those of a checkpoint, with the task's vocabulary
+        if config.router_bias_rate:  # experts are those of a checkpoint, with the task's vocabulary
             shape = FAMILIES["balanced moe"] | dict(vocab_size=task.vocab_size, router_bias_rate=0)
             experts = tiny_model(eos_token_id=tuple(task.end), **shape)
             save_hf(experts, folder / "hf")
@@ -214,10 +217,11 @@ FAMILIES = {
         model_type="qwen3_moe", vocab_size=12, num_experts=8, num_experts_per_tok=2,
         num_hidden_layers=2, sparse_layers=(0, 1), router_bias_rate=0.05),
 }  # fmt: skip
-FAMILIES["biased moe"] = FAMILIES["balanced moe"]
+FAMILIES["biased moe"] = FAMILIES["replayed moe"] = FAMILIES["balanced moe"]
 BALANCED = {  # their settings; a tree has no balance loss
     "balanced moe": dict(balance_coef=0.5, router_bias_rate=0.05),
     "biased moe": dict(router_bias_rate=0.05),
+    "replayed moe": dict(router_bias_rate=0.05, replay_routes=True),
 }  # fmt: skip
 PLANS = {  # name -> ranks, flags
     "d1": (1, {}),
@@ -261,8 +265,26 @@ def model_of(family):
     return model
 
 
+def with_routes(batch, shape) -> list:
+    """A batch with random experts, which no router would select; equal prefixes have equal ones.
+
+    But for every third trajectory, so that a tree forks at its first token.
+    """
+    size = len(shape["sparse_layers"]), shape["num_experts_per_tok"]
+    made = []
+    for n, t in enumerate(batch):
+        routes = []
+        for stop in range(1, len(t.tokens)):
+            rng = np.random.default_rng([n % 3 == 0, *t.tokens[:stop]])
+            drawn = [rng.permutation(shape["num_experts"])[: size[1]] for _ in range(size[0])]
+            routes.append(np.array(drawn, dtype=np.int16))
+        made.append(dataclasses.replace(t, routes=np.array(routes)))
+    return made
+
+
 def three_steps(config, family, batch, device="cpu"):
     """[(loss, gradients, norm)] of three steps on this rank's share, and the parameters then."""
+    batch = with_routes(batch, FAMILIES[family]) if config.replay_routes else batch
     trainer, found, seen = Trainer(config, model_of(family).to(device)), [], {}
     mine = [t for t in batch if t.group % dist.get_world_size() == dist.get_rank()]
 
@@ -275,7 +297,7 @@ def three_steps(config, family, batch, device="cpu"):
     with mock.patch("full.trainer.clip_grad_norm", watched):
         for _ in range(3):
             metrics = trainer.forward_backward(mine, trainer.loss_denominator(batch))
-            names = "loss/token_mean", "balance/loss", "experts/load_max"
+            names = "loss/token_mean", "balance/loss", "experts/load_max", "experts/replay_changed"
             loss = sum(metrics.get(name, 0.0) for name in names)
             norm = trainer.optim_step(lr=0.01)["grad_norm"]
             found.append((loss, seen["grads"], norm))

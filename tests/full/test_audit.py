@@ -233,7 +233,7 @@ QUICK = "critic, long warm-up", "forks", "proximal", "filter", "entropy alone"
 @pytest.mark.parametrize("name", shortened(SETTINGS, *QUICK))
 def test_settings_are_audited(honest, process_group, name):
     """At the step behind the newest checkpoint, and at one with a checkpoint behind it."""
-    run = honest(f"{TINY} --steps 3 {SETTINGS[name]}")
+    run = honest(f"{TINY} --steps 3 --group 4 {SETTINGS[name]}")
     for step in (0, 2):
         report = audited(run, step, task=LOOKUP if LOOKUP in SETTINGS[name] else "")
         assert_right(report)
@@ -354,7 +354,8 @@ def test_a_summary_has_the_rows_that_are_outside(process_group, copied, capsys):
 @pytest.mark.parametrize("name", ["", "--kl-coef 0.05 --compute-dtype bfloat16"])
 def test_memory_is_at_most_six_times_the_weights(honest, process_group, name):
     """In float64: weights, gradient, two moments, and room. Mixed precision has masters besides."""
-    run = honest(f"{TINY} --steps 2 --layers 3 --hidden 128 --minibatches 2 {name}")
+    few = "--prompts 4 --group 4 --minibatches 2"
+    run = honest(f"{TINY} --steps 2 --layers 3 --hidden 128 {few} {name}")
     files = RunFiles(run)
     model = build(files.config, make_task(files.config))[0]
     weights = 8 * sum(p.numel() for p in model.parameters())
@@ -384,8 +385,8 @@ def test_what_the_audit_does_not_know_is_said_in_one_line(
         assert f"the audit does not know {name!r}: add it to {table} in full/byhand.py" in last
 
 
-PROXIMAL = "--device cpu --layers 2 --hidden 48 --heads 4 --prompts 8 --group 8 --eval-prompts 7 "
-PROXIMAL += "--lr-decay constant --lr-warmup 0 --steps 5 --save-every 2 --keep 9 --proximal "
+PROXIMAL = "--device cpu --layers 2 --hidden 48 --heads 4 --prompts 4 --group 4 --eval-prompts 7 "
+PROXIMAL += "--lr-decay constant --lr-warmup 0 --steps 3 --save-every 2 --keep 9 --proximal "
 PROXIMAL += "--importance-cap 2 --out run"
 
 
@@ -396,8 +397,8 @@ def test_a_ratio_of_1_may_be_off_by_the_rounding_of_two_forwards(process_group, 
     """
     run = copied(PROXIMAL)
     for apart, wrong in ((1.2e-6, None), (1e-4, "ratio/max_first")):
-        edit_line(run, 4, "ratio/max_first", lambda x, apart=apart: 1 + apart)
-        report = audited(run, 4)
+        edit_line(run, 2, "ratio/max_first", lambda x, apart=apart: 1 + apart)
+        report = audited(run, 2)
         (row,) = [row for row in report.rows if row.key == "ratio/max_first"]
         assert report.wrong == wrong and row.by_hand == 1 and 1.2e-6 < row.allowed < 2e-5
 

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from conftest import diagonal
 from oracles import Watch, bytes_of
 from test_ranks import ranks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,8 +29,6 @@ STARTS = {
     "shared": [[1, 2, 3, 4, 5, 6, 7], [8], [1, 2, 3, 4, 5, 6, 7], [9, 10, 11], [8]],
     "distinct": [[1, 2, 3, 4, 5, 6, 7], [8], [1, 2, 3], [9, 10, 11], [8, 1]],
 }
-QUICK = "gemma3_text", "qwen3"  # the others are in the default suite
-NAMES = [pytest.param(name, marks=[pytest.mark.quick] * (name in QUICK)) for name in CASES]
 ENDS = tuple(range(1, 53, 3))  # a third of the vocabulary
 NEW = 16
 
@@ -96,9 +95,8 @@ def caches(monkeypatch):
     return fed
 
 
-@pytest.mark.parametrize("temperature", [0.7, 0])
-@pytest.mark.parametrize("starts", STARTS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.quick
+@pytest.mark.parametrize("name, starts, temperature", diagonal([*CASES], [*STARTS], [0.7, 0, 1.0]))
 def test_slots_and_turns_give_the_rows_of_the_core(name, starts, temperature, caches):
     model, options = model_of(name), dict(max_new_tokens=NEW, temperature=temperature, end=ENDS)
     truth = talks(starts)
@@ -111,9 +109,7 @@ def test_slots_and_turns_give_the_rows_of_the_core(name, starts, temperature, ca
         assert all(rows <= stored <= (slots or 5) for rows, stored in caches)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0])
-@pytest.mark.parametrize("starts", STARTS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name, starts, temperature", diagonal([*CASES], [*STARTS], [1.0, 0.7, 0]))
 def test_forks_stay_within_the_slots_and_change_no_token(name, starts, temperature, caches):
     model, asked = model_of(name), []
     options = dict(max_new_tokens=NEW, temperature=temperature, end=ENDS, after=Talk.fork)

@@ -98,6 +98,9 @@ TABLE = {
 
     # Measurements.
     "python tests/bench/measure_exact.py": "exact::the_table_has_a_row_for_each_way",
+    "python tests/bench/measure_head.py DIR --device cuda --rollouts 64 --tokens 64":
+        "head::the_measurement_prints_its_tables",
+    "python tests/bench/measure_routes.py": "routes::the_measurement_prints_a_row_for_each_dtype",
     BENCH: "grpo_matrix::bench_runs_at_toy_size",
     f"{BENCH} ring --repeats 5": " --repeats 1 --tokens 64",
     f"{BENCH} ring memory": " --tokens 64",
@@ -268,8 +271,8 @@ ELSEWHERE |= {"OUT/hf", "OUT/engine", "tokenizer.json", "questions.jsonl"}  # a 
 FLAGS_ELSEWHERE = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"}
 FLAGS_ELSEWHERE |= {"--max-restarts", "--no-deps", "--local-dir"}  # torchrun's, pip's, hf's
 FLAGS_ELSEWHERE |= {"--port", "--host", "--enable-scale-out", "--logprobs-mode", "--max-model-len"}
-FLAGS_ELSEWHERE |= {"--enforce-eager", "--block-size"}  # vLLM's
-FLAGS_ELSEWHERE |= {"--enable-deterministic-inference"}  # SGLang's
+FLAGS_ELSEWHERE |= {"--enforce-eager", "--block-size", "--hf-overrides"}  # vLLM's
+FLAGS_ELSEWHERE |= {"--enable-deterministic-inference", "--enable-fp32-lm-head"}  # SGLang's
 FLAGS_ELSEWHERE |= {"--rounds", "--completion", "--prompt", "--count"}  # bench_trl's, test_flags'
 
 

@@ -21,6 +21,7 @@ BASES = {
     "critic": f"{SHAPE} --advantage gae --kl-coef 0.05 --proximal",
     "experts": f"{TASK} --lr 0.005 --model MIXTURE",
 }
+BASES["routes"] = f"{BASES['experts']} --replay-routes"
 BASES["forks"] = f"{BASES['old']} --forks 2 --fork-turns 1 --advantage per_branch"
 # A line: the base; steps by default, and behind `-m slow`; ranks; flags that must change nothing,
 # and behind " : " flags that the run of one process has, too. Steps of the plans that are slow
@@ -90,6 +91,12 @@ plain - 20 2 --plan t2|d2 : --prompts 1 --minibatches 1
 plain - 20 4 --plan d2t2|d4 --data-parallel fsdp
 plain - 20 4 --plan d2t2|p2t2
 plain - 20 4 --plan d4|d2t2 --data-parallel fsdp
+routes 2 - 2 --plan t2
+routes - 3 2 --plan t2e2|d2e2 : --forks 2 --fork-turns 1 --advantage per_branch
+routes - 3 2 --plan d2e2 --tree dta --chunk-tokens 9 --recompute : --staleness 1
+routes - 3 2 --plan p2 : --batch-rows 3 --dynamic-sampling --entropy-coef 0
+routes - 3 2 --tree sparse --data-parallel fsdp : --advantage gae --proximal
+routes - 3 4 --plan d2t2e4|d4
 experts - 20 2 --plan t2e2|d2e2
 experts - 20 2 --plan d2e2|t2
 experts - 20 4 --plan d2t2e4|d4 --data-parallel fsdp

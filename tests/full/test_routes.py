@@ -1,0 +1,325 @@
+"""`--replay-routes`: experts that the sampler recorded, weighted by the trainer's own router."""
+
+import json
+import re
+from unittest import mock
+
+import measure_routes
+import numpy as np
+import pytest
+import torch
+from conftest import shortened, slow
+from measure_grpo import PLANS, TREES, run_cells, truths
+from test_ranks import TASK, ranks, read_metrics, trained
+from test_run import good, refused
+
+import models
+from full import experts
+from full.audit import audited
+from full.byhand import Routes
+from full.check import tiny_model
+from full.config import Config
+from full.experts import Replay, RouteRecorder, SparseMLP
+from full.generate import generate
+from full.hf import save_hf
+from full.rollouts import Trajectory
+from full.trie import TokenTrie
+
+SHAPE = dict(vocab_size=12, num_experts=8, num_experts_per_tok=2, num_hidden_layers=3,
+             sparse_layers=(0, 2), initializer_range=0.2)  # fmt: skip
+
+
+def moe(dtype=torch.float64):
+    """A small model with experts in two of three layers."""
+    return tiny_model("qwen3_moe", dtype=dtype, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """The flags of a run with a model that has experts."""
+    folder = tmp_path_factory.mktemp("moe")
+    save_hf(tiny_model("qwen3_moe", eos_token_id=(1,), **SHAPE), folder)
+    small = "--lr 0.01 --steps 2 --eval-every 2 --save-every 1 --prompts 3 --group 4"
+    return f"{TASK} {small} --model {folder}"
+
+
+# One model -------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("slots", [None, 2])
+def test_a_row_records_the_experts_of_each_token_that_was_fed(slots):
+    """Shared prompts of any lengths, rows that wait, forks and a user's turn."""
+    model = moe()
+    rng = np.random.default_rng(0)
+    prompts = [[1, 2, 3], [4], [1, 2, 3], [5, 6]]
+    rows = [models.Row(prompt, rng.random(12)) for prompt in prompts]
+
+    def after(row):
+        row.queue.extend([9, 8])
+        return [row] if row.new < 6 else []
+
+    done = generate(model, rows, max_new_tokens=10, end=(2, 3, 7), after=after, slots=slots,
+                    routes=True)  # fmt: skip
+    assert any(9 in row.tokens for row in done)
+    for row in done:
+        recorder = RouteRecorder()
+        model.hidden(torch.tensor([row.tokens[:-1]]), on_routing=recorder)
+        assert (np.stack(row.routes) == recorder.routes()).all()
+        assert len(row.routes) == len(row.tokens) - 1
+
+
+def alone(model, s, **how):
+    """Log-probs of all tokens by a forward with the callback of the audit."""
+    hidden = model.hidden(torch.tensor(s.tokens)[None], on_routing=Routes(model, s, **how))
+    return model.logits(hidden).log_softmax(-1)
+
+
+class Rollout:
+    """A sequence with random experts."""
+
+    def __init__(self, seed, length=9):
+        rng = np.random.default_rng(seed)
+        self.tokens = rng.integers(0, 12, length).tolist()
+        drawn = [[rng.permutation(8)[:2] for _ in range(2)] for _ in range(length - 1)]
+        self.routes = np.array(drawn).tolist()
+
+
+@pytest.mark.quick
+def test_replayed_experts_have_the_weights_of_this_router():
+    """The two implementations agree. Weights, layer and token each matter."""
+    model, s = moe(), Rollout(0)
+    own = model.hidden(torch.tensor([s.tokens]))
+    routes = torch.tensor([*s.routes, [[experts.UNRECORDED] * 2] * 2])
+    replay = Replay(routes, (0, 2))
+    replayed = model.hidden(torch.tensor([s.tokens]), on_routing=replay)
+    truth = alone(model, s)
+    assert (model.logits(replayed).log_softmax(-1) - truth).abs().max() < 1e-13
+    assert (own - replayed).abs().max() > 0.01
+    for layer in (0, 2):
+        changed, count = replay.changed[layer].tolist()
+        assert 0 < changed <= count == 8
+
+    # A loss sends its gradient to the router by these weights alone.
+    truth[0, :-1, 3].sum().backward()
+    by_hand = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.logits(model.hidden(torch.tensor([s.tokens]), on_routing=replay)).log_softmax(-1)[
+        0, :-1, 3].sum().backward()  # fmt: skip
+    for name, p in model.named_parameters():
+        assert (p.grad - by_hand[name]).abs().max() < 1e-13, name
+    assert by_hand["model.layers.0.mlp.gate.weight"].abs().max() > 1e-6
+
+
+@pytest.mark.quick
+def test_the_order_of_a_set_of_experts_is_kept_and_is_not_a_change():
+    ids_NK = torch.tensor([[3, 1], [0, 2], [5, 4]])
+    replay = Replay(torch.tensor([[[1, 3]], [[0, 1]], [[-1, -1]]]), [7])
+    used = replay.choose(ids_NK, layer=7)
+    assert used.tolist() == [[1, 3], [0, 1], [5, 4]]
+    assert replay.changed[7].tolist() == [1, 2]
+    some = replay.of_tokens(torch.tensor([1, -1]))
+    assert some.choose(ids_NK[:2], layer=7).tolist() == [[0, 1], [0, 2]]
+    assert replay.changed[7].tolist() == [1, 1]  # a part counts into the whole, its own tokens
+
+
+@pytest.mark.quick
+def test_a_tree_forks_where_experts_differ():
+    sequences = [[5, 6, 7], [5, 6, 8], [5, 6]]
+    trie = TokenTrie(sequences, [[0, 0, 0], [0, 1, 0], [0, 1]])
+    assert [trie.tokens[trie.path(i)].tolist() for i in range(3)] == sequences
+    assert len(trie) == 5 and len(TokenTrie(sequences)) == 4
+    same = TokenTrie(sequences, [[3, 3, 0], [3, 3, 0], [3, 3]])
+    assert same.tokens.tolist() == TokenTrie(sequences).tokens.tolist()
+
+
+# Plans and trees -------------------------------------------------------------------------------
+
+FAMILY = "replayed moe"
+CELLS = [(plan, tree, FAMILY) for plan, tree in (("t2", "dta"), ("d2e2", "sparse"))]
+MORE = [(plan, tree, FAMILY) for plan in PLANS for tree in TREES]
+
+
+def _truths(rank):
+    return truths([FAMILY])
+
+
+def _run_cells(rank, *given):
+    return run_cells(*given)
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    return ranks(tmp_path_factory.mktemp("one"), 1, _truths)[0]
+
+
+@pytest.mark.parametrize("world, cells", [
+    (2, CELLS), *slow(*((world, MORE) for world in (1, 2, 4)))])  # fmt: skip
+def test_every_plan_and_tree_trains_random_experts_as_one_process(truth, tmp_path, world, cells):
+    """Loss, the count of changes, gradients, clip norm, weights and biases of three steps."""
+    parts = ranks(tmp_path, world, _run_cells, world, cells, *truth)
+    errors = [error for part in parts for error in part.values() if error != "refused"]
+    assert len(errors) >= 2 * world and max(errors) < 1e-12
+    refused = {cell[0] for cell in parts[0] if parts[0][cell] == "refused"}
+    assert all(plan in refused for plan in ("c2", "t2c2", "c4") if PLANS[plan][0] == world
+               and cells is MORE)  # fmt: skip
+
+
+# Runs ------------------------------------------------------------------------------------------
+
+ROUNDS = {"float64": "--dtype float64", "exact": "--dtype float32 --exact"}
+
+
+@pytest.mark.parametrize("name", shortened(ROUNDS, "exact"))
+def test_where_routers_agree_replay_changes_nothing(flags, tmp_path, name):
+    """One update a batch: to the bit, metrics and weights."""
+    lines = {}
+    for more in ("", "--replay-routes"):
+        out = tmp_path / (more or "without")
+        good(tmp_path, f"{flags} --minibatches 1 {ROUNDS[name]} {more} --out {out}")
+        lines[more] = read_metrics(out)
+        lines[more, "weights"] = {
+            path.name: path.read_bytes() for path in (out / "step-00000002").glob("*.safetensors")}
+    for line in lines["--replay-routes"]:
+        assert line.pop("experts/replay_changed") == 0
+    clocks = re.compile("seconds/|memory/")
+    plain, replayed = [[{k: x for k, x in line.items() if not clocks.match(k)} for line in lines[m]]
+                       for m in ("", "--replay-routes")]  # fmt: skip
+    assert plain == replayed
+    assert lines["", "weights"] == lines["--replay-routes", "weights"] != {}
+
+
+def test_replay_makes_the_gap_of_a_run_in_bfloat16_smaller(flags, tmp_path):
+    run = f"{flags} --dtype float32 --compute-dtype bfloat16 --minibatches 1 --group 32 --steps 1"
+    plain = trained(tmp_path, 1, run)[0]
+    replayed = trained(tmp_path, 1, f"{run} --replay-routes")[0]
+    assert 0 < replayed["experts/replay_changed"] < 0.1
+    assert replayed["tokens/generated"] == plain["tokens/generated"]
+    assert replayed["logprob_gap/max"] < plain["logprob_gap/max"] / 2
+    assert replayed["logprob_gap/kl"] < plain["logprob_gap/kl"] / 2
+
+
+AUDITED = {
+    "bfloat16": "--compute-dtype bfloat16 --dtype float32", "float64": "",
+    "stale": "--staleness 1 --dtype float32 --generator-dtype bfloat16 --kl-coef 0.1",
+    "bias": "--router-bias-rate 0.05 --balance-coef 0.1 --dtype float32",
+    "forks": "--tree sparse --forks 2 --fork-turns 1 --advantage per_branch --dtype float32",
+    "exact": "--exact --dtype float32",
+}
+# What somebody may do to the recorded experts of rollouts.jsonl: (T, L, K) -> another.
+SLIPS = {
+    "another layer's": lambda routes: [of_layers[::-1] for of_layers in routes],
+    "the token before's": lambda routes: [routes[0], *routes[:-1]],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(flags, tmp_path_factory):
+    """name -> the directory of a run that is audited, made once."""
+    made = {}
+
+    def run(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("run") / "run"
+            more = f"--replay-routes --log-rollouts all {AUDITED[name]}"
+            good(made[name].parent, f"{flags} {more} --out {made[name]}")
+        return made[name]
+
+    return run
+
+
+@pytest.mark.parametrize("name", shortened(AUDITED, "bfloat16"))
+def test_the_step_by_hand_uses_the_recorded_experts(runs, process_group, name):
+    report = audited(runs(name), 1)
+    assert report.wrong is None
+    rows = {row.key: row for row in report.rows}
+    assert {"sampling/routes", "experts/replay_changed"} <= rows.keys()
+    line = read_metrics(runs(name))[1]
+    assert (line["experts/replay_changed"] > 0) == (name != "float64" or line["ratio/max"] > 1)
+
+
+@pytest.mark.parametrize("slip", shortened(SLIPS, "another layer's"))
+def test_the_audit_names_experts_that_no_router_selected(runs, process_group, tmp_path, slip):
+    lines = (runs("bfloat16") / "rollouts.jsonl").read_text().splitlines()
+    changed = []
+    for line in map(json.loads, lines):
+        line["routes"] = SLIPS[slip](line["routes"])
+        changed.append(json.dumps(line))
+    (tmp_path / "run").mkdir()
+    for path in runs("bfloat16").iterdir():
+        (tmp_path / "run" / path.name).symlink_to(path)
+    (tmp_path / "run" / "rollouts.jsonl").unlink()
+    (tmp_path / "run" / "rollouts.jsonl").write_text("\n".join(changed) + "\n")
+    assert audited(tmp_path / "run", 1).wrong == "sampling/routes"
+
+
+def test_a_router_that_takes_the_samplers_weights_is_another_step():
+    """Weights of the recorded experts must come from this router, and change with it."""
+    model, s = moe(), Rollout(1)
+    truth = alone(model, s)
+    uniform = torch.full((len(s.tokens), 2), 0.5, dtype=torch.float64)
+    ordinary = SparseMLP.route
+
+    def slipped(self, x_NM, choose=None, /):
+        probs_NE, ids_NK, _ = ordinary(self, x_NM, choose)
+        return probs_NE, ids_NK, uniform
+
+    with mock.patch.object(SparseMLP, "route", slipped):
+        assert (alone(model, s) - truth).abs().max() > 1e-3
+
+
+# What is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("more, text", [
+    (dict(plan="c2"), "--replay-routes has no c in --plan"),
+    (dict(plan="d2|c2"), "--replay-routes has no c in --plan"),
+    (dict(engine="http://localhost:1"), "--replay-routes has no --engine"),
+])  # fmt: skip
+def test_what_cannot_replay_is_refused_by_name(more, text):
+    with pytest.raises(ValueError, match=text):
+        Config(replay_routes=True, **more).check()
+
+
+def test_a_model_without_experts_is_refused(tmp_path):
+    refused(tmp_path, f"{TASK} --steps 1 --replay-routes", "--replay-routes is about experts")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("change", [
+    lambda x: x[:-1], lambda x: x + [x[0]], lambda x: [[[8, 1], y[1]] for y in x],
+    lambda x: [[[1, 1], y[1]] for y in x], lambda x: [[[-1, 1], y[1]] for y in x],
+    lambda x: [[[0.5, 1], y[1]] for y in x], lambda x: [y[:1] for y in x], lambda x: "routes",
+    lambda x: [[["a", 1], y[1]] for y in x],
+])  # fmt: skip
+def test_damaged_routes_are_an_error(change):
+    config = moe().config
+    s = Rollout(2)
+    row = dict(tokens=s.tokens, sampled=[1] * 8, logprobs=[0.0] * 8, truncated=False, path=[],
+               rewards=[], routes=s.routes)  # fmt: skip
+    made = Trajectory.from_json(0, row, config)
+    assert made.to_json()["routes"] == s.routes
+    with pytest.raises(ValueError, match=r"group 0: expected routes \(8, 2, 2\)"):
+        Trajectory.from_json(0, row | dict(routes=change(s.routes)), config)
+
+
+def test_a_run_without_its_routes_is_not_audited(runs, process_group, tmp_path):
+    (tmp_path / "run").mkdir()
+    for path in runs("bfloat16").iterdir():
+        (tmp_path / "run" / path.name).symlink_to(path)
+    lines = [json.loads(x) for x in (tmp_path / "run" / "rollouts.jsonl").open()]
+    (tmp_path / "run" / "rollouts.jsonl").unlink()
+    for line in lines:
+        del line["routes"]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "run" / "rollouts.jsonl").write_text(text)
+    with pytest.raises(ValueError, match="is not a rollout: expected routes"):
+        audited(tmp_path / "run", 1)
+
+
+def test_the_measurement_prints_a_row_for_each_dtype(capsys):
+    measure_routes.main(["--shapes", "tiny"])
+    _, wide, narrow = capsys.readouterr().out.splitlines()
+    assert wide.split()[:3] == ["tiny", "float32", "0.000%"]
+    assert narrow.split()[1] == "bfloat16" and float(narrow.split()[2].rstrip("%")) > 0
