@@ -49,7 +49,6 @@ import copy
 import datetime
 import importlib.util
 import itertools
-import json
 import math
 import re
 import sys
@@ -442,7 +441,7 @@ class Judge:
                 return self.name_factor(factors[bad[0]])
         return (
             self.name_partial(found, want, bad) or self.name_shard(found, want, bad)
-            or self.name_parts(t, name, found, want) or self.name_last_step(t, name, found, want)
+            or self.name_last_step(t, name, found, want)
             or self.name_ratios(found, want, bad, factors)
         )  # fmt: skip
 
@@ -502,19 +501,6 @@ class Judge:
                     i, j = moved[0]
                     where = f"part {i} of {count} along dimension {axis}"
                     return f"a wrong rank's shard: {where} is the definition's part {j}"
-        return ""
-
-    def name_parts(self, t, name, found, want):
-        """Name shards of which each has a factor of its own."""
-        local = {r: x["steps"][t]["local"].get(name) for r, x in enumerate(self.records)}
-        for axis, count in itertools.product(range(want.dim()), self.counts):
-            size = math.ceil(want.shape[axis] / count)
-            if any(x is not None and x.shape[axis] == size for x in local.values()):
-                whole = next(iter(found.values()))
-                pairs = zip(whole.split(size, axis), want.split(size, axis))
-                factors = [self.factor(*pair) for pair in pairs]
-                if None not in factors and size < want.shape[axis]:
-                    return f"its {count} parts are {ratios(factors)} times the definition's"
         return ""
 
     def name_last_step(self, t, name, found, want):
@@ -719,7 +705,7 @@ def load(file):
     return subject_of(vars(module))
 
 
-def report(world, sizes, rows, tolerance):
+def report(world, sizes, rows):
     """Return the lines of one number of ranks, and whether all is right."""
     right = not rows["findings"] and not rows["hidden"]
     mesh = " ".join(f"{name}{size}" for name, size in sizes.items())
@@ -751,26 +737,23 @@ def main(argv):
     )
     parser.add_argument("file", metavar="FILE.py")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--json", metavar="FILE", help="also write the comparison to a file")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1)])  # imports a large package, once for all ranks
     subject = load(options.file)
-    everything, right = {}, True
+    right = True
     try:
         truth = launch(1, define, subject)
         print(f"{options.file}: {len(truth['before'])} parameters, tolerance {subject.TOLERANCE:g}")
         for world in options.ranks:
             sizes = mesh_of(subject, world)
-            everything[world] = launch(world, examine, subject, truth, sizes)
-            lines, agrees = report(world, sizes, everything[world], subject.TOLERANCE)
+            rows = launch(world, examine, subject, truth, sizes)
+            lines, agrees = report(world, sizes, rows)
             print("\n".join(lines), flush=True)
             right &= agrees
     except RuntimeError as failure:
         print(failure, file=sys.stderr)
         return 2
-    if options.json:
-        Path(options.json).write_text(json.dumps(everything, indent=1))
     return 0 if right else 1
 
 

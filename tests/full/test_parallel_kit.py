@@ -279,7 +279,7 @@ def test_what_the_comparison_cannot_see_is_reported(tmp_path):
     found = ranks(tmp_path, 2, blind_rows)[0]
     assert ("up.weight", 1) in found["gather"]["hidden"]
     assert {name for name, _ in found["zero"]["hidden"]} == {"unused"}
-    lines, right = kit.report(2, dict(tp=2), found["zero"], 1e-9)
+    lines, right = kit.report(2, dict(tp=2), found["zero"])
     assert not right and "not compared: unused on rank 0" in "\n".join(lines)
 
 
@@ -305,6 +305,34 @@ def test_a_file_without_a_function_is_refused(functions, said):
     with pytest.raises(ValueError) as caught:
         kit.subject_of(functions)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("factors, said", [
+    ((0.3, 0.3, 0.7, 0.7), "partial over dp: the ranks' gradients add up"),
+    ((0.3, 0.7, 0.3, 0.7), "partial over tp: the ranks' gradients add up"),
+    ((0.1, 0.2, 0.3, 0.4), "partial over dp and tp: the ranks' gradients add up"),
+    ((0.6, 0.6, 1.4, 1.4), "not reduced over dp: the ranks' mean"),
+    ((4, 4, 4, 4), "summed 4 times over dp and tp"),
+    ((0.5, 0.5, 0.5, 0.5), "a mean over dp or tp where a sum is due"),
+    ((1, 1, 1, 1.5), "the ranks differ: 1, 1, 1 and 1.5 times"),
+    ((1, 1, 0, 1), "a missing gradient"),
+])  # fmt: skip
+def test_a_pattern_of_four_ranks_names_the_dimension(factors, said, float64):
+    """Ranks 0 and 1 are a tp group, ranks 0 and 2 a dp group."""
+    sizes = dict(dp=2, tp=2)
+    subject = kit.subject_of(dict(build=build_rows, shard=replicate, loss=square))
+    truth = kit.define(subject, steps=1)
+    step, records = truth["steps"][0], []
+    for r, factor in enumerate(factors):
+        gradient = {name: x * (factor if name == "0.weight" else 1)
+                    for name, x in step["gradient"].items()}  # fmt: skip
+        found = [dict(step, gradient=gradient, local=gradient)]
+        place = dict(dp=r // 2, tp=r % 2)
+        records.append(dict(truth, steps=found, own=None, blind=[], place=place))
+    findings = kit.Judge(subject, truth, records, sizes).rows()["findings"]
+    stage, names, bad, text = findings[0]
+    assert bad == [r for r in range(4) if factors[r] != 1]
+    assert (stage, names) == ("gradient, step 1", ["0.weight"]) and text.startswith(said), text
 
 
 # The command and the README's table --------------------------------------------------------------
@@ -338,6 +366,36 @@ def test_the_command_prints_its_verdict(tmp_path):
     code, out, err = as_script(FOLDER / "parallel.py", str(subject), "--ranks", "2", cwd=tmp_path)
     assert code == 1, err
     assert "they count 0.5556 and 0.4444" in out
+
+
+BROKEN = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+def build():
+    return nn.Linear(4, 4), torch.randn(2, 4)
+
+def shard(model, mesh):
+    SHARD
+    return model
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+@pytest.mark.parametrize("shard, said", [
+    ("if mesh.get_rank() == 1: raise OSError('no disk'); dist.barrier()", "OSError: no disk"),
+    ("model.weight.data = model.weight.data[:2]",
+     "weight: expected (4, 4), got (2, 4) on rank 0. Write `gather`, which makes it whole"),
+    ("model.more = nn.Linear(1, 1)", "expected equal names of parameters, got more.bias"),
+])  # fmt: skip
+def test_an_error_of_a_rank_is_shown_with_its_reason(shard, said, tmp_path):
+    subject = tmp_path / "broken.py"
+    subject.write_text(BROKEN.replace("SHARD", shard))
+    code, _, err = as_script(FOLDER / "parallel.py", str(subject), "--ranks", "2", cwd=tmp_path)
+    assert code == 2 and said.split(" on rank")[0] in err, err
 
 
 @pytest.mark.slow
