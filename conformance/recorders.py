@@ -93,8 +93,9 @@ def record_trl(directory, trainer, step_number=1):
                 attention=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
                 mask=row(mask).bool(), logprobs=row(state["lp"]), advantages=inputs["advantages"],
                 old_logprobs=row(inputs.get("old_per_token_logps")),
-                ref_logprobs=row(inputs.get("ref_per_token_logps")), rewards=inputs["rewards"],
-                groups=inputs["groups"], loss=loss.detach(),
+                ref_logprobs=row(inputs.get("ref_per_token_logps")), loss=loss.detach(),
+                rewards=inputs["rewards"] if has_whole_groups else None,
+                groups=inputs["groups"] if has_whole_groups else None,
             )  # fmt: skip
         return loss
 
@@ -113,6 +114,8 @@ def record_trl(directory, trainer, step_number=1):
             state["add"] = state["recorder"].__enter__()
 
     trainer.add_callback(Start())
+    args = trainer.args
+    has_whole_groups = args.gradient_accumulation_steps % args.steps_per_generation == 0
     new = dict(zip(names, (loss_of, forward, rewards, generate)))
     for name in names:
         setattr(trainer, name, new[name])
@@ -159,13 +162,115 @@ def run_trl(directory, step_number=1, **changes):
             temperature=0.9, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
             lr_scheduler_type="constant", logging_strategy="no",
         )  # fmt: skip
+        build_trl().save_pretrained(folder)  # the reference is read from there
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         trainer = trl.GRPOTrainer(
-            build_trl(), lambda completions, **_: [float(sum(map(ord, x)) % 7) for x in completions],
+            model, lambda completions, **_: [float(sum(map(ord, x)) % 7) for x in completions],
             trl.GRPOConfig(**settings | changes), datasets.Dataset.from_list(text),
             processing_class=tokenizer,
         )  # fmt: skip
         with record_trl(directory, trainer, step_number):
             trainer.train()
+
+
+# This project's full edition --------------------------------------------------------------------
+
+
+def full_settings(config):
+    """Return what a Config says that the trainer computes, as settings of step.py."""
+    low = 1.0 if config.objective == "cispo" else config.clip_low
+    high = config.cispo_bound - 1 if config.objective == "cispo" else config.clip_high
+    names = ("objective", "dual_clip", "aggregation", "max_new_tokens", "temperature", "advantage",
+             "kl", "kl_coef", "entropy_coef", "max_grad_norm")  # fmt: skip
+    return {name: getattr(config, name) for name in names} | dict(clip_low=low, clip_high=high)
+
+
+def recording(trainer_class, directory, step_number=1):
+    """Return a subclass of full.trainer.Trainer that records one of its optimizer steps.
+
+    The weights must be whole on each rank: plans of d, with data_parallel ddp.
+    """
+
+    class Recording(trainer_class):
+        recorder = None
+
+        def forward_backward(self, batch, num_global_valid_tokens, **options):
+            if self.recorder is None and self.policy_version + 1 == step_number:
+                self.recorder = record(
+                    directory, self.optimizer.mine.items(), self.optimizer.inner,
+                    settings=full_settings(self.config))  # fmt: skip
+                self.add = self.recorder.__enter__()
+            return super().forward_backward(batch, num_global_valid_tokens, **options)
+
+        def loss(self, micro, mask_BT, lp_BT, *scores, Z):
+            loss, sums = super().loss(micro, mask_BT, lp_BT, *scores, Z=Z)
+            if self.recorder is not None and micro:
+                self.add(**self.columns(micro, mask_BT, lp_BT), loss=loss.detach())
+            return loss, sums
+
+        def columns(self, micro, mask_BT, lp_BT):
+            # The trainer's column t is about target t, which is token t + 1.
+            def column(vectors):
+                rows = torch.zeros(len(micro), lp_BT.shape[-1] + 1, dtype=torch.float64)
+                for row, vector in zip(rows, vectors):
+                    if vector is None:
+                        return None
+                    row[1 : len(vector) + 1] = torch.as_tensor(vector).double()
+                return rows
+
+            lp_BT, mask_BT = torch.atleast_2d(lp_BT.detach()), torch.atleast_2d(mask_BT)
+            tokens = torch.zeros(len(micro), lp_BT.shape[-1] + 1, dtype=torch.long)
+            attention = torch.zeros_like(tokens)
+            for b, t in enumerate(micro):
+                tokens[b, : len(t.tokens)] = torch.tensor(t.tokens)
+                attention[b, : len(t.tokens)] = 1
+            return dict(
+                tokens=tokens, attention=attention, mask=column(mask_BT).bool(),
+                logprobs=column(lp_BT).to(lp_BT.dtype), advantages=column(
+                    [t.advantages for t in micro]),
+                old_logprobs=column([t.old_logprobs for t in micro]),
+                ref_logprobs=column([t.ref_logprobs for t in micro]),
+                rewards=torch.tensor([t.reward for t in micro]),
+                groups=torch.tensor([t.group for t in micro]))  # fmt: skip
+
+        def optim_step(self, lr=None):
+            metrics = super().optim_step(lr)
+            if self.recorder is not None and self.policy_version == step_number:
+                self.add(grad_norm=metrics["grad_norm"])
+                self.recorder.__exit__(None, None, None)
+                self.recorder = None
+            return metrics
+
+    return Recording
+
+
+FULL_SHAPE = dict(layers=1, hidden=16, heads=2)
+
+
+def build_full():
+    """Return the policy of `run_full`. Its weights come from the dump."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from full.config import Config
+    from full.run import own_shape
+    from full.text import make_task
+    from full.transformer import Transformer
+
+    config = Config(**FULL_SHAPE)
+    return Transformer(own_shape(config, make_task(config)))
+
+
+def run_full(directory, step_number=1, **flags):
+    """Train our demo, and record an optimizer step. Flags as Config's."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from full import __main__ as program, run
+
+    run.Trainer = recording(run.Trainer, directory, step_number)
+    with tempfile.TemporaryDirectory() as folder:
+        flags = FULL_SHAPE | dict(
+            prompts=4, group=4, steps=step_number, minibatches=1, dtype="float64", micro_tokens=60,
+            eval_prompts=7, lr_warmup=0, out=os.environ.get("STEP_OUT", folder)) | flags  # fmt: skip
+        words = [f"--{name.replace('_', '-')}={x}" for name, x in flags.items()]
+        return program.main(words)
 
 
 def main(argv):
@@ -178,7 +283,7 @@ def main(argv):
         except ValueError:
             given[name] = value
     torch.set_num_threads(1)
-    dict(trl=run_trl, )[kind](directory, **given)
+    dict(trl=run_trl, full=run_full)[kind](directory, **given)
 
 
 if __name__ == "__main__":
