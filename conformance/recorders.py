@@ -1,0 +1,290 @@
+"""Recorders of step.py for TRL's GRPOTrainer and for this project's full edition.
+
+    python conformance/recorders.py trl DUMP [NAME=VALUE of GRPOConfig ..]
+    python conformance/recorders.py full DUMP
+    torchrun --nproc-per-node 2 conformance/recorders.py trl DUMP
+    python conformance/step.py DUMP --model conformance/recorders.py:build_trl
+
+Each runs a real trainer on a tiny random model for a few steps, and records one. To record a run of
+your own, call `record_trl` or `record_full` around it.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from step import record
+
+VOCABULARY = 64
+
+
+# TRL ------------------------------------------------------------------------------------------
+
+
+def trl_settings(args):
+    """Return what a GRPOConfig says that the trainer computes, as settings of step.py."""
+    objective = {"cispo": "cispo", "sapo": "sapo"}.get(args.loss_type, "clip")
+    sequence = args.importance_sampling_level == "sequence"
+    kinds = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "constant"}
+    return dict(
+        objective="gspo" if sequence else objective, clip_low=args.epsilon,
+        clip_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        aggregation=kinds.get(args.loss_type, "token_mean"), temperature=args.temperature,
+        max_new_tokens=args.max_completion_length, count_empty=True, kl_coef=args.beta,
+        kl="k3_ratio" if args.use_bias_correction_kl else "k3", ranks="mean",
+        advantage={"group": "group_std", "batch": "batch_std"}.get(args.scale_rewards,
+                                                                   "group_mean"),
+        max_grad_norm=args.max_grad_norm,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def record_trl(directory, trainer, step_number=1):
+    """Record a step of trainer.train(), a GRPOTrainer's. Its methods are wrapped until the end."""
+    # The trainer makes its optimizer when it begins to train. A callback then starts the recorder.
+    import transformers
+
+    state = dict(step=0, lp=None)
+    names = ("_compute_loss", "_get_per_token_logps_and_entropies", "_calculate_rewards",
+             "_generate_and_score_completions")  # fmt: skip
+    own = {name: getattr(trainer, name) for name in names}
+    clip = trainer.accelerator.clip_grad_norm_
+
+    def is_recorded():
+        return trainer.model.training and trainer.state.global_step + 1 == step_number
+
+    def rewards(*args):
+        state["rewards"] = own["_calculate_rewards"](*args)
+        return state["rewards"]
+
+    def generate(inputs):
+        # Rewards and groups are shuffled and split with what else is known of a completion. The
+        # rewards are of all ranks, in their order.
+        output = own["_generate_and_score_completions"](inputs)
+        total = (state["rewards"] * trainer.reward_weights).nansum(1)
+        count = len(output["advantages"])
+        here = slice(trainer.accelerator.process_index * count, None)
+        groups = torch.arange(len(total)) // trainer.num_generations
+        new = 1000 * trainer.state.global_step
+        return output | dict(rewards=total[here][:count], groups=new + groups[here][:count])
+
+    def forward(*args, **options):
+        found = own["_get_per_token_logps_and_entropies"](*args, **options)
+        state["lp"] = found[0].detach()
+        return found
+
+    def loss_of(model, inputs):
+        loss = own["_compute_loss"](model, inputs)
+        if is_recorded():
+            zeros = torch.zeros_like(inputs["prompt_ids"])
+
+            def row(x):
+                return None if x is None else torch.cat([zeros.to(x.dtype), x], 1)
+
+            mask = inputs["completion_mask"]
+            mask = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+            state["add"](
+                tokens=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
+                attention=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
+                mask=row(mask).bool(), logprobs=row(state["lp"]), advantages=inputs["advantages"],
+                old_logprobs=row(inputs.get("old_per_token_logps")),
+                ref_logprobs=row(inputs.get("ref_per_token_logps")), loss=loss.detach(),
+                rewards=inputs["rewards"] if has_whole_groups else None,
+                groups=inputs["groups"] if has_whole_groups else None,
+            )  # fmt: skip
+        return loss
+
+    def clip_grad_norm(*args, **options):
+        norm = clip(*args, **options)
+        if is_recorded():
+            state["add"](grad_norm=norm)
+        return norm
+
+    class Start(transformers.TrainerCallback):
+        def on_train_begin(self, args, *_, model=None, optimizer=None, **options):
+            optimizer = getattr(optimizer, "optimizer", optimizer)
+            state["recorder"] = record(
+                directory, model.named_parameters(), optimizer, settings=trl_settings(args),
+                step_number=step_number)  # fmt: skip
+            state["add"] = state["recorder"].__enter__()
+
+    trainer.add_callback(Start())
+    args = trainer.args
+    has_whole_groups = args.gradient_accumulation_steps % args.steps_per_generation == 0
+    new = dict(zip(names, (loss_of, forward, rewards, generate)))
+    for name in names:
+        setattr(trainer, name, new[name])
+    trainer.accelerator.clip_grad_norm_ = clip_grad_norm
+    yield
+    for name in names:
+        setattr(trainer, name, own[name])
+    trainer.accelerator.clip_grad_norm_ = clip
+    state["recorder"].__exit__(None, None, None)
+
+
+def build_trl():
+    """Return a Qwen3 of 2 layers with random weights."""
+    import transformers
+
+    torch.manual_seed(0)
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.3,
+        eos_token_id=list(range(3, 12)), pad_token_id=2, bos_token_id=None,
+    ))  # fmt: skip
+
+
+def run_trl(directory, step_number=1, **changes):
+    """Train with TRL on random prompts, and record a step."""
+    import datasets
+    import tokenizers
+    import transformers
+    import trl
+
+    words = {"<unk>": 0, "<eos>": 1, "<pad>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>")  # fmt: skip
+    # Prompts of different lengths, so that rows have padding on both sides.
+    text = [{"prompt": " ".join(f"w{3 + (7 * i + j) % 61}" for j in range(2 + i % 3))}
+            for i in range(64)]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        settings = dict(
+            output_dir=folder, per_device_train_batch_size=4, num_generations=4,
+            gradient_accumulation_steps=2, max_completion_length=8, max_steps=step_number,
+            learning_rate=1e-3, weight_decay=0.1, gradient_checkpointing=False, bf16=False,
+            temperature=0.9, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+            lr_scheduler_type="constant", logging_strategy="no",
+        )  # fmt: skip
+        build_trl().save_pretrained(folder)  # the reference is read from there
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        trainer = trl.GRPOTrainer(
+            model, lambda completions, **_: [float(sum(map(ord, x)) % 7) for x in completions],
+            trl.GRPOConfig(**settings | changes), datasets.Dataset.from_list(text),
+            processing_class=tokenizer,
+        )  # fmt: skip
+        with record_trl(directory, trainer, step_number):
+            trainer.train()
+
+
+# This project's full edition --------------------------------------------------------------------
+
+
+def full_settings(config):
+    """Return what a Config says that the trainer computes, as settings of step.py."""
+    low = 1.0 if config.objective == "cispo" else config.clip_low
+    high = config.cispo_bound - 1 if config.objective == "cispo" else config.clip_high
+    names = ("objective", "dual_clip", "aggregation", "max_new_tokens", "temperature", "advantage",
+             "kl", "kl_coef", "entropy_coef", "max_grad_norm")  # fmt: skip
+    return {name: getattr(config, name) for name in names} | dict(clip_low=low, clip_high=high)
+
+
+def recording(trainer_class, directory, step_number=1):
+    """Return a subclass of full.trainer.Trainer that records one of its optimizer steps.
+
+    The weights must be whole on each rank: plans of d, with data_parallel ddp.
+    """
+
+    class Recording(trainer_class):
+        recorder = None
+
+        def forward_backward(self, batch, num_global_valid_tokens, **options):
+            if self.recorder is None and self.policy_version + 1 == step_number:
+                self.recorder = record(
+                    directory, self.optimizer.mine.items(), self.optimizer.inner,
+                    settings=full_settings(self.config))  # fmt: skip
+                self.add = self.recorder.__enter__()
+            return super().forward_backward(batch, num_global_valid_tokens, **options)
+
+        def loss(self, micro, mask_BT, lp_BT, *scores, Z):
+            loss, sums = super().loss(micro, mask_BT, lp_BT, *scores, Z=Z)
+            if self.recorder is not None and micro:
+                self.add(**self.columns(micro, mask_BT, lp_BT), loss=loss.detach())
+            return loss, sums
+
+        def columns(self, micro, mask_BT, lp_BT):
+            # The trainer's column t is about target t, which is token t + 1.
+            def column(vectors):
+                rows = torch.zeros(len(micro), lp_BT.shape[-1] + 1, dtype=torch.float64)
+                for row, vector in zip(rows, vectors):
+                    if vector is None:
+                        return None
+                    row[1 : len(vector) + 1] = torch.as_tensor(vector).double()
+                return rows
+
+            lp_BT, mask_BT = torch.atleast_2d(lp_BT.detach()), torch.atleast_2d(mask_BT)
+            tokens = torch.zeros(len(micro), lp_BT.shape[-1] + 1, dtype=torch.long)
+            attention = torch.zeros_like(tokens)
+            for b, t in enumerate(micro):
+                tokens[b, : len(t.tokens)] = torch.tensor(t.tokens)
+                attention[b, : len(t.tokens)] = 1
+            return dict(
+                tokens=tokens, attention=attention, mask=column(mask_BT).bool(),
+                logprobs=column(lp_BT).to(lp_BT.dtype), advantages=column(
+                    [t.advantages for t in micro]),
+                old_logprobs=column([t.old_logprobs for t in micro]),
+                ref_logprobs=column([t.ref_logprobs for t in micro]),
+                rewards=torch.tensor([t.reward for t in micro]),
+                groups=torch.tensor([t.group for t in micro]))  # fmt: skip
+
+        def optim_step(self, lr=None):
+            metrics = super().optim_step(lr)
+            if self.recorder is not None and self.policy_version == step_number:
+                self.add(grad_norm=metrics["grad_norm"])
+                self.recorder.__exit__(None, None, None)
+                self.recorder = None
+            return metrics
+
+    return Recording
+
+
+FULL_SHAPE = dict(layers=1, hidden=16, heads=2)
+
+
+def build_full():
+    """Return the policy of `run_full`. Its weights come from the dump."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from full.config import Config
+    from full.run import own_shape
+    from full.text import make_task
+    from full.transformer import Transformer
+
+    config = Config(**FULL_SHAPE)
+    return Transformer(own_shape(config, make_task(config)))
+
+
+def run_full(directory, step_number=1, **flags):
+    """Train our demo, and record an optimizer step. Flags as Config's."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from full import __main__ as program, run
+
+    run.Trainer = recording(run.Trainer, directory, step_number)
+    with tempfile.TemporaryDirectory() as folder:
+        flags = FULL_SHAPE | dict(
+            prompts=4, group=4, steps=step_number, minibatches=1, dtype="float64", micro_tokens=60,
+            eval_prompts=7, lr_warmup=0, out=os.environ.get("STEP_OUT", folder)) | flags  # fmt: skip
+        words = [f"--{name.replace('_', '-')}={x}" for name, x in flags.items()]
+        return program.main(words)
+
+
+def main(argv):
+    """Run a trainer, and record one step."""
+    kind, directory, *words = argv
+    given = {}
+    for name, _, value in (word.partition("=") for word in words):
+        try:
+            given[name] = json.loads(value)
+        except ValueError:
+            given[name] = value
+    torch.set_num_threads(1)
+    dict(trl=run_trl, full=run_full)[kind](directory, **given)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

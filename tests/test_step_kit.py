@@ -1,0 +1,234 @@
+"""The step kit names planted mistakes of a trainer, and passes right trainers.
+
+A toy trainer takes one step as 2 ranks with 3 micro-batches each would, in one process. Each
+planted mistake is one option of it. The reports that some of them come from:
+
+    ms-swift 10116, 10117       divided by the accumulation steps twice
+    NeMo Automodel 3830, 3846   the sum of local means over ranks and micro-batches
+    verl 7200, 7225             a loss normalized in each micro-batch, and summed
+    verl 5625                   a micro-batch's mean, weighted by its sequences
+"""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "conformance"))
+
+import plain_loop
+import step
+
+pytestmark = pytest.mark.quick
+RANKS, MICROS = 2, 3
+SETTINGS = dict(aggregation="token_mean", advantage="group_std", temperature=0.7, clip_high=0.28,
+                kl="k3", kl_coef=0.3, max_grad_norm=0.05, decay="matrices")  # fmt: skip
+
+
+def toy_model():
+    return plain_loop.build().double()
+
+
+def data():
+    """Twelve sequences in three groups of four; two in each micro-batch of each rank."""
+    torch.manual_seed(1)
+    tokens = torch.randint(13, (12, 12))
+    first = torch.tensor(6 * [3, 4])
+    last = torch.tensor([12, 6, 9, 5, 10, 12, 6, 7, 11, 5, 12, 6])
+    at = torch.arange(12)
+    mask = (at >= first[:, None]) & (at < last[:, None])
+    mask[[0, 5, 10], 7] = False  # a tool's reply
+    return SimpleNamespace(
+        tokens=tokens, mask=mask, length=last, rewards=torch.randint(4, (12,)).double() / 3,
+        groups=torch.tensor(4 * [0, 1, 2]), rank=torch.arange(12) // 6,
+        micro_batch=torch.arange(12) // 2 % 3,
+        noise=0.3 * torch.randn(12, 12).double(), away=0.5 * torch.randn(12, 12).double(),
+    )  # fmt: skip
+
+
+def log_probs(model, tokens, temperature, shift=0):
+    logp = (model(tokens) / temperature).log_softmax(-1)
+    at = (torch.arange(tokens.shape[1] - 1) + shift).clamp(0, tokens.shape[1] - 1)
+    picked = logp[:, at].gather(2, tokens[:, 1:, None])[..., 0]
+    return torch.nn.functional.pad(picked, (1, 0))
+
+
+def advantages_of(d, bug):
+    """Group-normalized rewards, as a trainer would write them."""
+    A = torch.empty(12).double()
+    for rank in range(RANKS) if bug == "advantages by rank" else [None]:
+        own = (d.rank == rank) if rank is not None else torch.ones(12, dtype=torch.bool)
+        for g in range(3):
+            rows = own & (d.groups == g)
+            R = d.rewards[rows]
+            A[rows] = (R - R.mean()) / (R.std(correction=bug != "biased std") + 1e-4)
+    return (A + 0) if bug != "no std" else d.rewards - torch.stack(
+        [d.rewards[d.groups == g].mean() for g in d.groups])  # fmt: skip
+
+
+def toy_step(directory, bug="", settings=SETTINGS, steps=2):
+    """Take two steps, and record the second."""
+    model, d = toy_model(), data()
+    decayed = [p for n, p in model.named_parameters() if p.dim() >= 2]
+    others = [p for n, p in model.named_parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [dict(params=decayed), dict(params=others, weight_decay=0.5 if bug == "decay" else 0.0)],
+        lr=1e-2, weight_decay=0.5, eps=1e-4 if bug == "eps" else 1e-8)  # fmt: skip
+    T = 1.0 if bug == "temperature" else settings["temperature"]
+    A = advantages_of(d, bug)
+    mask = d.mask.clone()
+    if bug == "padding":
+        mask = mask | (torch.arange(12) >= d.length[:, None])
+    if bug == "prompt":
+        mask = (torch.arange(12) >= 1) & (torch.arange(12) < d.length[:, None])
+    if bug == "tool reply":
+        mask[[0, 5, 10], 7] = True
+    with step.record(directory, model.named_parameters(), optimizer, settings=settings,
+                     step_number=steps) as add:  # fmt: skip
+        for n in range(steps):
+            sums = []
+            for rank in range(RANKS):
+                for micro in range(MICROS):
+                    rows = (d.rank == rank) & (d.micro_batch == micro)
+                    lp = log_probs(model, d.tokens[rows], T, shift=bug == "shift")
+                    on, old = mask[rows], (lp + d.noise[rows]).detach()
+                    ref, A_now = (lp + d.away[rows]).detach(), A[rows, None]
+                    ratio = (lp - (ref if bug == "ratio" else old)).exp()
+                    gain = torch.minimum(ratio * A_now, ratio.clamp(0.8, 1.28) * A_now)
+                    kl = (ref - lp).exp() - (ref - lp) - 1
+                    kl = lp - ref if bug == "k1" else kl
+                    loss = ((0.3 * kl - gain) * on).sum()
+                    Z = mask.sum()
+                    if bug in ("micro-batch means", "sum of means", "sum of micro-batches' means"):
+                        Z = on.sum() * {"micro-batch means": 6, "sum of means": 1,
+                                        "sum of micro-batches' means": RANKS}[bug]  # fmt: skip
+                    if bug == "rank means":
+                        Z = mask[d.rank == rank].sum() * RANKS
+                    if bug == "sequences":
+                        Z = on.sum() * 6 * (2 / rows.sum())
+                    loss = loss / Z
+                    loss = loss / MICROS if bug == "accumulation twice" else loss
+                    loss = loss / RANKS if bug == "ranks twice" else loss
+                    g = torch.autograd.grad(loss, list(model.parameters()))
+                    sums.append((rank, loss.item(), g))
+                    if n == steps - 1:
+                        add(tokens=d.tokens[rows], mask=d.mask[rows], logprobs=lp, old_logprobs=old,
+                            ref_logprobs=ref, advantages=A[rows], rewards=d.rewards[rows],
+                            groups=d.groups[rows], rank=d.rank[rows], length=d.length[rows],
+                            micro_batch=d.micro_batch[rows])  # fmt: skip
+            if n == steps - 1:
+                add(loss=sum(x for _, x, _ in sums))
+            if bug == "clip by rank":
+                by_rank = [[sum(x) for x in zip(*(g for r, _, g in sums if r == rank))]
+                           for rank in range(RANKS)]  # fmt: skip
+                total = [torch.zeros_like(p) for p in model.parameters()]
+                for g in by_rank:
+                    norm = torch.cat([x.flatten() for x in g]).norm()
+                    factor = min(1, settings["max_grad_norm"] / (norm + 1e-6))
+                    total = [a + factor * b for a, b in zip(total, g)]
+                for p, x in zip(model.parameters(), total):
+                    p.grad = x
+                norm = torch.cat([x.flatten() for x in total]).norm()
+            else:
+                kept = [g for r, _, g in sums if r == 0] if bug == "rank 0" else [
+                    g for _, _, g in sums]  # fmt: skip
+                for p, *g in zip(model.parameters(), *kept):
+                    p.grad = sum(g)
+                limit = settings["max_grad_norm"]
+                if bug == "shard norm":
+                    own = [torch.tensor_split(p.grad, RANKS)[0] for p in model.parameters()]
+                    norm = torch.cat([x.flatten() for x in own]).norm()
+                    for p in model.parameters():
+                        p.grad *= min(1, limit / (norm + 1e-6))
+                else:
+                    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+            if n == steps - 1:
+                add(grad_norm=norm)
+            before = [p.detach().clone() for p in model.parameters()]
+            moments = [optimizer.state.get(p, {}) for p in model.parameters()]
+            moments = [[x.clone() for k, x in m.items() if k != "step"] for m in moments]
+            with corrected(optimizer, model, bug, before, moments, n + 1):
+                optimizer.step()
+    return directory
+
+
+class corrected:
+    """Replace what AdamW did by what an AdamW with a mistake would have done."""
+
+    def __init__(self, optimizer, model, bug, before, moments, count):
+        def after(*_):
+            groups = {id(p): g for g in optimizer.param_groups for p in g["params"]}
+            for p, old in zip(model.parameters(), before):
+                m, v = (optimizer.state[p][k] for k in ("exp_avg", "exp_avg_sq"))
+                h = groups[id(p)]
+                if bug == "bias correction":
+                    update = m / (v.sqrt() + h["eps"])
+                if bug == "eps":
+                    b1, b2 = h["betas"]
+                    root = (v / (1 - b2**count) + h["eps"]).sqrt()
+                    update = m / (1 - b1**count) / root
+                p.data = old * (1 - h["lr"] * h["weight_decay"]) - h["lr"] * update
+
+        self.hook = None
+        if bug in ("bias correction", "eps"):
+            self.optimizer, self.after = optimizer, after
+
+    def __enter__(self):
+        if hasattr(self, "after"):
+            # Before the recorder's hook, which then sees the wrong weights.
+            hooks = self.optimizer._optimizer_step_post_hooks
+            self.hook = self.optimizer.register_step_post_hook(self.after)
+            hooks.move_to_end(self.hook.id, last=False)
+
+    def __exit__(self, *_):
+        if self.hook:
+            self.hook.remove()
+
+
+def report(directory, model=None, given=None):
+    """{quantity: (verdict, why)}."""
+    rows, _ = step.check(directory, model or toy_model(), given)
+    return {row["quantity"]: (row["verdict"], row["why"]) for row in rows}
+
+
+def test_a_right_step_holds(tmp_path):
+    found = report(toy_step(tmp_path))
+    assert {verdict for verdict, _ in found.values()} == {"holds"} and len(found) == 6
+
+
+BUGS = {
+    "accumulation twice": ("gradient norm", "divided by the number of micro-batches (3) twice"),
+    "ranks twice": ("gradient norm", "divided by the number of ranks (2) twice"),
+    "sum of means": ("gradient norm", "the sum of micro-batches and ranks (6)"),
+    "sum of micro-batches' means": ("gradient norm", "the sum of micro-batches (3)"),
+    "micro-batch means": ("gradient norm", "the mean of the micro-batches' means"),
+    "rank means": ("gradient norm", "the mean of the ranks' means"),
+    "rank 0": ("gradient norm", "rank 0's alone"),
+    "biased std": ("advantages", "a biased standard deviation"),
+    "no std": ("advantages", "not divided by a standard deviation"),
+    "advantages by rank": ("advantages", "among the rank's own sequences"),
+    "temperature": ("log-probs", "at temperature 1"),
+    "shift": ("log-probs", "of the logits at the token itself"),
+    "padding": ("gradient norm", "the padding is trained on"),
+    "prompt": ("gradient norm", "the prompt is trained on"),
+    "tool reply": ("gradient norm", "masked tokens between"),
+    "ratio": ("gradient norm", "the ratio is to the reference"),
+    "k1": ("gradient norm", "the KL is k1"),
+    "clip by rank": ("gradient", "each rank's gradient is clipped"),
+    "shard norm": ("gradient norm", "rank 0's shard"),
+    "bias correction": ("weights", "bias correction is missing"),
+    "eps": ("weights", "eps is inside the square root"),
+    "decay": ("weights", "norms and biases decay too"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_mistake_is_found_and_named(tmp_path, bug):
+    quantity, words = BUGS[bug]
+    found = report(toy_step(tmp_path, bug))
+    print(json.dumps(found, indent=1))
+    verdict, why = found[quantity]
+    assert verdict == "departs" and words in why
