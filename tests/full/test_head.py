@@ -12,11 +12,13 @@ from test_run import good, refused
 
 from full.audit import audited
 from full.check import tiny_model
-from full.config import Config
+from full.config import Config, parse_config
 from full.generate import forward_with_cache, prefill
 from full.hf import load_hf, save_hf
 from full.parallelize import parallelize
 from full.plans import Grid, Plan
+from full.run import build, build_teacher, policy_in
+from full.text import make_task
 from full.trainer import keep_wide
 
 V, N = 49152, 64
@@ -133,6 +135,19 @@ def test_the_checkpoint_stays_as_it_is(tmp_path, process_group):
     models = [load_hf(f"{tmp_path / name}-hf") for name in ("without", "with")]
     for p, q in zip(*(model.parameters() for model in models), strict=True):
         assert p.dtype == q.dtype and torch.allclose(p, q, atol=1e-6)
+
+
+def test_every_model_of_a_run_has_it(tmp_path, process_group):
+    """Policy, generator, reference and teacher, and the policy of a checkpoint."""
+    run = tmp_path / "run"
+    good(tmp_path, f"{RUN} {HEAD} --steps 1 --out {run}")
+    good(tmp_path, f"export {run} {tmp_path / 'hf'}")
+    config = parse_config([*f"{RUN} {HEAD} --kl-coef 0.1".split(), "--teacher", f"{tmp_path / 'hf'}"])
+    task = make_task(config)
+    path = next(run.glob("step-*"))
+    models = [*build(config, task), build_teacher(config, task),
+              policy_in(path, config, task, "bfloat16")]  # fmt: skip
+    assert [model.head_dtype for model in models] == [torch.float32] * 5
 
 
 @pytest.mark.quick

@@ -1,5 +1,6 @@
 """`--replay-routes`: experts that the sampler recorded, weighted by the trainer's own router."""
 
+import dataclasses
 import json
 import re
 from unittest import mock
@@ -23,6 +24,7 @@ from full.experts import Replay, RouteRecorder, SparseMLP
 from full.generate import generate
 from full.hf import save_hf
 from full.rollouts import Trajectory
+from full.trainer import Trainer
 from full.trie import TokenTrie
 
 SHAPE = dict(vocab_size=12, num_experts=8, num_experts_per_tok=2, num_hidden_layers=3,
@@ -109,6 +111,42 @@ def test_replayed_experts_have_the_weights_of_this_router():
     for name, p in model.named_parameters():
         assert (p.grad - by_hand[name]).abs().max() < 1e-13, name
     assert by_hand["model.layers.0.mlp.gate.weight"].abs().max() > 1e-6
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("normalized", [True, False])
+def test_a_layer_weights_the_recorded_experts_token_by_token(normalized):
+    """Equations (6) and (12) in loops, with no code of `route`."""
+    mlp = moe().model.layers[0].mlp
+    mlp.config = dataclasses.replace(mlp.config, norm_topk_prob=normalized)
+    M, K = mlp.config.hidden_size, 2
+    torch.manual_seed(0)
+    x_NM = torch.randn(5, M, dtype=torch.float64)
+    ids_NK = torch.stack([torch.randperm(8)[:K] for _ in range(5)])
+    out_1NM = mlp(x_NM[None], on_routing=Replay(ids_NK[:, None], [0]))
+    counts = torch.eye(8, dtype=torch.int64)
+    for x_M, ids_K, out_M in zip(x_NM, ids_NK, out_1NM[0]):
+        p_E = (mlp.gate.weight @ x_M).softmax(-1)
+        weights_K = p_E[ids_K] / (p_E[ids_K].sum() if normalized else 1)
+        true_M = sum(w * mlp.experts(x_M[None], counts[e])[0] for w, e in zip(weights_K, ids_K))
+        assert (out_M - true_M).abs().max() < 1e-13
+
+
+def test_the_policy_scores_with_recorded_experts_and_a_reference_without(process_group):
+    """`forward_only` makes the log-probs of --proximal and of a reference or a teacher."""
+    config = Config(dtype="float64", replay_routes=True)
+    s = Rollout(3)
+    mask = np.ones(8, dtype=bool)
+    t = Trajectory(0, s.tokens, mask, np.zeros(8), False, [], [], routes=np.array(s.routes))
+    trainer, reference = Trainer(config, moe()), moe().requires_grad_(False)
+    targets = torch.tensor(s.tokens[1:])[:, None]
+    truths = {}
+    for model, logprobs_1TV in (
+        (None, alone(moe(), s)), (reference, moe()(torch.tensor([s.tokens])).log_softmax(-1)),
+    ):  # fmt: skip
+        truths[model] = logprobs_1TV[0, :-1].gather(-1, targets)[:, 0].detach().numpy()
+        assert np.abs(trainer.forward_only([t], model)[0] - truths[model]).max() < 1e-12
+    assert np.abs(truths[None] - truths[reference]).max() > 0.01
 
 
 @pytest.mark.quick
