@@ -142,7 +142,8 @@ def test_every_model_of_a_run_has_it(tmp_path, process_group):
     run = tmp_path / "run"
     good(tmp_path, f"{RUN} {HEAD} --steps 1 --out {run}")
     good(tmp_path, f"export {run} {tmp_path / 'hf'}")
-    config = parse_config([*f"{RUN} {HEAD} --kl-coef 0.1".split(), "--teacher", f"{tmp_path / 'hf'}"])
+    more = f"--kl-coef 0.1 --teacher {tmp_path / 'hf'}"
+    config = parse_config(f"{RUN} {HEAD} {more}".split())
     task = make_task(config)
     path = next(run.glob("step-*"))
     models = [*build(config, task), build_teacher(config, task),
