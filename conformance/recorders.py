@@ -244,7 +244,7 @@ def recording(trainer_class, directory, step_number=1):
     return Recording
 
 
-FULL_SHAPE = dict(layers=1, hidden=16, heads=2)
+FULL_SHAPE = dict(size=2, layers=1, hidden=16, heads=2)
 
 
 def build_full():
@@ -267,7 +267,7 @@ def run_full(directory, step_number=1, **flags):
     run.Trainer = recording(run.Trainer, directory, step_number)
     with tempfile.TemporaryDirectory() as folder:
         flags = FULL_SHAPE | dict(
-            prompts=4, group=4, steps=step_number, minibatches=1, dtype="float64", micro_tokens=60,
+            prompts=4, group=12, steps=step_number, minibatches=1, dtype="float64", micro_tokens=150,
             eval_prompts=7, lr_warmup=0, out=os.environ.get("STEP_OUT", folder)) | flags  # fmt: skip
         words = [f"--{name.replace('_', '-')}={x}" for name, x in flags.items()]
         return program.main(words)

@@ -811,6 +811,9 @@ def explain_gradient(step, g):
             continue
         if step.fits(other):
             found.append(text)
+        # Two counts that are wrong at once explain any number, so this one changes a direction.
+        if abs(other @ g) > (1 - 1e-9) * other.norm() * g.norm():
+            continue
         both += [f"{text}; and {k:.4g} times that: {why}" for k, why in factors.items()
                  if not found and step.fits(k * other)]  # fmt: skip
     return join(found or both)

@@ -18,7 +18,8 @@ FOLDER = sorted(ROOT.glob("full/*.py"))
 MODULES = FIVE + FOLDER
 EVERY = MODULES + sorted(ROOT.glob("tests/**/*.py"))
 TAG = r"# .*(NUMERICS|COMM|DEVIATES):|Pinned"
-TOP = {*(path.name for path in FIVE), "full", "README.md", "requirements.txt", "tests", ".ci"}
+TOP = {*(path.name for path in FIVE), "full", "README.md", "requirements.txt", "tests", ".ci",
+       "conformance"}
 NOT_RUN = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
 MOST_LINES = {"ring_attention": 420, "tree_attention": 420, "models": 624, "parallel": 682}
 MOST_LINES |= {"train_grpo": 626}
