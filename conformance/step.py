@@ -312,7 +312,14 @@ def terms_of(c, s):
         if c.objective == "gmpo":
             loss = -bounded_ratio * A
             slope = loss if bounded[t] == lp - old[t] else 0.0
-        if c.kl_coef:
+        if c.kl_coef and c.kl == "k3_sequence_ratio":
+            # A mistake: the ratio of the sequence has a gradient in each of its tokens.
+            k3, slopes = zip(*(kl_of(SimpleNamespace(kl="k3"), s.lp[i] - s.ref_logprobs[i], 1.0)
+                               for i in trained))  # fmt: skip
+            n, s_ratio = trained.index(t), math.exp(mean)
+            loss += c.kl_coef * s_ratio * k3[n]
+            slope += c.kl_coef * s_ratio * (slopes[n] + sum(k3) / len(k3))
+        elif c.kl_coef:
             k, dk = kl_of(c, lp - s.ref_logprobs[t], r)
             loss, slope = loss + c.kl_coef * k, slope + c.kl_coef * dk
         yield t, loss - c.entropy_coef * s.H[t], slope, -c.entropy_coef
@@ -620,7 +627,7 @@ def gradient_mistakes(step):
 
     # The KL and the entropy.
     if c.kl_coef and S[0].ref_logprobs is not None:
-        for kl in (*CHOICES["kl"], "k3_reversed"):
+        for kl in (*CHOICES["kl"], "k3_reversed", "k3_sequence_ratio"):
             if kl != c.kl:
                 yield f"the KL is {kl.replace('_', ' ')}, not {c.kl}", settings(kl=kl)
         yield "the KL is missing", settings(kl_coef=0.0)
