@@ -629,7 +629,9 @@ def gradient_mistakes(step):
     if c.kl_coef and S[0].ref_logprobs is not None:
         for kl in (*CHOICES["kl"], "k3_reversed", "k3_sequence_ratio"):
             if kl != c.kl:
-                yield f"the KL is {kl.replace('_', ' ')}, not {c.kl}", settings(kl=kl)
+                name = {"k3_sequence_ratio": "k3 times the sequence's ratio",
+                        "k3_reversed": "k3 with its arguments swapped"}.get(kl, kl)  # fmt: skip
+                yield f"the KL is {name}, not {c.kl}", settings(kl=kl)
         yield "the KL is missing", settings(kl_coef=0.0)
         yield "the KL is to old_logprobs, not to the reference", [
             (1.0, c, [replace(s, ref_logprobs=s.old_logprobs or s.lp) for s in S])]  # fmt: skip

@@ -13,6 +13,7 @@ planted mistake is one option of it. The reports that some of them come from:
     trl 6380                    a reported number is the mean of the ranks' means
 """
 
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -244,3 +245,57 @@ def test_a_planted_mistake_is_found_and_named(tmp_path, bug):
     found = report(toy_step(tmp_path, bug))
     verdict, why = found[quantity]
     assert verdict == "departs" and words in why
+
+
+def run(*words, world=1):
+    """Run a recorder in processes of its own."""
+    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+    program += [str(ROOT / "conformance/recorders.py"), *words]
+    subprocess.run(program, check=True, timeout=300, capture_output=True)
+
+
+@pytest.mark.quick
+def test_the_plain_loop_holds_and_exit_codes_say_so(tmp_path, capsys):
+    plain_loop.train(tmp_path, plain_loop.build(), steps=1)
+    model = f"{ROOT}/conformance/plain_loop.py:build"
+    assert step.main([str(tmp_path), "--model", model]) == 0
+    assert step.main([str(tmp_path), "--model", model, "temperature=0.8"]) == 1
+    assert step.main([str(tmp_path), "--model", model, "temprature=0.8"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_our_full_edition_holds_on_two_ranks(tmp_path):
+    run("full", str(tmp_path), "plan=d2", "minibatches=2", "step_number=2", "micro_tokens=60",
+        world=2)  # fmt: skip
+    import recorders
+
+    found = report(tmp_path, recorders.build_full())
+    assert {verdict for verdict, _ in found.values()} == {"holds"}
+
+
+TRL = {  # settings of GRPOConfig: what departs, by which words
+    "": "", "loss_type=grpo beta=0.05 step_number=2": "",
+    "loss_type=dr_grpo scale_rewards=none step_number=3": "",
+    "loss_type=bnpo": "the mean of the micro-batches' means",
+    "steps_per_generation=4": "as if Z were 43 and not 41",
+    "loss_type=grpo importance_sampling_level=sequence beta=0.1 num_iterations=2 step_number=2 "
+    "learning_rate=0.02": "the KL is k3 times the sequence's ratio",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings, words", TRL.items())
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_real_run_of_trl(tmp_path, settings, words, world):
+    pytest.importorskip("trl")
+    if world == 2 and words:
+        pytest.skip("the figures are of one process")
+    run("trl", str(tmp_path), *settings.split(), world=world)
+    import recorders
+
+    found = report(tmp_path, recorders.build_trl())
+    if not words:
+        assert {verdict for verdict, _ in found.values()} == {"holds"}
+    verdict, why = found["gradient norm"]
+    assert words in why and (verdict == "departs") == bool(words)
