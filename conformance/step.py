@@ -118,7 +118,7 @@ def record(directory, named_parameters, optimizer, *, settings=None, step_number
         for name in [x for x in given if torch.is_tensor(given[x]) and given[x].dim() == 0]:
             given[name] = given[name].item()
         if loss is not None:
-            state.numbers.setdefault("loss", []).append(float(loss))
+            state.numbers.setdefault("loss", []).append(float(torch.as_tensor(loss).detach()))
         if "tokens" not in given:
             state.numbers.update(given)
             return
@@ -968,7 +968,8 @@ def main(argv):
     parser.add_argument("dump", help="the directory that `record` wrote")
     parser.add_argument("--model", required=True, metavar="FILE.py:build", help="or MODULE:build")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="replaces a setting")
-    options = parser.parse_args(argv)
+    # Settings may stand after --model.
+    options = parser.parse_intermixed_args(argv)
     try:
         given = {}
         for name, _, value in (text.partition("=") for text in options.settings):
