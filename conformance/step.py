@@ -383,7 +383,8 @@ def lists_of(tensors):
     sequences = []
     for b in range(B):
         s = {name: numbers[name][b].tolist() if name in numbers else None
-             for name in Sequence.__dataclass_fields__ if name not in ("place", "lp", "H")}  # fmt: skip
+             for name in Sequence.__dataclass_fields__
+             if name not in ("place", "lp", "H")}  # fmt: skip
         s["mask"] = [bool(x) for x in s["mask"]]
         if isinstance(s["advantages"], float):
             s["advantages"] = [s["advantages"]] * T
@@ -444,7 +445,8 @@ class Step:
         outputs = [*(x[0] for x in self.graph), *(x[1] for x in self.graph)]
         found = torch.autograd.grad(outputs, list(self.named.values()), lp + H, retain_graph=True,
                                     allow_unused=True)  # fmt: skip
-        found = [torch.zeros_like(p) if g is None else g for g, p in zip(found, self.named.values())]
+        found = [torch.zeros_like(p) if g is None else g
+                 for g, p in zip(found, self.named.values())]  # fmt: skip
         return total, torch.cat([g.flatten() for g in found])
 
     def split(self, flat):
@@ -773,7 +775,7 @@ def check_advantages(step):
         ("advantages use a biased standard deviation", other(unbiased=False)),
         ("advantages are not divided by a standard deviation: group_mean, not group_std",
          other(advantage="group_mean") if c.advantage == "group_std" else want),
-        ("advantages are divided by the std over the batch, not the group: batch_std, not group_std",
+        ("advantages are divided by the batch's std, not the group's: batch_std, not group_std",
          other(advantage="batch_std") if c.advantage == "group_std" else want), *kinds,
         ("advantages are normalized among the rank's own sequences", in_order),
         ("advantages are normalized among the micro-batch's own sequences",
@@ -982,7 +984,8 @@ def main(argv):
         print(f"step.py: error: {type(error).__name__}: {said}", file=sys.stderr)
         return 2
     changed = [f"{k}={v}" for k, v in vars(step.c).items() if v != DEFAULTS[k]]
-    count = f"{len(step.sequences)} sequences, {step.ranks} ranks, {step.micro_batches} micro-batches"
+    count = f"{len(step.sequences)} sequences, {step.ranks} ranks"
+    count += f", {step.micro_batches} micro-batches"
     print(" ".join([options.dump, *changed]), f"   {count}, {step.dtype}", sep="\n")
     for row in rows:
         print(f"   {row['quantity']:14}  {row['verdict']:12} {row['why']}".rstrip())
