@@ -581,7 +581,7 @@ class Judge:
         text = f"{value:.6g}, expected {want:.6g}"
         for how in {*made} - {self.subject.LOSS}:
             if how != "same" and is_close(made[how][0], want, self.tolerance):
-                text += f". The ranks' {how} is the definition's. Set LOSS = '{how}' if they do that"
+                text += f". The ranks' {how} is the definition's. LOSS = '{how}' would say so"
         if max(found.values()) - min(found.values()) > self.tolerance * abs(want):
             text += ". The ranks' losses differ"
         elif t == 0 and error(value, want) > 1000 * self.tolerance:
