@@ -231,8 +231,8 @@ def test_fsdp_computes_as_ddp_does(tmp_path):
     assert ranks(tmp_path, 1, _far, True)[0] > 1e-3  # with that cast
 
 
-def moved(dtype, mixed):
-    """How 200 updates at lr 1e-6 have moved the weights."""
+def moved(dtype, mixed, updates):
+    """How so many updates at lr 1e-6 have moved the weights."""
     small = SIZES | dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     model = Transformer(tiny("qwen3", **small)).init_weights(0).to(dtype)
     begun = torch.cat([p.detach().double().flatten() for p in model.parameters()])
@@ -244,7 +244,7 @@ def moved(dtype, mixed):
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(SIZES["vocab_size"], (2, 33), generator=generator)
     weights = torch.randn(2, 32, generator=generator)
-    for _ in range(200):
+    for _ in range(updates):
         our_loss(model, tokens, weights).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -253,12 +253,13 @@ def moved(dtype, mixed):
     return torch.cat(now) - begun
 
 
-def test_two_hundred_updates_at_1e_6_move_weights_as_in_float32(process_group):
+@pytest.mark.parametrize("updates", [60, *slow((200,))])
+def test_updates_at_1e_6_move_weights_as_in_float32(process_group, updates):
     """Pure bfloat16 moves few of them: a step is a hundredth of its unit in the last place."""
-    single = moved(torch.float32, False)
+    single = moved(torch.float32, False, updates)
     found = {}
     for name, dtype in (("mixed", torch.float32), ("pure", torch.bfloat16)):
-        other = moved(dtype, name == "mixed")
+        other = moved(dtype, name == "mixed", updates)
         still = (other[single != 0] == 0).double().mean().item()
         found[name] = (other.norm() / single.norm()).item(), relative(other, single), still
         print(f"\n| {name} | " + " | ".join(f"{x:.3f}" for x in found[name]) + " |", end="")
