@@ -6,7 +6,7 @@
 FILE.py has three functions, for example:
 
     def build():                    # The whole model and a batch. The kit seeds torch before.
-        return nn.Linear(4, 3), torch.randn(8, 4)
+        return nn.Linear(4, 8), torch.randn(8, 4)
 
     def shard(model, mesh):         # Your parallelism. mesh is a DeviceMesh of all ranks.
         return parallelize_module(model, mesh, ColwiseParallel(output_layouts=Replicate()))
@@ -581,7 +581,7 @@ class Judge:
         text = f"{value:.6g}, expected {want:.6g}"
         for how in {*made} - {self.subject.LOSS}:
             if how != "same" and is_close(made[how][0], want, self.tolerance):
-                text += f". The ranks' {how} is the definition's: see LOSS"
+                text += f". The ranks' {how} is the definition's. LOSS = '{how}' would say so"
         if max(found.values()) - min(found.values()) > self.tolerance * abs(want):
             text += ". The ranks' losses differ"
         elif t == 0 and error(value, want) > 1000 * self.tolerance:
@@ -723,7 +723,8 @@ def report(world, sizes, rows):
             where = f" on ranks {' '.join(map(str, ranks))}" if ranks else ""
             lines.append(f"    {stage}: {some}{where}: {text}")
     if len(stages) > len(shown):
-        lines.append(f"    after that, also: {', '.join(stages[len(shown):])}")
+        lines.append(f"    {len(stages) - len(shown)} later comparisons differ too, from "
+                     f"{stages[len(shown)]} on")  # fmt: skip
     for name, rank in rows["hidden"]:
         lines.append(f"    not compared: {name} on rank {rank}. Its gradient times {PLANTED} would "
                      "not be seen. Is it zero there?")  # fmt: skip

@@ -11,7 +11,6 @@ your own, call `record_trl` or `record_full` around it.
 
 import contextlib
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -150,7 +149,8 @@ def run_trl(directory, step_number=1, **changes):
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>")  # fmt: skip
+        tokenizer_object=inner, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>"
+    )
     # Prompts of different lengths, so that rows have padding on both sides.
     text = [{"prompt": " ".join(f"w{3 + (7 * i + j) % 61}" for j in range(2 + i % 3))}
             for i in range(64)]  # fmt: skip
@@ -244,7 +244,7 @@ def recording(trainer_class, directory, step_number=1):
     return Recording
 
 
-FULL_SHAPE = dict(layers=1, hidden=16, heads=2)
+FULL_SHAPE = dict(size=2, layers=1, hidden=16, heads=2)
 
 
 def build_full():
@@ -267,8 +267,8 @@ def run_full(directory, step_number=1, **flags):
     run.Trainer = recording(run.Trainer, directory, step_number)
     with tempfile.TemporaryDirectory() as folder:
         flags = FULL_SHAPE | dict(
-            prompts=4, group=4, steps=step_number, minibatches=1, dtype="float64", micro_tokens=60,
-            eval_prompts=7, lr_warmup=0, out=os.environ.get("STEP_OUT", folder)) | flags  # fmt: skip
+            prompts=4, group=12, steps=step_number, minibatches=1, dtype="float64",
+            micro_tokens=150, eval_prompts=7, lr_warmup=0, out=folder) | flags  # fmt: skip
         words = [f"--{name.replace('_', '-')}={x}" for name, x in flags.items()]
         return program.main(words)
 

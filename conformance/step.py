@@ -118,7 +118,7 @@ def record(directory, named_parameters, optimizer, *, settings=None, step_number
         for name in [x for x in given if torch.is_tensor(given[x]) and given[x].dim() == 0]:
             given[name] = given[name].item()
         if loss is not None:
-            state.numbers.setdefault("loss", []).append(float(loss))
+            state.numbers.setdefault("loss", []).append(float(torch.as_tensor(loss).detach()))
         if "tokens" not in given:
             state.numbers.update(given)
             return
@@ -312,7 +312,14 @@ def terms_of(c, s):
         if c.objective == "gmpo":
             loss = -bounded_ratio * A
             slope = loss if bounded[t] == lp - old[t] else 0.0
-        if c.kl_coef:
+        if c.kl_coef and c.kl == "k3_sequence_ratio":
+            # A mistake: the ratio of the sequence has a gradient in each of its tokens.
+            k3, slopes = zip(*(kl_of(SimpleNamespace(kl="k3"), s.lp[i] - s.ref_logprobs[i], 1.0)
+                               for i in trained))  # fmt: skip
+            n, s_ratio = trained.index(t), math.exp(mean)
+            loss += c.kl_coef * s_ratio * k3[n]
+            slope += c.kl_coef * s_ratio * (slopes[n] + sum(k3) / len(k3))
+        elif c.kl_coef:
             k, dk = kl_of(c, lp - s.ref_logprobs[t], r)
             loss, slope = loss + c.kl_coef * k, slope + c.kl_coef * dk
         yield t, loss - c.entropy_coef * s.H[t], slope, -c.entropy_coef
@@ -376,7 +383,8 @@ def lists_of(tensors):
     sequences = []
     for b in range(B):
         s = {name: numbers[name][b].tolist() if name in numbers else None
-             for name in Sequence.__dataclass_fields__ if name not in ("place", "lp", "H")}  # fmt: skip
+             for name in Sequence.__dataclass_fields__
+             if name not in ("place", "lp", "H")}  # fmt: skip
         s["mask"] = [bool(x) for x in s["mask"]]
         if isinstance(s["advantages"], float):
             s["advantages"] = [s["advantages"]] * T
@@ -437,7 +445,8 @@ class Step:
         outputs = [*(x[0] for x in self.graph), *(x[1] for x in self.graph)]
         found = torch.autograd.grad(outputs, list(self.named.values()), lp + H, retain_graph=True,
                                     allow_unused=True)  # fmt: skip
-        found = [torch.zeros_like(p) if g is None else g for g, p in zip(found, self.named.values())]
+        found = [torch.zeros_like(p) if g is None else g
+                 for g, p in zip(found, self.named.values())]  # fmt: skip
         return total, torch.cat([g.flatten() for g in found])
 
     def split(self, flat):
@@ -620,9 +629,11 @@ def gradient_mistakes(step):
 
     # The KL and the entropy.
     if c.kl_coef and S[0].ref_logprobs is not None:
-        for kl in (*CHOICES["kl"], "k3_reversed"):
+        for kl in (*CHOICES["kl"], "k3_reversed", "k3_sequence_ratio"):
             if kl != c.kl:
-                yield f"the KL is {kl.replace('_', ' ')}, not {c.kl}", settings(kl=kl)
+                name = {"k3_sequence_ratio": "k3 times the sequence's ratio",
+                        "k3_reversed": "k3 with its arguments swapped"}.get(kl, kl)  # fmt: skip
+                yield f"the KL is {name}, not {c.kl}", settings(kl=kl)
         yield "the KL is missing", settings(kl_coef=0.0)
         yield "the KL is to old_logprobs, not to the reference", [
             (1.0, c, [replace(s, ref_logprobs=s.old_logprobs or s.lp) for s in S])]  # fmt: skip
@@ -764,7 +775,7 @@ def check_advantages(step):
         ("advantages use a biased standard deviation", other(unbiased=False)),
         ("advantages are not divided by a standard deviation: group_mean, not group_std",
          other(advantage="group_mean") if c.advantage == "group_std" else want),
-        ("advantages are divided by the std over the batch, not the group: batch_std, not group_std",
+        ("advantages are divided by the batch's std, not the group's: batch_std, not group_std",
          other(advantage="batch_std") if c.advantage == "group_std" else want), *kinds,
         ("advantages are normalized among the rank's own sequences", in_order),
         ("advantages are normalized among the micro-batch's own sequences",
@@ -811,6 +822,9 @@ def explain_gradient(step, g):
             continue
         if step.fits(other):
             found.append(text)
+        # Two counts that are wrong at once explain any number, so this one changes a direction.
+        if abs(other @ g) > (1 - 1e-9) * other.norm() * g.norm():
+            continue
         both += [f"{text}; and {k:.4g} times that: {why}" for k, why in factors.items()
                  if not found and step.fits(k * other)]  # fmt: skip
     return join(found or both)
@@ -956,7 +970,8 @@ def main(argv):
     parser.add_argument("dump", help="the directory that `record` wrote")
     parser.add_argument("--model", required=True, metavar="FILE.py:build", help="or MODULE:build")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="replaces a setting")
-    options = parser.parse_args(argv)
+    # Settings may stand after --model.
+    options = parser.parse_intermixed_args(argv)
     try:
         given = {}
         for name, _, value in (text.partition("=") for text in options.settings):
@@ -969,7 +984,8 @@ def main(argv):
         print(f"step.py: error: {type(error).__name__}: {said}", file=sys.stderr)
         return 2
     changed = [f"{k}={v}" for k, v in vars(step.c).items() if v != DEFAULTS[k]]
-    count = f"{len(step.sequences)} sequences, {step.ranks} ranks, {step.micro_batches} micro-batches"
+    count = f"{len(step.sequences)} sequences, {step.ranks} ranks"
+    count += f", {step.micro_batches} micro-batches"
     print(" ".join([options.dump, *changed]), f"   {count}, {step.dtype}", sep="\n")
     for row in rows:
         print(f"   {row['quantity']:14}  {row['verdict']:12} {row['why']}".rstrip())

@@ -228,7 +228,7 @@ SETTINGS = {
     "demonstrations": f"--task {LOOKUP} --size 2 --demos 3 --kl-coef 0.1 "
     "--entropy-coef 0.02",
 }  # fmt: skip
-QUICK = "critic, long warm-up", "forks", "proximal", "filter", "entropy alone"
+QUICK = "critic, long warm-up", "forks", "proximal", "filter"
 
 
 @pytest.mark.parametrize("name", shortened(SETTINGS, *QUICK))

@@ -133,7 +133,7 @@ def as_ours(names, theirs):
 
 DEFAULT = """
 d2 qwen3, d2 gemma3 fsdp, d2 qwen2 zero1, t2 qwen3, t2 llama, c2 mistral, c2 gemma3, p2 gemma3,
-p2 qwen3 zbv, d2e2 moe, d2t2 qwen2, etp moe
+p2 qwen3 zbv, d2e2 moe, etp moe
 """
 PLANS = """
 d2, d2 fsdp, d2 zero1, d2 full, t2, t2 alone, t2 zero1, t2 op, c2, c2 allgather, c2 ulysses, c2 fsdp

@@ -1,6 +1,6 @@
 """Whole training runs under plans: the metrics of one process, in float64.
 
-In the default suite a few of them have two or three steps, with old log-probs, an evaluation and
+In the default suite a few of them have two steps, with old log-probs, an evaluation and
 AdamW's moments, and test_a_run_goes_on_under_another_plan has eight, two under each of four plans.
 """
 
@@ -28,11 +28,11 @@ BASES["forks"] = f"{BASES['old']} --forks 2 --fork-turns 1 --advantage per_branc
 # here are in test_a_run_goes_on_under_another_plan, and single ones in test_parallel.py.
 RUNS = """
 plain - 20 2 --data-parallel zero1
-plain 3 20 2 --plan t2
-plain 3 20 2 --plan c2
+plain - 20 2 --plan t2
+plain - 20 2 --plan c2
 plain - 20 2 --plan c2 --cp-method ulysses
 plain - 20 2 --plan p2
-plain 3 20 2 --plan p2 --pp-schedule zbv
+plain - 20 2 --plan p2 --pp-schedule zbv
 plain - 20 2 --plan p2 --pp-schedule interleaved1f1b
 plain - 20 4 --plan d2t2
 plain - 20 4 --plan d2t2 --data-parallel fsdp
@@ -50,30 +50,30 @@ plain - 20 1 --tree sparse
 plain - 20 1 --tree dta --chunk-tokens 7 --recompute
 plain - 20 2 --tree dta --chunk-tokens 16
 plain - 20 2 --tree sparse --data-parallel zero1
-plain 3 20 2 --tree sparse --plan c2
+plain 2 20 2 --tree sparse --plan c2
 plain - 20 2 --tree sparse --data-parallel fsdp
 plain - 20 2 --tree dta --chunk-tokens 16 --plan t2
 plain - 20 4 --tree sparse --plan t2c2
-plain 3 20 2 --tree sparse --plan p2
+plain - 20 2 --tree sparse --plan p2
 plain - 20 2 --tree sparse --plan p2 --pp-schedule zbv --micro-tokens 40
 plain - 20 4 --tree sparse --plan d2p2 --data-parallel fsdp
 plain - 20 4 --tree sparse --plan p2t2 --pp-schedule interleaved1f1b
 plain - 20 4 --tree sparse --plan p2c2
 plain - 20 4 --tree dta --chunk-tokens 16 --plan d2t2 --data-parallel zero1
-old 2 - 2 --plan p2
+old - 4 2 --plan p2
 old - 4 4 --plan d2t2
 old - 4 4 --plan p2c2
 old - 4 2 --plan p2 --pp-schedule zbv
 forks 2 4 2 --tree dta --chunk-tokens 9
 forks - 4 2 --tree sparse
-forks 2 - 2 --tree sparse --plan p2
+forks 2 4 2 --tree sparse --plan p2
 critic - 3 1 --tree dta --chunk-tokens 7 --recompute
 critic - 3 2 --tree sparse --data-parallel fsdp
 critic - 3 2 --plan t2
 critic - 3 2 --plan c2 --tree sparse
-critic 3 - 2 --plan p2
-experts 3 - 2 --plan d2e2
-experts 3 - 2 --plan t2
+critic 2 3 2 --plan p2
+experts 2 3 2 --plan d2e2
+experts - 3 2 --plan t2
 experts - 3 2 --plan d2e2 --tree sparse
 experts - 3 2 --plan d2e2 --tree dta --chunk-tokens 9 --recompute
 experts - 3 2 --plan t2e2 --tree dta --chunk-tokens 9
@@ -82,7 +82,7 @@ experts - 3 4 --plan d2c2e2 --tree sparse
 experts - 3 4 --plan p2d2e2 --tree sparse
 plain - 20 2 --plan d2|t2
 plain - 20 2 --plan t2|d2 --data-parallel fsdp
-plain 3 20 2 --plan t2|p2 : --forks 2 --fork-turns 1 --advantage per_branch
+plain 2 20 2 --plan t2|p2 : --forks 2 --fork-turns 1 --advantage per_branch
 plain - 20 2 --plan t2|c2 --tree sparse
 plain - 20 2 --plan t2|d2 --tree dta --chunk-tokens 16 --data-parallel zero1
 plain - 20 2 --plan t2|t2 : --kl-coef 0.05 --proximal
