@@ -289,7 +289,7 @@ def plant(subject, model, gradients, whole, true, held):
             if rank == dist.get_rank():
                 local_part(wrong).mul_(PLANTED)
             found = bring_together(subject, model, name, wrong, true["gradient"][name])
-            if error(found, whole[name]) <= subject.TOLERANCE:
+            if error(found, whole[name], noise_size(whole)) <= subject.TOLERANCE:
                 blind.append((name, rank))
     return blind
 
@@ -313,12 +313,26 @@ def own_gradient(subject, model, batch):
 # One process has what all ranks saw. A finding is (parameters, ranks, what it looks like).
 
 
-def error(found, want):
-    """Return the largest error of a tensor, relative to its largest entry. NaN becomes infinity."""
+def noise_size(gradients):
+    """Return the size below which the entries of a gradient are taken as rounding.
+
+    A gradient that is zero in exact arithmetic, such as that of the bias of keys without RoPE, is
+    rounding of the others. So a difference of 1e-14 of the largest entry of all gradients is none:
+    the tolerance, 1e-9, of this size.
+    """
+    return 1e-5 * max((x.abs().max().item() for x in gradients.values() if x.numel()), default=0.0)
+
+
+def error(found, want, at_least=0.0):
+    """Return the largest error of a tensor, relative to its largest entry. NaN becomes infinity.
+
+    at_least: a size that replaces a smaller largest entry.
+    """
     found, want = torch.as_tensor(found).double(), torch.as_tensor(want).double()
     if not want.numel():
         return 0.0
-    difference, size = (found - want).abs().max().item(), want.abs().max().item()
+    difference = (found - want).abs().max().item()
+    size = max(want.abs().max().item(), at_least)
     if not math.isfinite(difference):
         return math.inf
     return difference / size if size else difference
@@ -385,9 +399,10 @@ class Judge:
 
         # AdamW divides by the size of each entry's gradient, which enlarges small errors.
         tolerance = self.tolerance * (20 if kind == "weights" and t is not None else 1)
+        noise = noise_size(want) if kind == "gradient" else 0.0
         for name in want:
             found = {r: pick(x)[name] for r, x in enumerate(self.records) if name in pick(x)}
-            errors = {r: error(x, want[name]) for r, x in found.items()}
+            errors = {r: error(x, want[name], noise) for r, x in found.items()}
             largest = max([largest, *errors.values()])
             bad = [r for r, e in errors.items() if not e <= tolerance]
             if bad:
@@ -711,7 +726,8 @@ def report(world, sizes, rows):
     mesh = " ".join(f"{name}{size}" for name, size in sizes.items())
     errors = "  ".join(f"{kind} {x:.0e}" for kind, x in rows["errors"].items())
     seen = f"planted {rows['planted'] - len(rows['hidden'])} of {rows['planted']} seen"
-    lines = [f"{world} ranks ({mesh}): {'agrees' if right else 'DIFFERS'}  {errors}  {seen}"]
+    verdict = "agrees" if right else "DIFFERS" if rows["findings"] else "NOT ALL COMPARED"
+    lines = [f"{world} ranks ({mesh}): {verdict}  {errors}  {seen}"]
 
     # What follows from the first difference says nothing new. The loss and the gradient of a step
     # are shown together.
@@ -725,9 +741,10 @@ def report(world, sizes, rows):
     if len(stages) > len(shown):
         lines.append(f"    {len(stages) - len(shown)} later comparisons differ too, from "
                      f"{stages[len(shown)]} on")  # fmt: skip
-    for name, rank in rows["hidden"]:
-        lines.append(f"    not compared: {name} on rank {rank}. Its gradient times {PLANTED} would "
-                     "not be seen. Is it zero there?")  # fmt: skip
+    for name in dict.fromkeys(name for name, _ in rows["hidden"]):
+        ranks = " ".join(str(rank) for hidden, rank in rows["hidden"] if hidden == name)
+        lines.append(f"    not compared: {name} on rank {ranks}. Its gradient times {PLANTED} "
+                     "would not be seen. Is it zero there, but for rounding?")  # fmt: skip
     return lines, right
 
 

@@ -415,3 +415,35 @@ def test_the_plans_of_transformers(model, micro_batches, status, text):
     environment = dict(MODEL=model, MICRO_BATCHES=str(micro_batches))
     done = run("conformance/subjects/transformers_tp.py", "--ranks", "2", **environment)
     assert done.returncode == status and text in done.stdout, done.stdout + done.stderr
+
+
+class KeyBias(nn.Module):
+    """A softmax does not depend on the bias of its keys, so this has a gradient of rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x):
+        return (self.q(x) @ self.k(x).mT).softmax(-1) @ x
+
+
+def key_bias():
+    torch.manual_seed(0)
+    return KeyBias(), torch.randn(3, 5, 4, dtype=torch.float64)
+
+
+def rows_of_key_bias(rank):
+    functions = dict(
+        build=key_bias, shard=lambda model, mesh: model,
+        loss=lambda model, x: model(x).square().sum())  # fmt: skip
+    subject = kit.subject_of(functions)
+    return kit.examine(subject, kit.define(subject), dict(ranks=1))
+
+
+def test_a_gradient_that_is_rounding_is_not_a_difference(tmp_path):
+    """It cannot be compared, and is named."""
+    (rows,) = ranks(tmp_path, 1, rows_of_key_bias)
+    lines, right = kit.report(1, dict(ranks=1), rows)
+    assert not right and "NOT ALL COMPARED" in lines[0] and len(lines) == 2
+    assert "not compared: k.bias on rank 0." in lines[1]
