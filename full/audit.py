@@ -42,12 +42,12 @@ from full.logs import do_step, read_reference, rollout_line
 from full.optimizer import persistent_buffers
 from full.ranks import quietly
 from full.report import as_page, as_text
-from full.rollouts import Sampler, Trajectory, at_once, draw_prompts, play
+from full.rollouts import Sampler, Trajectory, at_once, draw_prompts, play_held_out
 from full.run import ERRORS, ONE_PROCESS, build, build_teacher, one_process, policy_in, shape_of
 from full.tasks import TaskError, asking
 from full.text import make_task
 from full.trainer import Trainer, keep_wide
-from train_grpo import EVALUATION, ROLLOUT
+from train_grpo import ROLLOUT
 
 
 class RunFiles:
@@ -486,11 +486,8 @@ def solve(case, hand, name, model, first):
     # `evaluate` does. The second precision reads the same plays.
     config = case.config
     if first is None:
-        prompts = range(config.eval_prompts)
-        starts = draw_prompts(config, case.task, EVALUATION, 0, prompts, held_out=True)
-        one = dict(group=1, forks=1, fork_turns=0, replay_routes=False)
-        greedy = dataclasses.replace(config, temperature=0.0, **one)
-        hand.plays[name] = [t for (t,) in play(greedy, case.task, Sampler(model), starts, key=())]
+        _, groups = play_held_out(config, case.task, Sampler(model))
+        hand.plays[name] = [t for (t,) in groups]
     plays = (first or hand).plays[name]
 
     # A margin says how far the likeliest token was ahead of the next, at the closest choice of a

@@ -327,8 +327,8 @@ class ExpertLoads:
     tree counts once for each of them. For a model without experts all of it does nothing.
 
     counts_LE: tokens of each expert in an optimizer step, for L layers with E experts each.
-    parts: for each micro-batch {layer: loss}, {layer: tokens of each expert}, and of a `Replay`
-        {layer: its two counts}, on this rank.
+    parts: for each micro-batch {layer: loss}, {layer: tokens of each expert}, and `changed` of its
+        `Replay`, {} without one, on this rank.
     """
 
     def __init__(self, config, model, device):
@@ -350,7 +350,7 @@ class ExpertLoads:
             self.coef_of_one = self.coef / max(1, num_sequences)  # (8)
 
     def balance_of_row(self, sequence_j, token_j, *, num_sequences, groups, replay=None):
-        """Return the callback of the sparse layers of one micro-batch; see `balance_of_rank`."""
+        """Return the callback of the sparse layers of one micro-batch; see `routing_of_rank`."""
         how = dict(coef=self.coef_of_one, num_sequences=num_sequences, groups=groups)
         balance = Balance(sequence_j, token_j, **how)
         # The layers fill these in as they run. A layer that runs again fills in the same.

@@ -61,10 +61,10 @@ def surprises(model, groups, temperature) -> np.ndarray:
 
 @torch.no_grad()
 def routings(model, groups) -> tuple:
-    """Return of each expert that the sampler recorded by how much it falls short, and what decides.
+    """Return how far each recorded expert is below the best, (N,), and all probabilities, (X,).
 
-    The first is (N,): how much less probable the expert is, plus its router's bias, than the K-th
-    best expert. 0: it is one of the K best. The second are the probabilities of all experts, (X,).
+    The distance is the probability of the K-th best expert minus the probability of the recorded
+    one, both with the router's bias. It is 0 if the recorded expert is one of the K best.
     """
     misses, decides = [], []
 

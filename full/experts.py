@@ -251,8 +251,11 @@ class Replay:
 
         at_n: which tokens, (n,). -1: padding, which no sequence holds. then: the callback.
         """
-        routes_NLK = F.pad(self.routes_NLK, (0, 0, 0, 0, 0, 1), value=UNRECORDED)
-        part = Replay(routes_NLK[at_n], self.layers, F.pad(self.sequences_N, (0, 1))[at_n], then)
+        at_n = at_n.to(self.routes_NLK.device)
+        is_padding_n = at_n < 0
+        routes_nLK = self.routes_NLK[at_n].masked_fill(is_padding_n[:, None, None], UNRECORDED)
+        sequences_n = self.sequences_N[at_n].masked_fill(is_padding_n, 0)
+        part = Replay(routes_nLK, self.layers, sequences_n, then)
         part.changed = self.changed
         return part
 

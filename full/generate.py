@@ -442,7 +442,9 @@ class Batch:
             for prompt, (_, row) in zip(wanted, entering):
                 row.routes = self.routes_of[prompt].copy()
         self.waiting.subtract(wanted)
-        self.after = {prompt: z_V for prompt, z_V in self.after.items() if self.waiting[prompt]}
+        for held in (self.after, self.routes_of):
+            for prompt in [prompt for prompt in held if not self.waiting[prompt]]:
+                del held[prompt]
 
     def draw(self, temperature, end):
         """Let each row take a token. Return whether it is a sampled one that ends a turn."""

@@ -86,7 +86,7 @@ METRICS = {
         "(7) under any --aggregation, so over its Z", "mean", "sum", lambda t: t.part_N),
     "experts/load_max": Metric("an expert's tokens / their mean; of layers and updates", "max"),
     "experts/replay_changed": Metric(
-        "with --replay-routes: of tokens and layers, whose router would select others", "mean"),
+        "with --replay-routes: share of tokens in layers whose router selects others", "mean"),
     "balance/loss": Metric("(8)", "mean"),
     "grad_norm": Metric("global, before clipping", "mean"),
     "policy_version": Metric("optimizer steps taken so far, supervised ones included"),

@@ -261,7 +261,7 @@ class PackedBatches:
         group = self.part.grid.group["c"] if self.plan.cp > 1 else None
         made = None
         if balance is not None or row.routes_SLK is not None:
-            made = balance_of_rank(self.model, row, local_s, balance)
+            made = routing_of_rank(self.model, row, local_s, balance)
         own = [x_1S[:, local_s].to(self.device) for x_1S in (row.tokens_1S, row.positions_1S)]
         return Micro(*own, self.attention(row.sees, group), made)
 
@@ -371,11 +371,11 @@ def row_lengths(plan, sizes) -> list:
     return [-(-size // unit) * unit for size in sizes]
 
 
-def balance_of_rank(model, row, local_s, balance=None):
-    """Return what `balance` makes of the tokens whose routing this rank counts.
+def routing_of_rank(model, row, local_s, balance=None):
+    """Return the callback of the sparse layers for a row: of a loss, of a replay, or of both.
 
     row: a `PackedRow`. If it has routes, the callback is a `Replay`, which `balance` is given as
-        replay=, and which calls what `balance` makes.
+        replay=.
     local_s: the tokens that this rank is given, ascending.
     """
     # A balance loss is a sum over tokens, so each token is counted on one rank, though several may

@@ -347,14 +347,22 @@ def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
     return starts
 
 
+def play_held_out(config, task, sampler, *, group=1, temperature=0.0, key=()):
+    """Play each held-out prompt `group` times, by default once and greedily. Collective.
+
+    key: of the random draws; greedy play has none. Returns the starts of this rank, as of
+    `draw_prompts`, and the lists of trajectories.
+    """
+    starts = draw_prompts(config, task, EVALUATION, 0, range(config.eval_prompts), held_out=True)
+    # Nobody trains on these rollouts, so they do not fork, and no experts are recorded.
+    plain = dict(forks=1, fork_turns=0, replay_routes=False)
+    config = dataclasses.replace(config, group=group, temperature=temperature, **plain)
+    return starts, play(config, task, sampler, starts, key)
+
+
 def evaluate(config, task, sampler):
     """Return the fraction of held-out prompts solved greedily, and a trajectory to show."""
-    # One rollout of each prompt, and no random draw: the key is empty.
-    prompts = range(config.eval_prompts)
-    starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
-    one = dict(group=1, forks=1, fork_turns=0, replay_routes=False)
-    greedy = dataclasses.replace(config, temperature=0.0, **one)
-    groups = play(greedy, task, sampler, starts, key=())
+    _, groups = play_held_out(config, task, sampler)
 
     # Each rank has played its own prompts; the sum over ranks is of all.
     solved_here = len([group for group in groups if group[0].reward >= 1])

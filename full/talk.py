@@ -26,7 +26,7 @@ from full.files import beside
 from full.hf import load_hf
 from full.model_config import read_json
 from full.ranks import quietly
-from full.rollouts import Sampler, draw_prompts, evaluate, play
+from full.rollouts import Sampler, evaluate, play_held_out
 from full.run import (
     ONE_PROCESS, one_process, policy_in, require_room, require_rows, write_hf,
 )  # fmt: skip
@@ -183,13 +183,10 @@ def evaluated(config, task, sampler, samples):
     # A run plays greedily every `eval_every` steps, by the same call: for the same weights it gives
     # the same figure, if seed, prompts and limits are the run's.
     values = {"solved": evaluate(config, task, sampler)[0]}
-    prompts = range(config.eval_prompts)
-    starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
 
-    # The samples have random numbers of their own: a key of one number more than a rollout's. They
-    # do not fork, as rollouts of training do where --forks says so.
-    several = dataclasses.replace(config, group=samples, forks=1, fork_turns=0)
-    groups = play(several, task, sampler, starts, key=(config.seed, EVALUATION, 0))
+    # The samples have random numbers of their own: a key of one number more than a rollout's.
+    how = dict(group=samples, temperature=config.temperature, key=(config.seed, EVALUATION, 0))
+    starts, groups = play_held_out(config, task, sampler, **how)
     counts = [sum(t.reward >= 1 for t in group) for group in groups]
     powers = [2**n for n in range(samples.bit_length())]  # 1 2 4 of 6 samples, and 6 itself
     for k in sorted({*powers, samples}):

@@ -5,26 +5,8 @@
 This is what a loop with `loss = criterion(model(x), y)` does. `ddp.py` has the remedy.
 """
 
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-LOSS = "mean"
-
-
-def build():
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    return model, (torch.randn(9, 4), torch.randn(9, 3))
-
-
-def shard(model, mesh):
-    return DistributedDataParallel(model)
-
-
-def loss(model, batch):
-    x, y = batch
-    return (model(x) - y).square().mean()
+from ddp import LOSS, build, loss, shard  # noqa: F401, what the kit reads
 
 
 def rank_loss(model, batch):

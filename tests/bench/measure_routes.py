@@ -18,10 +18,10 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 import models
-from full.batches import masked_attention
+from measure_head import attention_of
+
 from full.check import tiny_model
 from full.generate import generate
-from full.masks import Mask
 from full.packing import PackedBatches
 
 SHAPES = {  # layers, width, experts, experts of a token, rollouts, their tokens
@@ -29,10 +29,6 @@ SHAPES = {  # layers, width, experts, experts of a token, rollouts, their tokens
     "small": (6, 128, 16, 4, 24, 60),
     "large": (24, 1024, 64, 8, 32, 200),
 }
-
-
-def attention_of(document_1S, group):
-    return masked_attention(Mask.documents(doc_ids=document_1S), None, "ring")
 
 
 def mixture(name, dtype, device):

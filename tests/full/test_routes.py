@@ -23,7 +23,10 @@ from full.config import Config
 from full.experts import Replay, RouteRecorder, SparseMLP
 from full.generate import generate
 from full.hf import save_hf
-from full.rollouts import Trajectory
+from full.rollouts import Sampler, Trajectory
+from full.run import policy_in
+from full.talk import evaluated, settings_of_run
+from full.text import make_task
 from full.trainer import Trainer
 from full.trie import TokenTrie
 
@@ -361,3 +364,20 @@ def test_the_measurement_prints_a_row_for_each_dtype(capsys):
     _, wide, narrow = capsys.readouterr().out.splitlines()
     assert wide.split()[:3] == ["tiny", "float32", "0.000%"]
     assert narrow.split()[1] == "bfloat16" and float(narrow.split()[2].rstrip("%")) > 0
+
+
+class WithoutRoutes(Sampler):
+    """A sampler that records none, as an engine."""
+
+    def generate(self, rows, /, **how):
+        assert "routes" not in how
+        return super().generate(rows, **how)
+
+
+def test_held_out_prompts_are_played_without_routes(runs, process_group):
+    """By the run's own evaluation, by `eval` with any sampler, and by the audit."""
+    config = dataclasses.replace(settings_of_run(runs("bfloat16")), eval_prompts=2)
+    task = make_task(config)
+    model = policy_in(runs("bfloat16") / "step-00000002", config, task, "float32")
+    figures, *_ = evaluated(config, task, WithoutRoutes(model), 2)
+    assert {"solved", "pass@1", "pass@2"} <= figures.keys()
