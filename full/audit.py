@@ -364,7 +364,7 @@ class Case:
             take_factors(model)
             return widened(model, dtype)
         reference = build(self.config, self.task)[2].to_empty(device="cpu")
-        read_reference(self.files.path, SimpleNamespace(reference=reference))
+        read_reference(self.files.path, SimpleNamespace(reference=reference, model=None))
         return widened(reference, dtype)
 
     def teacher(self, dtype):

@@ -268,16 +268,21 @@ def run_rows(device, few):
     """
     ways = {"flat": "", "sparse": " --tree sparse", "fsdp": " --data-parallel fsdp",
             "fsdp offload": " --data-parallel fsdp --offload"}  # fmt: skip
+    factors = " --lora-rank 4 --kl-coef 0.1"
+    settings = {"": ways, factors: {"LoRA": "", "LoRA fsdp": ways["fsdp"]}}
     if few:
-        ways = {"flat": ""}
+        settings = {"": {"flat": ""}}
     small = "--dtype float64 --steps 6 --hidden 32 --layers 2 --prompts 7 --group 8"
     small += " --eval-prompts 7"
     with tempfile.TemporaryDirectory() as folder:
-        truth = metrics_of_run(f"{small} --device cpu --out {folder}/cpu")
-        for name, flags in ways.items():
+        truths = {more: metrics_of_run(f"{small}{more} --device cpu --out {folder}/cpu{n}")
+                  for n, more in enumerate(settings)}  # fmt: skip
+        for more, name in [(more, name) for more, ways in settings.items() for name in ways]:
+            truth = truths[more]
             out = f"{folder}/{name.replace(' ', '-')}"
             kind = device.partition(":")[0]  # cuda of cuda:0
-            found = metrics_of_run(f"{small}{flags} --device {kind} --out {out}")
+            run = f"{small}{more}{settings[more][name]}"
+            found = metrics_of_run(f"{run} --device {kind} --out {out}")
             errors = [
                 abs(a[key] - b[key]) / max(1.0, abs(b[key]))
                 for a, b in zip(found, truth, strict=True)
