@@ -21,6 +21,7 @@ import torch
 
 import train_grpo
 from full.advantages import ADVANTAGES, TOKEN_ADVANTAGES, compared_by
+from full.lora import Lora
 from full.metrics import glossary
 from full.model_config import read_json
 from full.objectives import AGGREGATIONS, OBJECTIVES
@@ -92,6 +93,10 @@ def parse_plans(text) -> Plans:
     return Plans(*plans)
 
 
+# The matrices of attention and of MLPs, experts' included.
+LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+
+
 @dataclass
 class Config(train_grpo.Config):
     """The command line: a field is a flag, and the comment after it is the flag's help.
@@ -117,6 +122,10 @@ class Config(train_grpo.Config):
     compute_dtype: Literal["", Dtype] = ""  # of matrix products, coarser than --dtype; empty: same
     generator_dtype: Literal["", Dtype] = ""  # of the generator's weights; empty: --compute-dtype
     head_dtype: Literal["", "float32"] = ""  # of the head's product; empty: as others
+    lora_rank: int = 0  # LoRA: r of the trained factors beside frozen matrices; 0: all is trained
+    lora_alpha: float = 32.0  # LoRA: the factors' product is multiplied by this / rank
+    lora_targets: str = LORA_TARGETS  # LoRA: names of matrices; also gate, the router, and lm_head
+    lora_from: str = ""  # LoRA: directory of PEFT's with the first factors; empty: random ones
     # rollouts
     engine: str = ""  # URL[,URL..] of vLLM, SGLang or `full.engine serve`; empty: this process
     engine_timeout: int = 600  # seconds that an engine may be silent, or loading, before a run ends
@@ -186,8 +195,8 @@ class Config(train_grpo.Config):
     # everything. The same would undo in a few steps what the other two know (full/RESULTS.md).
     # A field of this table is None until __post_init__ has looked it up.
     BY_START = dict(
-        lr=dict(random=1e-3, demos=1e-4, model=1e-6),
-        entropy_coef=dict(random=0.02, demos=0.0, model=0.0),
+        lr=dict(random=1e-3, demos=1e-4, model=1e-6, lora=1e-5),
+        entropy_coef=dict(random=0.02, demos=0.0, model=0.0, lora=0.0),
     )
 
     # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
@@ -207,9 +216,7 @@ class Config(train_grpo.Config):
     def __post_init__(self):
         # A checkpoint that demonstrations have taught more is still a checkpoint. From here on the
         # fields are numbers, also in config.json: a resumed run has those that it began with.
-        start = "demos" if self.demos else "random"
-        if self.model:
-            start = "model"
+        start = "demos" if self.demos and not self.model else self.first_weights
         for name, defaults in self.BY_START.items():
             if getattr(self, name) is None:
                 setattr(self, name, defaults[start])
@@ -227,6 +234,19 @@ class Config(train_grpo.Config):
     def plans(self) -> Plans:
         """Return the generator's and the trainer's Plan; ValueError for a --plan that is wrong."""
         return parse_plans(self.plan)
+
+    @property
+    def first_weights(self) -> str:
+        """Return which kind of weights the optimizer's first step changes: a key of DEMO_LR."""
+        if not self.model:
+            return "random"
+        return "lora" if self.lora_rank else "model"
+
+    @property
+    def lora(self) -> Lora | None:
+        """Return what factors the policy has."""
+        targets = tuple(self.lora_targets.split(","))
+        return Lora(self.lora_rank, self.lora_alpha, targets) if self.lora_rank else None
 
     @property
     def reads_text(self) -> bool:
@@ -311,6 +331,7 @@ class Config(train_grpo.Config):
             "--advantage teacher": (self.advantage == "teacher", "teacher"),
             "--advantage gae": (self.advantage == "gae", "gae_lambda", "value_coef"),
             "--kl-coef": (self.kl_coef, "kl", "kl_in"),
+            "--lora-rank": (self.lora_rank, "lora_alpha", "lora_targets", "lora_from"),
             "products in bfloat16":
                 ("bfloat16" in (self.compute, self.rollout_dtype), "head_dtype"),
             "an --advantage of rewards": (self.advantage != "teacher", "overlong_buffer"),
@@ -368,6 +389,7 @@ class Config(train_grpo.Config):
             "--compile": self.compile, "--threads 2 or more": self.threads > 1,
             "--generator-dtype of its own": self.rollout_dtype != self.compute,
             "--head-dtype, for it has no gap": self.head_dtype,
+            "--lora-rank, for its sampler has merged weights": self.lora_rank,
         }  # fmt: skip
         if self.exact:
             wrong += [f"--exact has no {x}" for x in sums if sums[x]]
@@ -408,6 +430,9 @@ class Config(train_grpo.Config):
              f"--importance-low {self.importance_low} is over --importance-cap"),
             (self.overlong_buffer >= self.max_new_tokens,
              f"--overlong-buffer {self.overlong_buffer} must be less than --max-new-tokens"),
+            (self.lora_rank and self.kl_coef and self.demos,
+             "--lora-rank has its base as the reference of --kl-coef, and --demos would want the "
+             "model that they have taught: leave one of the two out"),
             (self.teacher and self.kl_in == "reward", "--teacher has no reward: --kl-in loss"),
             (self.dynamic_sampling and (self.entropy_coef or self.kl_coef),
              "--dynamic-sampling drops groups of advantage 0, but they have entropy and KL terms: "
@@ -435,8 +460,8 @@ class Config(train_grpo.Config):
         ]  # fmt: skip
 
 
-# The learning rate of supervised steps, which is constant after --lr-warmup.
-DEMO_LR = dict(random=1e-3, model=1e-5)
+# The learning rate of supervised steps, which is constant after --lr-warmup, by `first_weights`.
+DEMO_LR = dict(random=1e-3, model=1e-5, lora=1e-4)
 
 # The keyword arguments of `grpo_loss` that are flags.
 LOSS_SETTINGS = (
@@ -525,7 +550,8 @@ def add_flags(parser, fields):
         # What a default depends on is said. A bool is --FLAG or --no-FLAG, and off by default.
         default = f"{f.default!r}"
         if f.name in Config.BY_START:
-            default = "{random!r}; with --demos {demos!r}; with --model {model!r}".format(
+            default = ("{random!r}; with --demos {demos!r}; with --model {model!r}, and with "
+                       "--lora-rank too {lora!r}").format(
                 **Config.BY_START[f.name])
         if f.name == "advantage":
             default = "'group_mean'; with --teacher 'teacher'"

@@ -374,8 +374,8 @@ def rollout_line(task, step, number, t) -> dict:
 def write_reference(out, trainer):
     """Make the policy of now the frozen reference, and store it, so that a resume has it."""
     # A resumed run would else measure its KL against the weights that it resumes with. Both models
-    # are sharded identically, so each rank copies its own part.
-    if trainer.reference is not None:
+    # are sharded identically, so each rank copies its own part. The base of factors never changes.
+    if trainer.reference not in (None, trainer.model):
         reference = tensors_of(trainer.reference)
         for name, x in tensors_of(trainer.model).items():
             local(reference[name]).copy_(local(x))
@@ -385,7 +385,7 @@ def write_reference(out, trainer):
 def read_reference(out, trainer):
     """Read the frozen reference of a run that goes on."""
     try:
-        if trainer.reference is not None:
+        if trainer.reference not in (None, trainer.model):
             read_checkpoint(f"{out}/reference", tensors_of(trainer.reference))
     except ValueError as error:
         advice = "put a copy of it back, or begin again with another --out"
