@@ -44,7 +44,9 @@ from full.optimizer import persistent_buffers
 from full.ranks import quietly
 from full.report import as_page, as_text
 from full.rollouts import Sampler, Trajectory, at_once, draw_prompts, play_held_out
-from full.run import ERRORS, ONE_PROCESS, build, build_teacher, one_process, policy_in, shape_of
+from full.run import (
+    ERRORS, ONE_PROCESS, build, build_teacher, one_process, policy_in, require_base, shape_of,
+)  # fmt: skip
 from full.tasks import TaskError, asking
 from full.text import make_task
 from full.trainer import Trainer, keep_wide
@@ -618,6 +620,7 @@ def audited(run, step=None, group=None, task="", reward="", tell=lambda line: No
     files = RunFiles(run, task, reward)
     config = files.config
     step = files.chosen_step(step)
+    require_base(config, run)
     task = make_task(config)
     report = Report(str(run), step, config, show=task.show)
     say = report.intro.append
