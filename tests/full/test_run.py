@@ -718,7 +718,8 @@ def test_help_shows_every_field_with_its_comment_under_its_title(capsys):
         "--eval-data str", "output: --save-every")]  # fmt: skip
     assert places == sorted(places)
     for name, row in Config.BY_START.items():  # the default of each start
-        numbers = f"[{row['random']}; with --demos {row['demos']}; with --model {row['model']}]"
+        numbers = f"[{row['random']}; with --demos {row['demos']}; with --model {row['model']}, "
+        numbers += f"and with --lora-rank too {row['lora']}]"
         flag = name.replace("_", "-")
         assert re.search(rf"--{flag} float [^\[]*{re.escape(numbers)}", shown), name
 
