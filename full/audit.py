@@ -360,11 +360,12 @@ class Case:
         if not self.config.kl_coef:
             return None
         if self.config.lora is not None:  # its base
-            model = policy_in(self.before, self.config, self.task, self.config.compute, merged=False)
+            c = self.config
+            model = policy_in(self.before, c, self.task, c.compute, merged=False)
             take_factors(model)
             return widened(model, dtype)
         reference = build(self.config, self.task)[2].to_empty(device="cpu")
-        read_reference(self.files.path, SimpleNamespace(reference=reference, model=None))
+        read_reference(self.files.path, SimpleNamespace(model=None, reference=reference))
         return widened(reference, dtype)
 
     def teacher(self, dtype):

@@ -109,6 +109,7 @@ def metrics_by_hand(config, groups, state, step, sampled_by) -> dict:
         "reward/groups_none": mean_of([not any(row) for row in solved]),
         "reward/groups_all": mean_of([all(row) for row in solved]),
         "reward/groups_equal": mean_of([len({s.reward for s in some}) == 1 for some in compared]),
+        "reward/values": Measured(len({s.reward for s in played if not s.truncated})),
         "tokens/generated": Measured(sum(lengths)),
         "tokens/truncated_fraction": mean_of([s.truncated for s in played]),
         "length/rollout_mean": mean_of(lengths), "length/max": Measured(max(lengths)),

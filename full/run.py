@@ -36,7 +36,8 @@ from full.experts import give_router_bias
 from full.files import beside, cut_lines, writing
 from full.hf import copy_text_files, load_hf, save_hf
 from full.logs import (
-    Checkpointer, IdleWarning, Log, Logs, RolloutLog, read_reference, write_reference,
+    Checkpointer, IdleWarning, Log, Logs, RewardWarning, RolloutLog, TruncationWarning,
+    read_reference, write_reference,
 )  # fmt: skip
 from full.lora import add_factors, give_factors, merge, take_factors
 from full.model_config import ModelConfig, read_json
@@ -262,7 +263,8 @@ def run(config, task, trainer, out, progress) -> int:
         rollouts = RolloutLog(config, task, queue, out)
         checkpointer = Checkpointer(config, trainer, queue, out, stop)
         # `log` is first: it reads the clock, and a step's seconds are without writing rollouts.
-        logs = Logs(log, rollouts, IdleWarning(config), checkpointer)
+        warnings = [kind(config) for kind in (TruncationWarning, RewardWarning, IdleWarning)]
+        logs = Logs(log, rollouts, *warnings, checkpointer)
         solved = train_grpo.train(config, queue, trainer, logs.step, queue.first_step)
     except Interrupted as interrupted:
         log.close()
@@ -481,18 +483,22 @@ def first_free_directory(config):
 
 
 def note_data(config, out):
-    """Store the checksum of the data file; on --resume, raise ValueError if it differs."""
+    """Store the checksums of the data files; on --resume, raise ValueError if one differs."""
     # A step draws lines by their number. With other lines a resumed run would go on as if nothing
     # had happened: neither the run that began, nor a run that anybody could repeat.
     if config.task != "jsonl":
         return
-    sums = {"data": zlib.crc32(Path(config.data).read_bytes())}
+    files = {name: getattr(config, name) for name in ("data", "eval_data")}
+    sums = {name: zlib.crc32(Path(x).read_bytes()) for name, x in files.items() if x}
     path = out / "data.json"
     if not (config.resume and path.exists()):
         path.write_text(json.dumps(sums) + "\n")
-    elif read_json(path) != sums:
-        raise ValueError(f"{config.data} (--data) is not what it was when {out} began: put the old "
-                         f"lines back, or start a new run")  # fmt: skip
+        return
+    stored = read_json(path)
+    for name, checksum in sums.items():
+        if stored.get(name) != checksum:
+            raise ValueError(f"{files[name]} ({_flag(name)}) is not what it was when {out} began: "
+                             f"put the old lines back, or start a new run")  # fmt: skip
 
 
 def note_base(config, out):
