@@ -110,7 +110,8 @@ def same_turn(turn, truth):
 PLANS = [(1, "", "--minibatches 2"), (2, "--plan t2", "--staleness 1"),
          *slow((1, "", "--staleness 2"), (2, "--data-parallel fsdp", "--staleness 1"),
                (2, "--data-parallel zero1", ""), (2, "--plan p2", "--staleness 1"),
-               (2, "--plan c2", ""),
+               (2, "--plan c2", ""), (1, "", "--lora-rank 2 --kl-coef 0.05"),
+               (2, "--plan t2 --data-parallel fsdp", "--lora-rank 2 --staleness 1"),
                (1, "", "--forks 2 --fork-turns 1 --advantage per_branch"))]  # fmt: skip
 
 

@@ -184,8 +184,8 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     shape = dict(vocab_size=12, num_experts=4, eos_token_id=(1,), sparse_layers=(1,))
     save_hf(tiny_model("qwen3_moe", initializer_range=0.2, **shape), folder)
-    small = "--lr 0.02 --entropy-coef 0.1 --steps 2 --eval-every 1 --save-every 1 --prompts 3 --group 4"
-    return folder, f"{TASK} {small} --model {folder} --lora-rank 3 --lora-alpha 6"
+    small = "--lr 0.02 --entropy-coef 0.1 --steps 2 --eval-every 1 --save-every 1 --prompts 3"
+    return folder, f"{TASK} {small} --group 4 --model {folder} --lora-rank 3 --lora-alpha 6"
 
 
 def _pushed(rank, flags):
@@ -261,7 +261,8 @@ def test_export_merges_and_an_adapter_is_read_by_peft_and_by_lora_from(tmp_path)
     save_hf(tiny_model("qwen2", vocab_size=12, eos_token_id=(1,), dtype=torch.float32), folder)
     flags = f"{TASK} --dtype float32 --model {folder} --lora-rank 3 --lora-alpha 7".replace(
         "--dtype float64", "")  # fmt: skip
-    good(tmp_path, f"{flags} --steps 2 --lr 0.02 --entropy-coef 0.1 --prompts 2 --group 4 --out {tmp_path}/run")
+    small = "--steps 2 --lr 0.02 --entropy-coef 0.1 --prompts 2 --group 4"
+    good(tmp_path, f"{flags} {small} --out {tmp_path}/run")
     model, _ = load_policy(tmp_path / "run")
     tokens = torch.randint(12, (2, 9))
     truth = model(tokens)
@@ -312,7 +313,8 @@ SLIPS = {  # name -> what it does, and the row of the audit that is outside
         lambda: mock.patch("full.weights.merged", lambda W, A, B, scale, at: merged(
             W, A, B, 3 * scale, at)), "sampling"),
     "a reference with factors": (
-        lambda: mock.patch("full.lora.base_of", lambda model: mock.MagicMock()), "kl/token_mean_first"),
+        lambda: mock.patch("full.lora.base_of", lambda model: mock.MagicMock()),
+        "kl/token_mean_first"),
 }  # fmt: skip
 
 
