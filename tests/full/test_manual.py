@@ -64,7 +64,9 @@ TABLE = {
     "torchrun --nproc-per-node 8 [--nnodes ..]": " -m full --task jsonl --model DIR "
     "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
     f"{RUN} --task jsonl --data questions.jsonl --model DIR --lora-rank 16 "
-    "--compute-dtype bfloat16 --lr 3e-4 --out runs/lora": JSONL,
+    "--compute-dtype bfloat16 --lr 1e-3 --out runs/lora": JSONL,
+    f"{RUN} export RUN DIR --adapters":
+        "lora::export_merges_and_an_adapter_is_read_by_peft_and_by_lora_from",
     f"{RUN} inspect DIR": " ",
     f"{RUN} plan d2t2 --model qwen3-8b": " ",
     SERVER: "manual::the_server_of_the_manual_samples_for_a_run",
