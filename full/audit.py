@@ -38,6 +38,7 @@ from full.expected import (
 )  # fmt: skip
 from full.files import whole_lines
 from full.hf import full_definition, load_hf
+from full.lora import definition, merge, take_factors
 from full.logs import do_step, read_reference, rollout_line
 from full.optimizer import persistent_buffers
 from full.ranks import quietly
@@ -323,10 +324,12 @@ class Case:
     # hand: each is read when it is needed.
 
     def stored(self, model, path=None):
-        """Yield of each weight of a model (name, weight, AdamW's steps, m, v), of a checkpoint."""
+        """Yield of each trained weight (name, weight, AdamW's steps, m, v), of a checkpoint."""
         # Each call reads the whole table of contents, so small tensors are read together.
         together, room = [], 0
         for name, p in model.named_parameters():
+            if not p.requires_grad:
+                continue
             room -= p.numel()
             if room < 0:
                 together.append([])
@@ -356,6 +359,10 @@ class Case:
         """Return the frozen reference, if the run has one."""
         if not self.config.kl_coef:
             return None
+        if self.config.lora is not None:  # its base
+            model = policy_in(self.before, self.config, self.task, self.config.compute, merged=False)
+            take_factors(model)
+            return widened(model, dtype)
         reference = build(self.config, self.task)[2].to_empty(device="cpu")
         read_reference(self.files.path, SimpleNamespace(reference=reference))
         return widened(reference, dtype)
@@ -372,13 +379,16 @@ class Case:
         """Return the State before the step, of a kind and in a precision."""
         # In mixed precision what adds up over steps is never coarser than it is in the run.
         config = self.config
-        model = policy_in(self.before, config, self.task, str(dtype)[6:]).requires_grad_(True)
-        weights = dict(model.named_parameters())
+        model = policy_in(self.before, config, self.task, str(dtype)[6:], merged=False)
+        trained = [name for name, p in build(config, self.task)[0].named_parameters()
+                   if p.requires_grad]  # fmt: skip
+        weights = {name: model.get_parameter(name).requires_grad_(True) for name in trained}
         wide = dtype
         if config.is_mixed:
             wide = torch.promote_types(dtype, getattr(torch, config.dtype))
             weights = {name: p.detach().to(wide, copy=True) for name, p in weights.items()}
-        for name, p in model.named_parameters():
+        for name in trained:
+            p = model.get_parameter(name)
             p.grad_dtype = wide
             if config.is_mixed:
                 p.data.copy_(weights[name].to(getattr(torch, config.compute_dtype)))
@@ -403,6 +413,16 @@ def widened(model, dtype):
     """Return a model in a precision to compute in, its states between layers included."""
     if model.residual_dtype is not None:
         model.residual_dtype = torch.promote_types(model.residual_dtype, dtype)
+    return model.to(dtype)
+
+
+def as_sampled(config, model, weights):
+    """Put the weights of a State into its model, as a push gives them to the sampler."""
+    dtype = next(model.parameters()).dtype
+    for name, weight in weights.items():
+        model.get_parameter(name).data = weight.detach()
+    rounded = getattr(torch, config.rollout_dtype)
+    model = merge(model, rounded) if config.lora is not None else model.to(rounded)
     return model.to(dtype)
 
 
@@ -437,7 +457,8 @@ def in_precision(case, dtypes, first=None, spelled=None) -> ByHand:
         s.watch = case.watch
         # `full_definition` routes by itself.
         is_spelled = s.group == spelled and not config.replay_routes
-        s.spelled = full_definition if is_spelled else None
+        spelled_out = full_definition if config.lora is None else definition
+        s.spelled = spelled_out if is_spelled else None
 
         # With `proximal`, a run has the log-probs `old` and `lp` of its first update from two
         # forwards, of other shapes, which round apart. By hand they would be one number, and a
@@ -471,9 +492,7 @@ def in_precision(case, dtypes, first=None, spelled=None) -> ByHand:
         p.grad = None
     state.moments.clear()
     if "eval/solved" in line:
-        model = copy.deepcopy(state.model).requires_grad_(False)
-        for name, p in model.named_parameters():
-            p.copy_(state.weights[name].to(getattr(torch, config.rollout_dtype)))
+        model = as_sampled(config, copy.deepcopy(state.model).requires_grad_(False), state.weights)
         solve(case, hand, "eval/solved", model, first)
     hand.votes = persistent_buffers(state.model)
     if first is None:

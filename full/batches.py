@@ -158,6 +158,7 @@ def collect(config, task, sampler, step):
         "reward/groups_none": (~solved_PG).all(1).mean(),
         "reward/groups_all": solved_PG.all(1).mean(),
         "reward/groups_equal": (np.ptp(compared, axis=1) == 0).mean(),
+        "reward/values": len(np.unique(rewards_PG[truncated_PG == 0])),
         "length/rollout_mean": lengths_PG.mean(), "length/max": int(lengths_PG.max()),
         "tokens/generated": int(lengths_PG.sum()),
         "tokens/truncated_fraction": truncated_PG.mean(),

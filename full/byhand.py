@@ -501,7 +501,7 @@ class State:
     """A policy with its optimizer. A step turns the state before it into the state after it."""
 
     model: object
-    weights: dict  # name -> what AdamW moves: a parameter, or in mixed precision its master
+    weights: dict  # name -> what AdamW moves: a parameter that is trained, or its wider master
     moments: dict  # name -> [steps, m, v] of AdamW
     reference: object = None  # the model that the KL is measured against
     teacher: object = None  # the model of --teacher
@@ -516,8 +516,8 @@ class State:
     @torch.no_grad()
     def adamw(self, c, lr, shrink):
         """Take one AdamW step with the gradients times `shrink`, in place, in float32 at least."""
-        for name, p in self.model.named_parameters():
-            weight = self.weights[name]
+        for name, weight in self.weights.items():
+            p = self.model.get_parameter(name)
             wide = torch.promote_types(weight.dtype, torch.float32)
             self.moments[name][0] += 1
             steps, *means = self.moments[name]
@@ -586,7 +586,8 @@ def step_by_hand(c, groups, state, lr) -> list:
             continue
 
         # The gradient of a sum is the sum of gradients, so memory holds one graph at a time.
-        for p in state.model.parameters():
+        moving = [p for p in state.model.parameters() if p.requires_grad]
+        for p in moving:
             p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
         for s in trained(c, batch):
             s.lp, s.H, s.v = score_alone(state.model, s, c.temperature)
@@ -599,7 +600,7 @@ def step_by_hand(c, groups, state, lr) -> list:
             routed = [route_alone(c, state.model, s, len(batch)) for s in batch]
 
         # Clip the whole gradient by its norm, then AdamW. If it is not finite, it is only counted.
-        norms = [p.grad.norm(dtype=torch.float64).item() for p in state.model.parameters()]
+        norms = [p.grad.norm(dtype=torch.float64).item() for p in moving]
         norm = math.hypot(*norms)
         shrink = c.max_grad_norm / norm if norm > c.max_grad_norm else 1.0
         updates.append(dict(batch=batch, version=state.version, norm=norm, shrink=shrink,

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import os
 import re
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -20,6 +21,7 @@ import torch
 
 import train_grpo
 from full.advantages import ADVANTAGES, TOKEN_ADVANTAGES, compared_by
+from full.lora import Lora
 from full.metrics import glossary
 from full.model_config import read_json
 from full.objectives import AGGREGATIONS, OBJECTIVES
@@ -92,6 +94,10 @@ def parse_plans(text) -> Plans:
     return Plans(*plans)
 
 
+# The matrices of attention and of MLPs, experts' included.
+LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+
+
 @dataclass
 class Config(train_grpo.Config):
     """The command line: a field is a flag, and the comment after it is the flag's help.
@@ -101,10 +107,10 @@ class Config(train_grpo.Config):
     """
 
     # the run
-    task: str = "guess"  # guess | jsonl | FILE.py:Class
     out: str = ""  # directory of the run; empty: the first free runs/TASK-N
     resume: bool = False  # go on from the newest checkpoint in --out; begin a run if there is none
-    # the task
+    # the task and data
+    task: str = "guess"  # guess | jsonl | FILE.py:Class
     data: str = ""  # jsonl: file of lines, {"question", "answer"} or {"messages", "answer"}
     template: str = ""  # jsonl: chat (its own) | raw | text with {question}; empty: chat, else raw
     instruction: str = "End with '#### ' and the answer."  # jsonl: a line after each question
@@ -117,12 +123,14 @@ class Config(train_grpo.Config):
     compute_dtype: Literal["", Dtype] = ""  # of matrix products, coarser than --dtype; empty: same
     generator_dtype: Literal["", Dtype] = ""  # of the generator's weights; empty: --compute-dtype
     head_dtype: Literal["", "float32"] = ""  # of the head's product; empty: as others
-    device: Literal["", "cpu", "cuda"] = ""  # empty: cuda where there is one
+    lora_rank: int = 0  # LoRA: r of the trained factors beside frozen matrices; 0: all is trained
+    lora_alpha: float = 32.0  # LoRA: the factors' product is multiplied by this / rank
+    lora_targets: str = LORA_TARGETS  # LoRA: names of matrices; also gate, the router, and lm_head
+    lora_from: str = ""  # LoRA: directory of PEFT's with the first factors; empty: random ones
     # rollouts
     engine: str = ""  # URL[,URL..] of vLLM, SGLang or `full.engine serve`; empty: this process
     engine_timeout: int = 600  # seconds that an engine may be silent, or loading, before a run ends
     staleness: int = 0  # K: batch b is sampled with the weights of step b - K; 0: on-policy
-    batch_rows: int = 1024  # rollouts that a rank decodes at a time; a new one enters as one ends
     exact: bool = False  # the sampler's log-probs are the trainer's, bit for bit; slower
     replay_routes: bool = False  # experts: the trainer uses those that the sampler chose (R3)
     forks: int = 1  # children of a trajectory at a turn boundary (tree rollouts)
@@ -156,34 +164,40 @@ class Config(train_grpo.Config):
     lr_first_step: Literal["nonzero", "zero"] = "nonzero"  # a warm-up of 5 begins with 1/5, or 0
     lr_decay: Literal["constant", "linear", "cosine"] = "linear"  # from there to the last step
     weight_decay: float = 0.0  # AdamW, decoupled
-    micro_tokens: int = 16384  # tokens of a micro-batch, or of its tree; a longer one runs alone
+    # parallelism
+    plan: str = ""  # d2t2, p2c2, archon:d2; A|B: generator A, trainer B
     data_parallel: Literal["ddp", "fsdp", "zero1"] = "ddp"  # zero1: ddp with its moments sharded
     shard_ranks: int = 0  # fsdp: how many ranks share one copy of the weights (HSDP); 0: all of d
-    offload: bool = False  # fsdp: shards, gradients and optimizer stay on the CPU
-    compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
-    ac: Literal["none", "full", "op"] = "none"  # recompute activations; op: not products, messages
-    plan: str = ""  # d2t2, p2c2, archon:d2; A|B: generator A, trainer B
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"  # of the c ranks of --plan
-    debug: bool = False  # the plan's c: raise on all ranks where attention is not finite; slow
     pp_schedule: Schedule = "1f1b"  # of the p ranks of --plan
+    debug: bool = False  # the plan's c: raise on all ranks where attention is not finite; slow
+    timeout: int = 60  # seconds that a rank waits for another before the run ends
+    # memory and speed
     tree: Literal["disabled", "sparse", "dta"] = "disabled"  # share prefixes; dta: chunk by chunk
     chunk_tokens: int = 0  # tokens of a chunk, with --tree dta
     recompute: bool = False  # with --tree dta: run the chunks of a path again, not keep them
+    micro_tokens: int = 16384  # tokens of a micro-batch, or of its tree; a longer one runs alone
+    batch_rows: int = 1024  # rollouts that a rank decodes at a time; a new one enters as one ends
+    ac: Literal["none", "full", "op"] = "none"  # recompute activations; op: not products, messages
+    offload: bool = False  # fsdp: shards, gradients and optimizer stay on the CPU
+    compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
+    device: Literal["", "cpu", "cuda"] = ""  # empty: cuda where there is one
+    threads: int = 1  # CPU threads of each rank
+    # evaluation
+    eval_data: str = ""  # jsonl: file of held-out lines; empty: every tenth line of --data
     # output
     save_every: int = 50  # steps between checkpoints, and the last; 0: only the last
     keep: int = 2  # newest checkpoints kept
     log_rollouts: Literal["all", "some", "none"] = "some"  # to rollouts.jsonl; `audit` needs some
     tensorboard: bool = False  # also write TensorBoard events (needs tensorboard)
-    timeout: int = 60  # seconds that a rank waits for another before the run ends
-    threads: int = 1  # CPU threads of each rank
 
     # Defaults that depend on what the loop begins with: random weights, weights that demonstrations
     # have taught, or a checkpoint's. Random weights need long steps, and a bonus for still trying
     # everything. The same would undo in a few steps what the other two know (full/RESULTS.md).
     # A field of this table is None until __post_init__ has looked it up.
     BY_START = dict(
-        lr=dict(random=1e-3, demos=1e-4, model=1e-6),
-        entropy_coef=dict(random=0.02, demos=0.0, model=0.0),
+        lr=dict(random=1e-3, demos=1e-4, model=1e-6, lora=1e-5),
+        entropy_coef=dict(random=0.02, demos=0.0, model=0.0, lora=0.0),
     )
 
     # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
@@ -209,14 +223,17 @@ class Config(train_grpo.Config):
     def __post_init__(self):
         # A checkpoint that demonstrations have taught more is still a checkpoint. From here on the
         # fields are numbers, also in config.json: a resumed run has those that it began with.
-        start = "demos" if self.demos else "random"
-        if self.model:
-            start = "model"
+        start = "demos" if self.demos and not self.model else self.first_weights
         for name, defaults in self.BY_START.items():
             if getattr(self, name) is None:
                 setattr(self, name, defaults[start])
         if self.advantage is None:
             self.advantage = "teacher" if self.teacher else "group_mean"
+
+    @classmethod
+    def from_file(cls, path, **given) -> "Config":
+        """Return the Config of a file of settings, as --config reads it, under the given fields."""
+        return cls(**read_settings(path, given) | given)
 
     # What several fields decide together, said once. None of these is a flag.
 
@@ -224,6 +241,19 @@ class Config(train_grpo.Config):
     def plans(self) -> Plans:
         """Return the generator's and the trainer's Plan; ValueError for a --plan that is wrong."""
         return parse_plans(self.plan)
+
+    @property
+    def first_weights(self) -> str:
+        """Return which kind of weights the optimizer's first step changes: a key of DEMO_LR."""
+        if not self.model:
+            return "random"
+        return "lora" if self.lora_rank else "model"
+
+    @property
+    def lora(self) -> Lora | None:
+        """Return what factors the policy has."""
+        targets = tuple(self.lora_targets.split(","))
+        return Lora(self.lora_rank, self.lora_alpha, targets) if self.lora_rank else None
 
     @property
     def reads_text(self) -> bool:
@@ -317,6 +347,7 @@ class Config(train_grpo.Config):
             "--advantage teacher": (self.advantage == "teacher", "teacher"),
             "--advantage gae": (self.advantage == "gae", "gae_lambda", "value_coef"),
             "--kl-coef": (self.kl_coef, "kl", "kl_in"),
+            "--lora-rank": (self.lora_rank, "lora_alpha", "lora_targets", "lora_from"),
             "products in bfloat16":
                 ("bfloat16" in (self.compute, self.rollout_dtype), "head_dtype"),
             "an --advantage of rewards": (self.advantage != "teacher", "overlong_buffer"),
@@ -374,6 +405,7 @@ class Config(train_grpo.Config):
             "--compile": self.compile, "--threads 2 or more": self.threads > 1,
             "--generator-dtype of its own": self.rollout_dtype != self.compute,
             "--head-dtype, for it has no gap": self.head_dtype,
+            "--lora-rank, for its sampler has merged weights": self.lora_rank,
         }  # fmt: skip
         if self.exact:
             wrong += [f"--exact has no {x}" for x in sums if sums[x]]
@@ -414,6 +446,9 @@ class Config(train_grpo.Config):
              f"--importance-low {self.importance_low} is over --importance-cap"),
             (self.overlong_buffer >= self.max_new_tokens,
              f"--overlong-buffer {self.overlong_buffer} must be less than --max-new-tokens"),
+            (self.lora_rank and self.kl_coef and self.demos,
+             "--lora-rank has its base as the reference of --kl-coef, and --demos would want the "
+             "model that they have taught: leave one of the two out"),
             (self.teacher and self.kl_in == "reward", "--teacher has no reward: --kl-in loss"),
             (self.dynamic_sampling and (self.entropy_coef or self.kl_coef),
              "--dynamic-sampling drops groups of advantage 0, but they have entropy and KL terms: "
@@ -441,8 +476,8 @@ class Config(train_grpo.Config):
         ]  # fmt: skip
 
 
-# The learning rate of supervised steps, which is constant after --lr-warmup.
-DEMO_LR = dict(random=1e-3, model=1e-5)
+# The learning rate of supervised steps, which is constant after --lr-warmup, by `first_weights`.
+DEMO_LR = dict(random=1e-3, model=1e-5, lora=1e-4)
 
 # The keyword arguments of `grpo_loss` that are flags.
 LOSS_SETTINGS = (
@@ -452,7 +487,10 @@ LOSS_SETTINGS = (
 )  # fmt: skip
 
 # The flags that only `Jsonl` reads.
-TEXT_FLAGS = "data", "template", "instruction", "system", "reward"
+TEXT_FLAGS = "data", "eval_data", "template", "instruction", "system", "reward"
+
+# Titles of train_grpo.Config, and the titles that --help gives to the same fields.
+CORE_TITLES = {"the task": "the task and data", "output": "evaluation"}
 
 
 # The flags whose values are the names of a table.
@@ -511,7 +549,7 @@ def _help_texts():
             heading = re.fullmatch(r"    # (.*)", line)
             flag = re.match(r"    (\w+): .*?  # (.*)", line)
             if heading:
-                title = heading[1]
+                title = heading[1] if cls is Config else CORE_TITLES.get(heading[1], heading[1])
             if flag:
                 found[flag[1]] = title, flag[2]
     return found
@@ -528,7 +566,8 @@ def add_flags(parser, fields):
         # What a default depends on is said. A bool is --FLAG or --no-FLAG, and off by default.
         default = f"{f.default!r}"
         if f.name in Config.BY_START:
-            default = "{random!r}; with --demos {demos!r}; with --model {model!r}".format(
+            default = ("{random!r}; with --demos {demos!r}; with --model {model!r}, and with "
+                       "--lora-rank too {lora!r}").format(
                 **Config.BY_START[f.name])
         if f.name == "advantage":
             default = "'group_mean'; with --teacher 'teacher'"
@@ -544,14 +583,22 @@ COMMANDS = "audit", "bench", "chat", "check", "eval", "export", "inspect", "plan
 
 def about_unknown(word) -> str:
     """Return the error about a word that is no flag and no command, with the nearest that is."""
-    flags = [_flag(f.name) for f in dataclasses.fields(Config)]
+    flags = ["--config", *(_flag(f.name) for f in dataclasses.fields(Config))]
     what, names = ("flag", flags) if word.startswith("-") else ("command", COMMANDS)
 
     # Without the dashes, which all flags share: `--log` is not near `--lr`.
     bare = {name.strip("-"): name for name in names}
-    near = difflib.get_close_matches(word.strip("-").partition("=")[0], bare, 1)
-    advice = f"; did you mean {bare[near[0]]}?" if near else ""
+    advice = advice_on(word.strip("-").partition("=")[0], bare)
     return f"expected a {what} that --help lists, got {word}{advice}"
+
+
+def advice_on(word, names) -> str:
+    """Return `; did you mean X?` with the name that is nearest to a word, or "" if none is near.
+
+    names: {name as it is compared: name as it is shown}.
+    """
+    near = difflib.get_close_matches(word, names, 1)
+    return f"; did you mean {names[near[0]]}?" if near else ""
 
 
 def refuse(reason):
@@ -576,7 +623,10 @@ def parse_config(argv) -> Config:
         title, _ = _help_texts()[f.name]
         groups.setdefault(title, []).append(f)
     for title, fields in groups.items():
-        add_flags(parser.add_argument_group(title), fields)
+        group = parser.add_argument_group(title)
+        if title == "the run":
+            group.add_argument("--config", metavar="FILE", help=CONFIG_HELP)
+        add_flags(group, fields)
 
     # Flags that were not typed are absent from `given`: a resumed run has its own values for them.
     parser.error = refuse
@@ -586,10 +636,73 @@ def parse_config(argv) -> Config:
     if unknown:
         refuse(about_unknown(unknown[0]))
     given = vars(known)
+    file = given.pop("config")
+    if file is not None:
+        given = read_settings(file, given) | given
     path = Path(given.get("out", "")) / "config.json"
     if not (given.get("resume") and given.get("out") and path.exists()):
         return Config(**given)
     return resumed_config(path, given)
+
+
+CONFIG_HELP = "settings: a run's config.json, or JSON or .toml of its fields; flags win"
+
+
+def read_settings(path, given=()) -> dict:
+    """Return {field: value} of a file of settings: TOML if its name ends in .toml, else JSON.
+
+    given: names of the fields that the caller sets. The file's values of these do not count.
+
+    ValueError for a file that is not there, a key that is not a field, or a value of another type.
+    """
+    path = Path(path)
+    if not path.is_file():
+        # The nearest is the file of a run whose directory was given, or a neighbor's name.
+        inside = {path.name: f"{path / 'config.json'}"} if (path / "config.json").is_file() else {}
+        near = inside or {x.name: f"{x}" for x in path.parent.glob("*") if x.is_file()}
+        raise ValueError(f"--config {path}: no such file{advice_on(path.name, near)}")
+    found = read_toml(path) if path.suffix == ".toml" else read_json(path)
+
+    # Every key that is wrong is named. What a number may be, `Config.check` says later.
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    shown = {name: name for name in fields}
+    wrong = []
+    for name, value in found.items():
+        if name not in fields:
+            wrong.append(f"expected a field of Config, got {name}{advice_on(name, shown)}")
+            continue
+        kind, choices = fields[name].type, choices_of(fields[name])
+        is_number = kind is float and type(value) is int
+        if choices and value not in choices:
+            wrong.append(f"{name}: expected one of {_shown(choices)}, got {value!r}")
+        elif not choices and type(value) is not kind and not is_number:
+            wrong.append(f"{name}: expected {kind.__name__}, got {value!r}")
+    if wrong:
+        raise ValueError(f"--config {path}: {'; '.join(wrong)}")
+
+    # A task's file is code, and so is a reward's. The settings may be a stranger's, so a file that
+    # they name is never imported, as in `resumed_config`.
+    for name in ("task", "reward"):
+        file, _, called = found.get(name, "").rpartition(":")
+        if name not in given and file.endswith(".py"):
+            raise ValueError(f"the {name} of {path} is a file's; give it again, as --{name} "
+                             f"FILE.py:{called} ({path} has {found[name]!r})")  # fmt: skip
+
+    # A run's config.json names the run's own directory, in which no second run may begin.
+    if path.name == "config.json" and found.get("resume") is False:
+        found.pop("out", None)
+        del found["resume"]
+    return found
+
+
+def read_toml(path) -> dict:
+    """Return what a TOML file holds. Whatever is wrong with it is a ValueError that names it."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
 
 
 def resumed_config(path, given) -> Config:

@@ -109,6 +109,7 @@ def metrics_by_hand(config, groups, state, step, sampled_by) -> dict:
         "reward/groups_none": mean_of([not any(row) for row in solved]),
         "reward/groups_all": mean_of([all(row) for row in solved]),
         "reward/groups_equal": mean_of([len({s.reward for s in some}) == 1 for some in compared]),
+        "reward/values": Measured(len({s.reward for s in played if not s.truncated})),
         "tokens/generated": Measured(sum(lengths)),
         "tokens/truncated_fraction": mean_of([s.truncated for s in played]),
         "length/rollout_mean": mean_of(lengths), "length/max": Measured(max(lengths)),
@@ -361,8 +362,8 @@ class Exact(State):
         """Write an update's clipped gradient, for `kept`."""
         folder = self.case.room / f"gradient-{len([*self.case.room.glob('gradient-*')])}"
         folder.mkdir()
-        for name, p in self.model.named_parameters():
-            torch.save(shrink * p.grad, folder / name)
+        for name in self.weights:
+            torch.save(shrink * self.model.get_parameter(name).grad, folder / name)
         return 0.0
 
 
@@ -401,7 +402,8 @@ class Displaced(State):
         """Measure the rounding of this update's gradients. Return how far off they are."""
         number = len(self.roundings)
         off, found = [], {}
-        for name, p in self.model.named_parameters():
+        for name in self.weights:
+            p = self.model.get_parameter(name)
             # What is 0 in both precisions, as for a token that no sequence has, has no rounding.
             # Clipping hides how long a gradient is, so `off` is of whole ones.
             exact = self.kept(number, name)

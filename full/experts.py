@@ -92,9 +92,13 @@ class Experts(models.Experts):
     """Adds to `models.Experts`: the product of all experts by one kernel."""
 
     def forward(self, x_NM, counts_E, /):
-        gate_NI = grouped_linear(x_NM, self.gate_proj, counts_E)
-        up_NI = grouped_linear(x_NM, self.up_proj, counts_E)
-        return grouped_linear(self.act(gate_NI) * up_NI, self.down_proj, counts_E)
+        gate_NI = self.product("gate_proj", x_NM, counts_E)
+        up_NI = self.product("up_proj", x_NM, counts_E)
+        return self.product("down_proj", self.act(gate_NI) * up_NI, counts_E)
+
+    def product(self, name, x_NM, counts_E, /):
+        """Return the rows times their experts' matrices of this name."""
+        return grouped_linear(x_NM, getattr(self, name), counts_E)
 
 
 def grouped_linear(x_NM, weight_EIM, counts_E, /):

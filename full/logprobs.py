@@ -158,7 +158,9 @@ class TokenLogprobs(torch.autograd.Function):
         # NUMERICS: the head's gradient is a sum over chunks, so it is summed in float32 or better.
         # Pinned by tests/full/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
         dhidden_NM = torch.empty_like(hidden_NM)
-        dweight_vM = torch.zeros_like(weight_vM, dtype=lse_N.dtype)
+        dweight_vM = None  # of a frozen head
+        if ctx.needs_input_grad[1]:
+            dweight_vM = torch.zeros_like(weight_vM, dtype=lse_N.dtype)
         for n in range(0, len(targets_N), options.chunk):
             rows = slice(n, n + options.chunk)
             if n in ctx.exponentials and dentropy_N is None:
@@ -190,13 +192,17 @@ class TokenLogprobs(torch.autograd.Function):
 
             # z = hidden weight^T, so its gradient goes to both. One dtype: add without a copy.
             dhidden_NM[rows] = dz_nv @ weight_vM
+            if dweight_vM is None:
+                continue
             if dweight_vM.dtype == dz_nv.dtype:
                 dweight_vM.addmm_(dz_nv.T, hidden_NM[rows])
             else:
                 dweight_vM += dz_nv.T @ hidden_NM[rows]
         if options.group is not None:
             dist.all_reduce(dhidden_NM, group=options.group)  # a sum over all rows of the weight
-        return dhidden_NM, dweight_vM.to(weight_vM.dtype), None, None
+        if dweight_vM is not None:
+            dweight_vM = dweight_vM.to(weight_vM.dtype)
+        return dhidden_NM, dweight_vM, None, None
 
 
 def scaled_logits(hidden_NM, weight_vM, options, out_Nv=None):

@@ -149,8 +149,9 @@ def do_step(config, source, trainer, step) -> dict:
 
 
 COLUMNS = dict(
-    reward="reward/mean", solved="reward/solved", eval="eval/solved", norm="grad_norm",
-    entropy="entropy/token_mean", clipped="ratio/clipped_fraction", gap="logprob_gap/max",
+    reward="reward/mean", solved="reward/solved", eval="eval/solved",
+    truncated="tokens/truncated_fraction", norm="grad_norm", entropy="entropy/token_mean",
+    clipped="ratio/clipped_fraction", gap="logprob_gap/max",
 )  # fmt: skip
 
 DEMO_COLUMNS = dict(loss="loss/token_mean", entropy="entropy/token_mean", norm="grad_norm")
@@ -280,6 +281,57 @@ class IdleWarning:
         warn(f"warning: steps {step - self.STEPS + 1} to {step}: {text}")
 
 
+class TruncationWarning:
+    """Say it once if more than half of a step's rollouts are truncated."""
+
+    def __init__(self, config):
+        self.config = config
+        self.is_said = False
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Look at the share of truncated rollouts."""
+        share = batch.metrics["tokens/truncated_fraction"]
+        if self.is_said or share <= 0.5:
+            return
+        self.is_said = True
+        warn(f"warning: step {step}: {share:.0%} of the rollouts were cut off after "
+             f"--max-new-tokens {self.config.max_new_tokens}, and a turn that is cut off earns "
+             f"nothing: raise --max-new-tokens")  # fmt: skip
+
+
+class RewardWarning:
+    """Say it once if the task `jsonl` gives one reward to every answer of a step."""
+
+    def __init__(self, config):
+        self.config = config
+        # IdleWarning is for the other tasks. A teacher needs no reward.
+        self.is_said = config.task != "jsonl" or compared_by(config.advantage) == "nothing"
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Look at the rewards of the answers that were not truncated."""
+        # No reward is asked about the others. Where most were truncated, TruncationWarning helps.
+        m = batch.metrics
+        heard = 1 - m["tokens/truncated_fraction"]
+        if self.is_said or m["reward/values"] != 1 or heard < 0.5:
+            return
+        # A policy may have learned to solve all prompts, but seldom does it begin with that.
+        is_solved = m["reward/solved"] > 0
+        if is_solved and step > 0:
+            return
+        self.is_said = True
+
+        # A truncated answer has reward 0, so the mean over all is the one value times `heard`.
+        text = (f"--reward {self.config.reward} gave {m['reward/mean'] / heard:.3g} to every "
+                f"answer: read samples.jsonl, and if some deserve another reward, mend the "
+                f"function or name another with --reward")  # fmt: skip
+        if not self.config.reward:
+            text = ("no answer ends in '#### ' and the answer of its line: ask for that with "
+                    "--instruction, or score other forms with --reward")  # fmt: skip
+            if is_solved:
+                text = "every answer is right, so there is nothing to learn: give harder --data"
+        warn(f"warning: step {step}: {text}")
+
+
 class RolloutLog:
     """Write rollouts.jsonl, and samples.jsonl with a rollout of each evaluation."""
 
@@ -334,8 +386,8 @@ def rollout_line(task, step, number, t) -> dict:
 def write_reference(out, trainer):
     """Make the policy of now the frozen reference, and store it, so that a resume has it."""
     # A resumed run would else measure its KL against the weights that it resumes with. Both models
-    # are sharded identically, so each rank copies its own part.
-    if trainer.reference is not None:
+    # are sharded identically, so each rank copies its own part. The base of factors never changes.
+    if trainer.reference not in (None, trainer.model):
         reference = tensors_of(trainer.reference)
         for name, x in tensors_of(trainer.model).items():
             local(reference[name]).copy_(local(x))
@@ -345,7 +397,7 @@ def write_reference(out, trainer):
 def read_reference(out, trainer):
     """Read the frozen reference of a run that goes on."""
     try:
-        if trainer.reference is not None:
+        if trainer.reference not in (None, trainer.model):
             read_checkpoint(f"{out}/reference", tensors_of(trainer.reference))
     except ValueError as error:
         advice = "put a copy of it back, or begin again with another --out"

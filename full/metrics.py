@@ -49,6 +49,7 @@ METRICS = {
     "reward/groups_all": Metric("fraction of groups in which every rollout is solved"),
     "reward/groups_equal": Metric(
         "fraction of groups of equal rewards; gae, none_batch: 1 if all are equal"),
+    "reward/values": Metric("how many different rewards the rollouts have that end in time"),
     "tokens/generated": Metric("sampled tokens"),
     "tokens/truncated_fraction": Metric("of rollouts, that met max_new_tokens"),
     "length/rollout_mean": Metric("sampled tokens of a rollout"),

@@ -179,19 +179,19 @@ class LocalOptimizer:
         # treats each entry by itself, so it needs to know neither DTensors nor the other rows.
         # Masters are not views: the model gets rounded parameters in their place.
         self.mine = {}
-        for name in [name for name, _ in model.named_parameters()]:
+        for name in [name for name, p in model.named_parameters() if p.requires_grad]:
             p = model.get_parameter(name)  # one at a time: there are never two whole models
             rows = self.own_rows(name, local(p.detach()))
             if self.has_masters:
                 if zero:
                     rows = rows.clone()  # a view of some rows would keep all of them in memory
-                rounded = nn.Parameter(p.detach().to(self.part.compute_dtype), p.requires_grad)
+                rounded = nn.Parameter(p.detach().to(self.part.compute_dtype))
                 # NUMERICS: the gradients of micro-batches, and of the two uses of a tied embedding,
                 # are added in the master's precision. Pinned by
                 # tests/full/test_precision.py::test_gradients_add_up_in_float32.
                 rounded.grad_dtype = p.dtype
                 set_tensor(model, name, rounded)
-            self.mine[name] = nn.Parameter(rows, p.requires_grad)
+            self.mine[name] = nn.Parameter(rows)
         self.inner = make([*self.mine.values()])
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
@@ -204,9 +204,9 @@ class LocalOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """Make one update from .grad, (7). A parameter without a gradient keeps its value."""
-        for name, p in self.model.named_parameters():
-            grad = None if p.grad is None else self.own_rows(name, local(p.grad))
-            self.mine[name].grad = grad
+        for name, own in self.mine.items():
+            grad = self.model.get_parameter(name).grad
+            own.grad = None if grad is None else self.own_rows(name, local(grad))
         self.inner.step()  # (7)
         self.copy_to_model()
 
@@ -220,22 +220,25 @@ class LocalOptimizer:
 
         Without masters and without `zero` they are there already.
         """
-        for name, p in self.model.named_parameters():
+        for name, own in self.mine.items():
+            p = self.model.get_parameter(name)
             kept = len(self.part.places[name].cuts)
             if self.has_masters or len(self.places[name].cuts) > kept:
                 # COMM: an all-gather over the ranks with the same weights, of the rows that each
                 # has updated. They are rounded before they are sent. Pinned by
                 # tests/full/test_parallel.py::test_every_plan_is_one_process.
-                own = self.mine[name].detach().to(p.dtype)
-                local(p.detach()).copy_(self.places[name].gather(own, kept))
+                rows = own.detach().to(p.dtype)
+                local(p.detach()).copy_(self.places[name].gather(rows, kept))
 
 
 def weights_and_places(model, optimizer=None) -> tuple[dict, dict]:
-    """Return the weights that a checkpoint stores, masters if there are, and their places."""
+    """Return the weights of a model, masters where there are, and their places."""
     reshard(model)
+    weights, places = dict(model.named_parameters()), dict(part_of(model).places)
     if getattr(optimizer, "has_masters", False):
-        return optimizer.mine, optimizer.places
-    return dict(model.named_parameters()), part_of(model).places
+        weights |= optimizer.mine
+        places |= {name: optimizer.places[name] for name in optimizer.mine}
+    return weights, places
 
 
 def weights_to_store(model, optimizer=None) -> dict:
@@ -264,10 +267,15 @@ def training_tensors(model, optimizer) -> dict:
 
     optimizer: LocalOptimizer, or torch's AdamW.
     """
-    tensors = {f"model.{name}": x for name, x in weights_to_store(model, optimizer).items()}
+    # The base of factors never changes: --model, or the seed, has it.
+    has_base = hasattr(model, "lora")
+    kept = [name for name, p in model.named_parameters() if p.requires_grad or not has_base]
+    stored = weights_to_store(model, optimizer)
+    tensors = {f"model.{name}": stored[name] for name in kept}
     places = getattr(optimizer, "places", part_of(model).places)
-    for name, p in model.named_parameters():
-        own = optimizer.mine[name] if isinstance(optimizer, LocalOptimizer) else p
+    for name in kept:
+        p = model.get_parameter(name)
+        own = optimizer.mine.get(name, p) if isinstance(optimizer, LocalOptimizer) else p
         # Read with get: asking a torch optimizer for the state of a parameter would make one.
         state = optimizer.state.get(own, {})
         if p.requires_grad and not state:  # as AdamW makes it before its first step
@@ -289,7 +297,8 @@ def replica_difference(model, optimizer=None) -> str | None:
     optimizer: LocalOptimizer, or torch's AdamW. Default: only the model is compared.
     """
     tensors = {} if optimizer is None else training_tensors(model, optimizer)
-    if optimizer is None or getattr(optimizer, "has_masters", False):
+    has_others = getattr(optimizer, "has_masters", False) or hasattr(model, "lora")
+    if optimizer is None or has_others:
         tensors |= tensors_of(model)
     digests = {}  # (name, which part of the whole) -> digest, of each tensor on this rank
     for name, x in tensors.items():

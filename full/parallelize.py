@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import parallel
+from full import lora
 from full.pipeline import SCHEDULES, TorchPipeline, keep_stage_and_ends
 from full.places import Part, inner_width, part_of, place_of
 from full.plans import Grid
@@ -86,6 +87,7 @@ def parallelize(
     elif plan.pp > 1:
         keep_stage_and_ends(model, grid.group["p"].rank(), plan.pp, is_tied)
     places = {name: place_of(name, shapes[name], grid, mode, is_tied and schedule != "zbv")
+              if not lora.is_factor(name) else lora.place_of_factor(name, shapes, grid, mode)
               for name, _ in model.named_parameters()}  # fmt: skip
     model.part = Part(plan, grid.device, places, grid, mode, offload, compute_dtype, pipeline)
 
@@ -111,7 +113,7 @@ def option_conflicts(
     stages = plan.pp * SCHEDULES[schedule][1]
     layers = len(model.model.layers) if plan.pp > 1 else stages
     names = dict(model.named_parameters(remove_duplicate=False))
-    wide = next(model.parameters()).dtype
+    wide = trained_dtype(model)
     coarser = compute_dtype is None or (
         compute_dtype.is_floating_point and torch.finfo(compute_dtype).eps > torch.finfo(wide).eps)
     return [
@@ -144,6 +146,12 @@ def option_conflicts(
     ]  # fmt: skip
 
 
+def trained_dtype(model) -> torch.dtype:
+    """Return the dtype of what is trained, which a frozen base of `full/lora.py` may not have."""
+    parameters = [*model.parameters()]
+    return next((p for p in parameters if p.requires_grad), parameters[0]).dtype
+
+
 def with_sequence(grid, sequence) -> Grid:
     """Return a grid for models with or without sequence parallelism, with the same groups."""
     grid = copy.copy(grid)
@@ -154,6 +162,7 @@ def with_sequence(grid, sequence) -> Grid:
 def shard_model(model, grid) -> None:
     """Cut a whole model by t and e, in place, by the functions of parallel.py."""
     group = grid.group
+    factors = lora.take_factors(model)
     if grid.plan.tp > 1:
         parallel.tensor_parallel(model, group["t"], grid.sequence)
         if hasattr(model, "lm_head_shard"):
@@ -167,6 +176,8 @@ def shard_model(model, grid) -> None:
                 expert_tensor_parallel(layer.mlp, grid)
     if grid.plan.ep > 1:
         parallel.expert_parallel(model, group["e"])
+    if factors:
+        lora.give_factors(model, model.lora, lora.shard_factors(factors, grid))
 
 
 def expert_tensor_parallel(mlp, grid) -> None:
@@ -193,7 +204,7 @@ def apply_fsdp(root, part) -> None:
         # NUMERICS: FSDP2 would cast every floating tensor that enters a layer, also the cosines and
         # sines of the positions, which bf16 gets wrong from position 257 on. Pinned by
         # tests/full/test_precision.py::test_fsdp_computes_as_ddp_does.
-        wide = next(root.parameters()).dtype
+        wide = trained_dtype(root)
         precision = fsdp.MixedPrecisionPolicy(part.compute_dtype, wide, cast_forward_inputs=False)
 
     # A layer is a unit: its weights are gathered just before it runs and dropped after. Experts are

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 import train_grpo
 from full.batches import Demonstrations, RolloutQueue, pending_batches
-from full.checkpoint import newest_checkpoint, read_checkpoint, read_newest
+from full.checkpoint import newest_checkpoint, read_checkpoint, read_newest, sums_of_share
 from full.config import _flag
 from full.engine import Engine
 from full.exact import make_exact, require_exact_kernels
@@ -38,8 +38,10 @@ from full.experts import give_router_bias
 from full.files import beside, cut_lines, writing
 from full.hf import copy_text_files, save_hf
 from full.logs import (
-    Checkpointer, IdleWarning, Log, Logs, RolloutLog, read_reference, write_reference,
+    Checkpointer, IdleWarning, Log, Logs, RewardWarning, RolloutLog, TruncationWarning,
+    read_reference, write_reference,
 )  # fmt: skip
+from full.lora import add_factors, merge
 from full.model_config import ModelConfig, read_json
 from full.optimizer import persistent_buffers
 from full.ranks import (
@@ -48,7 +50,7 @@ from full.ranks import (
 )  # fmt: skip
 from full.tasks import Task, TaskError, asking
 from full.text import make_task
-from full.trainer import Trainer, keep_wide, plans_of
+from full.trainer import Trainer, first_weights, keep_wide, plans_of
 from full.transformer import Transformer
 from train_grpo import EVALUATION, ROLLOUT
 
@@ -92,6 +94,16 @@ def empty_model(config, shape, dtype, *, is_teacher=False) -> Transformer:
     return keep_wide(config, model)
 
 
+def empty_policy(config, shape) -> Transformer:
+    """Make the model that is trained, on the meta device: with --lora-rank a base and factors."""
+    if config.lora is None:
+        return empty_model(config, shape, config.dtype)
+    # A base never changes, so it needs no masters: it has the precision of the products.
+    model = empty_model(config, shape, config.compute)
+    with torch.device("meta"):
+        return add_factors(model, config.lora, getattr(torch, config.dtype))
+
+
 def build(config, task):
     """Make policy, generator and, where there is a KL, a reference, all on the meta device.
 
@@ -102,14 +114,14 @@ def build(config, task):
     # A reference never changes, so it needs no masters: it has the precision in which the policy
     # computes.
     shape = shape_of(config, task)
-    model = empty_model(config, shape, config.dtype)
+    model = empty_policy(config, shape)
     if config.engine:  # a critic stays with the trainer
         generator = empty_model(config, shape, config.rollout_dtype, is_teacher=True)
         generator = Engine(config, generator)
     else:
         generator = empty_model(config, shape, config.rollout_dtype).requires_grad_(False)
     reference = None
-    if config.kl_coef:
+    if config.kl_coef and config.lora is None:
         reference = empty_model(config, shape, config.compute).requires_grad_(False)
     return model, generator, reference
 
@@ -281,7 +293,8 @@ def run(config, task, trainer, out, progress, stop, tell=None) -> Ended:
             rollouts = RolloutLog(config, task, queue, out)
             checkpointer = Checkpointer(config, trainer, queue, out, stop)
             # `log` is first: it reads the clock, and a step's seconds are without writing rollouts.
-            logs = Logs(log, rollouts, IdleWarning(config), checkpointer)
+            warnings = [kind(config) for kind in (TruncationWarning, RewardWarning, IdleWarning)]
+            logs = Logs(log, rollouts, *warnings, checkpointer)
             solved = train_grpo.train(config, queue, trainer, logs.step, queue.first_step)
             if solved is None:  # resumed at its last step
                 solved = queue.evaluate()
@@ -303,7 +316,8 @@ def introduce(config, task, trainer, out, first_step, origin):
     if first_step < 0:
         origin += f", first {-first_step} supervised steps"
     dtype = f"{c.dtype}, computes in {c.compute}" if c.is_mixed else c.dtype
-    say(f"{c.task}: {trainer.size:,} parameters, {origin}")
+    trained = f", of which {trainer.trained:,} are trained" if c.lora_rank else ""
+    say(f"{c.task}: {trainer.size:,} parameters{trained}, {origin}")
     say(f"from step {max(0, first_step)} of {c.steps}: {c.prompts} groups of {c.group} a step, "
         f"{world} rank(s), plan {c.plan or f'd{world}'}, {c.data_parallel}, "
         f"{trainer.device.type}, {dtype}")  # fmt: skip
@@ -425,17 +439,29 @@ def one_process(command, device="cpu", threads=1):
         dist.destroy_process_group()
 
 
-def policy_in(path, config, task, dtype, alone=False):
-    """Return the policy of a checkpoint, whole, on the CPU. alone: no other rank calls it."""
+def policy_in(path, config, task, dtype, alone=False, merged=True):
+    """Return the policy of a checkpoint, whole, on the CPU, without gradients.
+
+    alone: no other rank calls it. merged: as one model, if --lora-rank trains factors of it.
+    """
     # The run has checked that the task fits. With --model there may be no task here.
     shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
-    model = empty_model(config, shape, config.dtype).to_empty(device="cpu")
+    model = empty_policy(config, shape).to_empty(device="cpu")
+    if config.lora is not None:
+        require_base(config, Path(path).parent)
+        with torch.device("meta"):
+            whole = Transformer(model.config)
+        first_weights(model, whole, config.model, config.seed)
 
     # The weights alone: AdamW's two moments of each are twice as much again, and stay on the disk.
-    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()
+               if p.requires_grad}  # fmt: skip
     weights |= {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
     read_checkpoint(path, weights, only=("model.", "buffer."), alone=alone)
-    return keep_wide(config, model.to(getattr(torch, dtype)).requires_grad_(False))
+    dtype = getattr(torch, dtype)
+    if config.lora is not None and merged:
+        model = merge(model, dtype)
+    return keep_wide(config, model.to(dtype).requires_grad_(False))
 
 
 # The run's directory -----------------------------------------------------------------------------
@@ -485,22 +511,54 @@ def first_free_directory(config):
 
 
 def note_data(config, out, objects=None):
-    """Store the checksum of the data file; on --resume, raise ValueError if it differs."""
+    """Store the checksums of the data files; on --resume, raise ValueError if one differs."""
     # A step draws lines by their number. With other lines a resumed run would go on as if nothing
     # had happened: neither the run that began, nor a run that anybody could repeat.
     if config.task != "jsonl":
         return
-    if "data" in (objects or {}):
-        raw = "".join(json.dumps(row) + "\n" for row in objects["data"]).encode()
-    else:
-        raw = Path(config.data).read_bytes()
-    sums = {"data": zlib.crc32(raw)}
+    files = {name: getattr(config, name) for name in ("data", "eval_data")}
+    sums = {name: zlib.crc32(content_of(name, x, objects)) for name, x in files.items() if x}
     path = out / "data.json"
     if not (config.resume and path.exists()):
         path.write_text(json.dumps(sums) + "\n")
-    elif read_json(path) != sums:
-        raise ValueError(f"{config.data} (--data) is not what it was when {out} began: put the old "
-                         f"lines back, or start a new run")  # fmt: skip
+        return
+    stored = read_json(path)
+    for name, checksum in sums.items():
+        if stored.get(name) != checksum:
+            raise ValueError(f"{files[name]} ({_flag(name)}) is not what it was when {out} began: "
+                             f"put the old lines back, or start a new run")  # fmt: skip
+
+
+def content_of(field, path, objects) -> bytes:
+    """Return the bytes of a data file, or the bytes that an object's rows would be in a file."""
+    if field in (objects or {}):
+        return "".join(json.dumps(row) + "\n" for row in objects[field]).encode()
+    return Path(path).read_bytes()
+
+
+def note_base(config, out):
+    """Store the checksums of the frozen base; on --resume, raise ValueError if they differ."""
+    if config.lora is None or not config.model:  # a base of random weights is drawn by the seed
+        return
+    path = Path(out) / "base.json"
+    if config.resume and path.exists():
+        require_base(config, out)
+    else:
+        path.write_text(json.dumps(sums_of_base(config)) + "\n")
+
+
+def sums_of_base(config) -> dict:
+    files = sorted(Path(config.model).glob("*.safetensors"))
+    return sums_of_share(config.model, [file.name for file in files], alone=True)
+
+
+def require_base(config, out):
+    """Raise ValueError if --model is not what it was when the run began."""
+    # A checkpoint of factors means nothing without the very base that they were trained beside.
+    path = Path(out) / "base.json"
+    if config.model and read_json(path, what="the checksums of a base") != sums_of_base(config):
+        raise ValueError(f"{config.model} (--model) is not what it was when {out} began, and its "
+                         f"factors are of that base: put the old files back")  # fmt: skip
 
 
 def prepare_out(config, stack, objects=None) -> str:
@@ -521,6 +579,7 @@ def prepare_out(config, stack, objects=None) -> str:
             say(f"{out} holds no run to resume: one begins")
 
         note_data(config, out, objects)
+        note_base(config, out)
 
         # The settings last, and whole or not at all: a directory that has them is a run's.
         stored = dataclasses.asdict(config)

@@ -139,7 +139,7 @@ def command_parser(name):
 
 # Flags of a run that an evaluation has too. All others would change nothing, and are refused.
 EVAL_FLAGS = (
-    "task", "data", "template", "instruction", "system", "reward", "size", "turns",
+    "task", "data", "eval_data", "template", "instruction", "system", "reward", "size", "turns",
     "eval_prompts", "max_new_tokens", "temperature", "batch_rows", "seed", "device", "threads",
 )  # fmt: skip
 
@@ -207,14 +207,20 @@ def evaluated(config, task, sampler, samples):
 
 def settings_of_evaluation(source, given) -> Config:
     """Return the run's own settings, or the defaults for a directory, and what was given."""
+    # A file that is named now holds the prompts, and not the two files of the run.
+    if "data" in given:
+        given = {"eval_data": ""} | given
+
     # A run's device may be gone, its demonstrations are not learned, and its plan needs other
     # processes.
     if is_run(source):
         elsewhere = ONE_PROCESS | {"device": "", "demos": 0}
-        return settings_of_run(source, elsewhere | given, imported=MAY_BE_OBJECTS).check()
+        return settings_of_run(source, elsewhere | given, imported=("task", "reward")).check()
     if "task" not in given:
         raise ValueError(f"{source} is a checkpoint, so say what to ask it: --task NAME, with "
                          f"--data FILE for --task jsonl")  # fmt: skip
+    if "eval_data" in given:  # no line is trained on, so no other file is needed
+        given = {"data": given["eval_data"]} | given
     return Config(**given | {"model": f"{source}"}).check()
 
 
@@ -223,8 +229,8 @@ def evaluation(argv) -> int:
     parser = command_parser("eval")
     parser.add_argument("--samples", type=int, default=8, metavar="K", help="of each prompt [8]")
     parser.add_argument(
-        "--all-lines", action="store_true", help="jsonl: every line of --data, a file of its own, "
-        "in place of the tenth that is held out")  # fmt: skip
+        "--all-lines", action="store_true", help="jsonl: every line of --eval-data, or of --data, "
+        "a file of its own, in place of the tenth that is held out")  # fmt: skip
     fields = [f for f in dataclasses.fields(Config) if f.name in EVAL_FLAGS]
     add_flags(parser.add_argument_group("flags", "default: the run's own; of a directory [these]"),
               fields)  # fmt: skip

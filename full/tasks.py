@@ -131,12 +131,18 @@ def is_held_out(data: bytes) -> bool:
     return zlib.crc32(data) % 10 == 0
 
 
+def refuse_object(field, spec):
+    """Raise ValueError if a field of Config names an object of full.api, which is not there."""
+    if spec.startswith(OBJECT):
+        flag = f"--{field.replace('_', '-')}"
+        raise ValueError(f"{flag} {spec} is an object of a Python program, which no command has: "
+                         f"use full.api, or name a file")  # fmt: skip
+
+
 def require_code(flag, spec, expected):
     """Raise ValueError unless spec is FILE.py:NAME of a file that is there. expected: in words."""
+    refuse_object(flag.strip("-"), spec)
     file = spec.rpartition(":")[0]
-    if spec.startswith(OBJECT):
-        raise ValueError(f"{flag} {spec} is an object of a Python program, which no command has: "
-                         f"use full.api")  # fmt: skip
     if not file.endswith(".py"):
         raise ValueError(f"expected {flag} {expected}, got {spec!r}")
     if not Path(file).is_file():

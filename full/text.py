@@ -25,7 +25,7 @@ from full.files import read_json_lines
 from full.model_config import ModelConfig, read_json
 from full.tasks import (
     Task, TaskError, file_of, from_file, is_finite_number, is_held_out, naming_the_task,
-    require_code,
+    refuse_object, require_code,
 )  # fmt: skip
 
 
@@ -239,7 +239,7 @@ def load_tokenizer(directory):
 
 
 class Line(NamedTuple):
-    """A line of --data, as `Jsonl` plays it."""
+    """A line of --data or --eval-data, as `Jsonl` plays it."""
 
     where: str  # FILE.jsonl line N, for errors
     row: dict  # the JSON object, for the reward
@@ -270,8 +270,11 @@ class Jsonl(Task):
     answer is rewarded. --reward names a function(text, row). Without it, an answer has reward 1 if
     it ends in `####` and a number or text equal to what follows `####` in the line's answer (equal
     to the whole answer, if nothing does), so the prompt has to ask for `####`. An answer that
-    --max-new-tokens cuts off has reward 0. Every tenth prompt, by its hash, is held out; with
-    all_lines every prompt is, for the evaluation of a file of its own.
+    --max-new-tokens cuts off has reward 0.
+
+    The lines of --eval-data are held out, in their order, and all of --data is trained on. Without
+    --eval-data every tenth prompt of --data, by its hash, is held out. With all_lines every prompt
+    of the one file is, for an evaluation that trains on none.
 
     A state is (line, texts of the policy's answers so far).
     """
@@ -283,9 +286,9 @@ class Jsonl(Task):
         self.end = self.text.end
         self.vocab_size = self.text.vocab_size
         self.template = template_of(config, self.text)
-        self.note = ""
+        notes = []  # sentences about what nobody has said, for a run to print
         if not config.template and self.template == "raw":
-            self.note = (f"{config.model} has no chat template: prompts are plain text "
+            notes.append(f"{config.model} has no chat template: prompts are plain text "
                          f"(--template raw)")  # fmt: skip
         if config.reward:
             self.reward_file, self.reward = reward_of(config.reward, objects.get("reward"))
@@ -293,25 +296,29 @@ class Jsonl(Task):
         self.threads = bool(config.reward) and getattr(self.reward, "threads", True)
 
         # Every line is encoded and checked now, so that a bad one is named before the run starts.
-        lines = []
-        rows = enumerate(objects["data"], 1) if "data" in objects else read_json_lines(config.data)
-        for number, row in rows:
-            where = f"{config.data} line {number}"
-            with naming_the_line(where):
-                lines.append(self._line(where, row))
+        lines = self._lines("data", objects)
         self.rows = {False: [], True: []}  # by held out
-        for line in lines:
-            self.rows[is_held_out(line.shown.encode())].append(line)
+        if config.eval_data:
+            self.rows = {False: lines, True: self._lines("eval_data", objects)}
+            notes += self._notes_on_files() if not all_lines else []
+        else:
+            for line in lines:
+                self.rows[is_held_out(line.shown.encode())].append(line)
         if all_lines:  # for an evaluation, which trains on none
-            every = self.rows[True] + self.rows[False]
+            every = self.rows[True] + ([] if config.eval_data else self.rows[False])
             self.rows = {False: every, True: every}
+        self.note = "\n".join(notes)
 
-        # What the file as a whole must be.
-        if not all(self.rows.values()):
+        # What a file as a whole must be.
+        if not all(self.rows.values()) and not config.eval_data:
             raise ValueError(
                 f"{config.data} is too small to hold every tenth prompt out: by a hash of what it "
-                f"asks, {len(self.rows[True])} of {len(lines)} lines are")
-        has_question = any("question" in line.row for line in lines)
+                f"asks, {len(self.rows[True])} of {len(lines)} lines are; --eval-data FILE holds "
+                f"the lines of another file out")
+        for held_out, file in {False: config.data, True: config.eval_data}.items():
+            if not self.rows[held_out]:
+                raise ValueError(f"expected lines in {file}, got none")
+        has_question = any("question" in line.row for line in (*self.rows[True], *lines))
         if config.instruction != Config.instruction and not has_question:
             raise ValueError(f"--instruction follows a question; {config.data} has none")
         for line in self.rows[False] if config.demos else ():
@@ -366,6 +373,36 @@ class Jsonl(Task):
         return self.text.decode(tokens, special=True)
 
     # How a row of a file becomes a Line.
+
+    def _lines(self, field, objects) -> list:
+        """Return the Lines of --data or --eval-data. ValueError names one that cannot be played."""
+        file = getattr(self.config, field)
+        if field in objects:
+            rows = enumerate(objects[field], 1)
+        else:
+            refuse_object(field, file)
+            rows = read_json_lines(file)
+        lines = []
+        for number, row in rows:
+            where = f"{file} line {number}"
+            with naming_the_line(where):
+                lines.append(self._line(where, row))
+        return lines
+
+    def _notes_on_files(self) -> list:
+        """Return a sentence for each thing about --eval-data that makes its figure another one."""
+        c, held_out = self.config, self.rows[True]
+        trained = {line.shown for line in self.rows[False]}
+        seen = sum(line.shown in trained for line in held_out)
+        notes = []
+        if held_out and c.eval_prompts != len(held_out):
+            notes.append(f"{c.eval_data} has {len(held_out)} lines, and an evaluation asks "
+                         f"{c.eval_prompts} prompts: --eval-prompts {len(held_out)} asks each line "
+                         f"once")  # fmt: skip
+        if seen and c.data != c.eval_data:
+            notes.append(f"{seen} of the {len(held_out)} prompts of {c.eval_data} are in {c.data} "
+                         f"too, and are trained on")  # fmt: skip
+        return notes
 
     def _line(self, where, row) -> Line:
         """Make a Line of a row. ValueError says what is wrong with the row."""
@@ -454,7 +491,8 @@ class Jsonl(Task):
             with naming_the_task(self.reward_file):
                 reward = self.reward(text, copy.deepcopy(line.row))
         except TaskError as error:
-            raise TaskError(f"{error}, {where}") from error.__cause__
+            name = f"--reward {self.config.reward}"
+            raise TaskError(f"{name}: {error}, {where}") from error.__cause__
         if not is_finite_number(reward):
             raise ValueError(f"--reward {self.config.reward} gave {reward!r} {where}: rewards must "
                              f"be finite numbers")  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import train_grpo
+from full import lora
 from full.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
 from full.batches import BATCHES, ExpertLoads, padded
 from full.checkpoint import read_training, write_checkpoint
@@ -73,6 +74,17 @@ def shard_generator(config, generator, device, *, policy, grid):
     share_or_allocate(policy, generator, device)
 
 
+def first_factors(config, model, shapes):
+    """Fill a model's factors with those of --lora-from, or with random ones.
+
+    shapes: {name: shape} of all factors of the whole model, of which `model` may be a rank's part.
+    """
+    if config.lora_from:
+        lora.load_factors(config.lora_from, model, shapes)
+    elif config.lora_rank:
+        lora.draw_factors(model, config.seed)
+
+
 def first_weights(model, whole, directory, seed=0):
     """Fill a model with weights of a directory, or, if that is "", with random ones of a seed.
 
@@ -123,6 +135,7 @@ class Trainer(train_grpo.Trainer):
         self.device = current_device() if is_empty else next(model.parameters()).device
         self.shape = model.config
         self.size = sum(p.numel() for p in model.parameters())  # numbers of the whole model
+        self.trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
 
         # There is always a plan: n ranks with whole copies have d = n, and one process has d = 1.
         self.plan = plans_of(config).trainer
@@ -131,10 +144,12 @@ class Trainer(train_grpo.Trainer):
         # The weights are drawn, or read, for the shapes of the whole model: a stage of a pipeline
         # has some of the tensors only.
         whole = copy.deepcopy(model) if is_empty else None
+        factors = lora.take_factors(whole) if is_empty else {}
         compute_dtype = getattr(torch, config.compute) if config.is_mixed else None
         self.model = self.shard_model(keep_wide(config, model), compute_dtype)
         if is_empty:
             first_weights(self.model, whole, config.model, config.seed)
+            first_factors(config, self.model, {name: p.shape for name, p in factors.items()})
         self.optimizer = build_optimizer(config, self.model)
         self.experts = ExpertLoads(config, self.model, self.device)
 
@@ -144,7 +159,10 @@ class Trainer(train_grpo.Trainer):
             self.sampler = Sampler(generator)
             if next(generator.parameters()).is_meta:
                 shard_generator(config, generator, self.device, policy=self.model, grid=self.grid)
+        # The reference of a model with factors is its base.
         self.reference = None if reference is None else self.shard_model(reference)
+        if config.kl_coef and config.lora_rank:
+            self.reference = self.model
         self.teacher = teacher
         if teacher is not None:
             whole = copy.deepcopy(teacher)
@@ -153,7 +171,7 @@ class Trainer(train_grpo.Trainer):
 
         # Which metrics of tokens this run has. A loss of no token says it, the same on all ranks.
         none_BT = torch.zeros(1, 0)
-        given = dict(entropy_BT=none_BT, ref_BT=None if reference is None else none_BT)
+        given = dict(entropy_BT=none_BT, ref_BT=None if self.reference is None else none_BT)
         if config.advantage == "gae":
             given |= dict(value_BT=none_BT, old_value_BT=none_BT, return_BT=none_BT)
         _, sums = grpo_loss(none_BT, None, none_BT, none_BT.bool(), **self.settings(), Z=1, **given)
@@ -299,7 +317,9 @@ class Trainer(train_grpo.Trainer):
 
         # The frozen reference scores what the policy has sampled: a KL compares them on one token.
         if self.reference is not None:
-            for t, ref in zip(everyone, self.forward_only(everyone, self.reference)):
+            with lora.base_of(self.reference):
+                scores = self.forward_only(everyone, self.reference)
+            for t, ref in zip(everyone, scores):
                 t.ref_logprobs = ref
 
         # Three sources of `old`. `proximal`: a forward pass of the trainer, which leaves the
@@ -336,7 +356,7 @@ class Trainer(train_grpo.Trainer):
         total = c.steps if step >= 0 else c.demos
         how = dict(warmup=min(c.lr_warmup, total), total=total)
         if step < 0:
-            lr = DEMO_LR["model" if c.model else "random"]
+            lr = DEMO_LR[c.first_weights]
             return lr * lr_factor(c.demos + step, decay="constant", **how)
         return c.lr * lr_factor(step, decay=c.lr_decay, first_step=c.lr_first_step, **how)
 
@@ -345,13 +365,15 @@ class Trainer(train_grpo.Trainer):
 
         model: Default: the policy. column: 0 log-probs, 1 entropies, 2 a critic's values.
         """
+        # A reference and a teacher are other models: their routers select.
+        is_policy = model is None
+        model = self.model if is_policy else model
+
         # All ranks of a replica run a model together, on what all of them hold. This rank's
         # trajectories begin at `first`.
-        model = model or self.model
         together, first = gather_replica(model, batch)
         run = self.batches(model)
-        # A reference and a teacher are other models: their routers select.
-        routes = self.routes_of(together) if model is self.model else None
+        routes = self.routes_of(together) if is_policy else None
         scores = run.forward([t.tokens for t in together], [t.sampled for t in together], routes)
         own = scores[first : first + len(batch)]
         return [columns[column].double().numpy() for columns in own]

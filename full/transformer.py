@@ -161,11 +161,16 @@ class Transformer(models.Transformer):
         # by tests/full/test_head.py::test_a_float32_head_under_bfloat16.
         return x if self.head_dtype is None else x.to(torch.promote_types(x.dtype, self.head_dtype))
 
+    def head(self, hidden, /):
+        """Return the two factors of the head's product, and the options of `token_logprobs`."""
+        weight_vM, shard = self.lm_head_shard()
+        return self.for_head(hidden), self.for_head(weight_vM), shard
+
     def logits(self, hidden, /):
         """Apply the head to states of `hidden`: (..., M) -> (..., V), in the dtype of its product.
         """
-        weight_vM, shard = self.lm_head_shard()
-        z = F.linear(self.for_head(hidden), self.for_head(weight_vM))
+        x, weight_vM, shard = self.head(hidden)
+        z = F.linear(x, weight_vM)
         cap = self.config.final_logit_softcapping
         z = cap * torch.tanh(z / cap) if cap else z  # (7')
         return all_gather_logits(z, shard["group"], self.config.vocab_size) if shard else z
@@ -176,9 +181,9 @@ class Transformer(models.Transformer):
 
     def logprobs(self, hidden, targets, /, *, temperature: float = 1.0):
         """Return (8) and (9) of targets (N,) given hidden (N, M): two (N,), float32 or better."""
-        weight_vM, shard = self.lm_head_shard()
+        x_NM, weight_vM, shard = self.head(hidden)
         return token_logprobs(
-            self.for_head(hidden), self.for_head(weight_vM), targets, temperature=temperature,
+            x_NM, weight_vM, targets, temperature=temperature,
             softcap=self.config.final_logit_softcapping, vocab_size=self.config.vocab_size, **shard,
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallel
+from full.lora import factors_of, is_factor, merged
 from full.optimizer import persistent_buffers, weights_and_places
 from full.packing import routing_of_all_tokens
 from full.parallelize import shard_model, with_sequence
@@ -125,9 +126,12 @@ def share_or_allocate(source, target, device) -> None:
     """
     # FSDP moves its shards' memory about, and a stage of a pipeline has some of the layers only,
     # which the other ranks of its pipeline need to be sent.
+    # What has factors is not shared: the target gets the merged weights.
     sources = {}
     if source is not None and part_of(source).mode != "fsdp" and part_of(source).plan.pp == 1:
         sources = dict(source.named_parameters())
+        for name in factors_of(source):
+            del sources[name]
     for name, q in [*target.named_parameters()]:
         p = sources.get(name)
         is_shared = p is not None and p.dtype == q.dtype
@@ -171,13 +175,16 @@ def gather_weights(source, target, optimizer=None):
     tensors, places = weights_and_places(source, None if is_rounded else optimizer)
     tensors = tensors | persistent_buffers(source)
     places = {name: whole_place(x) for name, x in tensors.items()} | places
+    factors_of_matrix = factors_of(source)
+    factors, places_of_factors = weights_and_places(source, optimizer)
 
     # COMM: an all-gather over the stages says what each of them has. The first stage that has a
     # tensor sends it. The ranks of this group have other layers, and the same entries of what t and
     # e cut. Pinned by
     # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
     group = part.grid.group["p"] if part.plan.pp > 1 else None
-    table = {name: (places[name].shape, places[name].pattern) for name in tensors}
+    table = {name: (places[name].shape, places[name].pattern)
+             for name in tensors if not is_factor(name)}  # fmt: skip
     tables = [table] if group is None else all_gather_objects(table, group)
 
     # Every rank has all tables now, so all of them find a difference before any weight is sent.
@@ -202,7 +209,13 @@ def gather_weights(source, target, optimizer=None):
         there = targets[name]
         is_cut_alike = pattern[: len(there.cuts)] == there.pattern
         if x is not None:
-            x = places[name].gather(x, len(there.cuts) if is_cut_alike else 0)
+            kept = len(there.cuts) if is_cut_alike else 0
+            x = places[name].gather(x, kept)
+            if name in factors_of_matrix:
+                pair = [places_of_factors[factor].gather(local(factors[factor].detach()))
+                        for factor in factors_of_matrix[name]]  # fmt: skip
+                region = [slice(r.start, r.stop) for r in places[name].boxes[kept]]
+                x = merged(x, *pair, source.lora.scale, region)
         if group is not None:
             # COMM: a broadcast over the stages. All take the names in one order. Pinned by
             # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.

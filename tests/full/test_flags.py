@@ -50,7 +50,7 @@ LATE = [
 ]
 # Lines that a step may print.
 SKIPPED = r"(supervised )?step \d+: (skipped, non-finite gradient first in|no update, since) .*"
-SKIPPED += r"|warning: steps \d+ to \d+: .*"
+SKIPPED += r"|warning: steps? \d+( to \d+)?: .*"
 
 
 class Case(NamedTuple):

@@ -614,9 +614,11 @@ def test_help_shows_every_field_with_its_comment_under_its_title(capsys):
         __main__.main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     places = [shown.index(text) for text in (
-        "the run: --seed", "--task str guess", "the task: --size", "the model: --layers",
-        "--heads int query heads; half as many key heads [4]", "--model str",
-        "rollouts: --prompts")]  # fmt: skip
+        "the run: --config FILE settings", "--seed int", "the task and data: --size", "--task str",
+        "the model: --layers", "--heads int query heads; half as many key heads [4]", "--model str",
+        "rollouts: --prompts", "the loss: --clip-low", "the optimizer: --minibatches",
+        "parallelism: --plan", "memory and speed: --tree", "evaluation: --eval-every",
+        "--eval-data str", "output: --save-every")]  # fmt: skip
     assert places == sorted(places)
     for name, row in Config.BY_START.items():  # the default of each start
         numbers = f"[{row['random']}; with --demos {row['demos']}; with --model {row['model']}]"

@@ -1,0 +1,391 @@
+"""LoRA: a frozen base, and beside some of its matrices two small factors that are trained.
+
+    (13)  y  = x W^T + (alpha / r) (x A^T) B^T      W (out, in) is frozen; A (r, in), B (out, r)
+    (14)  W' = W + (alpha / r) B A                  what a sampler, an engine and `export` get
+
+B begins at 0, so a run begins with its base, and the base without factors is the reference of a KL.
+
+Under a plan a factor is cut where its matrix is, along the dimension that they share. A factor that
+has not this dimension is whole on each t rank, which sees a part of x or of dy only: its gradients
+are partial, and are summed over t too. Ranks that leave this out train different factors.
+
+    matrix                       cut by t along     A              B
+    q k v gate up, lm_head       out                whole          cut as W
+    o down                       in                 cut as W       whole
+    router                       nothing            whole          whole
+
+A stack of experts (E, out, in) has stacks of factors, (E, r, in) and (E, out, r), cut by e as the
+matrices are. Not here: dropout of x, DoRA, and factors of an embedding.
+
+References: LoRA arXiv:2106.09685, equation 3. The first values and the files are those of PEFT.
+"""
+
+import contextlib
+import json
+import math
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import parallel
+from full.experts import Experts, grouped_linear
+from full.hf import _safetensors, _write_tensors, full_definition
+from full.model_config import read_json
+from full.places import Place, place_of, set_tensor
+from full.transformer import Transformer, local_part, whole_shapes
+
+
+class Lora(NamedTuple):
+    """What a model's factors are: `model.lora`."""
+
+    rank: int  # r
+    alpha: float
+    targets: tuple  # last names of the matrices, such as "q_proj"
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class Linear(nn.Linear):
+    """A linear with factors, on a rank that has all of it."""
+
+    def forward(self, x, /):
+        return super().forward(x) + low_rank(self, x) if self.lora_scale else super().forward(x)
+
+
+class ColumnParallelLinear(parallel.ColumnParallelLinear):
+    """A rank's rows of W and of B, and all of A."""
+
+    def forward(self, x, /):
+        return super().forward(x) + low_rank(self, x) if self.lora_scale else super().forward(x)
+
+
+class RowParallelLinear(parallel.RowParallelLinear):
+    """A rank's columns of W and of A, and all of B: each rank adds a part of both terms of (13)."""
+
+    def forward(self, x_BSm, /):
+        if not self.lora_scale:
+            return super().forward(x_BSm)
+        part_BSM = F.linear(x_BSm, self.weight) + low_rank(self, x_BSm)
+        y_BsM = parallel.reduce_from_tp_region(part_BSM, *self.region)
+        return y_BsM if self.bias is None else y_BsM + self.bias
+
+
+def low_rank(linear, x, /):
+    """Return (alpha / r) (x A^T) B^T of (13)."""
+    return linear.lora_scale * F.linear(F.linear(x, linear.lora_A), linear.lora_B)
+
+
+class AdaptedExperts(Experts):
+    """Experts with stacks of factors beside some of their three stacks."""
+
+    def product(self, name, x_NM, counts_E, /):
+        y_NI = super().product(name, x_NM, counts_E)
+        A_ErM = getattr(self, f"{name}_lora_A", None)
+        if A_ErM is None or not self.lora_scale:
+            return y_NI
+        inner_Nr = grouped_linear(x_NM, A_ErM, counts_E)
+        B_EIr = getattr(self, f"{name}_lora_B")
+        return y_NI + self.lora_scale * grouped_linear(inner_Nr, B_EIr, counts_E)
+
+
+class AdaptedTransformer(Transformer):
+    """A `Transformer` with factors."""
+
+    def embed(self, tokens_BS, /):
+        # The states before the first factors have no gradient of their own. Pipelines, chunks of a
+        # tree and FSDP2 call backward on them all the same.
+        x_BSM = super().embed(tokens_BS)
+        return x_BSM.requires_grad_() if torch.is_grad_enabled() else x_BSM
+
+    def head(self, hidden, /):
+        # (13) is one product of longer rows: (x, scale x A^T) (W, B)^T.
+        x, weight_vM, shard = super().head(hidden)
+        head = self._modules.get("lm_head")
+        if not hasattr(head, "lora_A") or not head.lora_scale:
+            return x, weight_vM, shard
+        A_rM, B_vr = self.for_head(head.lora_A), self.for_head(head.lora_B)
+        inner = head.lora_scale * F.linear(x, A_rM)
+        return torch.cat([x, inner], -1), torch.cat([weight_vM, B_vr], 1), shard
+
+
+# Each part of a plain model, and the class that adds factors to it.
+ADAPTED = {
+    nn.Linear: Linear, parallel.ColumnParallelLinear: ColumnParallelLinear,
+    parallel.RowParallelLinear: RowParallelLinear, Experts: AdaptedExperts,
+    Transformer: AdaptedTransformer,
+}  # fmt: skip
+PLAIN = {adapted: plain for plain, adapted in ADAPTED.items()}
+
+
+# Names ------------------------------------------------------------------------------------------
+#
+#     ..q_proj.weight          ..q_proj.lora_A             ..q_proj.lora_B
+#     ..experts.up_proj        ..experts.up_proj_lora_A    ..experts.up_proj_lora_B
+
+
+def is_factor(name) -> bool:
+    """Return whether a parameter of this name is a factor."""
+    return name.endswith(("lora_A", "lora_B"))
+
+
+def matrix_of(name) -> str:
+    """Return the name of the matrix that a factor belongs to."""
+    path = name[: -len("lora_A")]
+    return f"{path}weight" if path.endswith(".") else path[:-1]
+
+
+def factors_of(model) -> dict:
+    """Return {name of a matrix: names of its A and B} of all that this rank has."""
+    names = [name for name, _ in model.named_parameters() if name.endswith("lora_A")]
+    return {matrix_of(name): (name, name[:-1] + "B") for name in names}
+
+
+# A model with factors and without ---------------------------------------------------------------
+
+
+def add_factors(model, lora, dtype) -> "AdaptedTransformer":
+    """Freeze a whole model, and give the matrices that lora.targets names factors, in place.
+
+    Their contents are undefined, see `draw_factors` and `load_factors`. Trained are the factors and
+    a critic's head, both in `dtype`. ValueError for a target that the model does not have.
+    """
+    model.requires_grad_(False)
+    found = {}  # name of a factor -> its shape
+    for path, module in model.named_modules():
+        leaf = path.rpartition(".")[2]
+        if type(module) is nn.Linear and leaf in lora.targets and path != "score":
+            found |= shapes_of_factors(f"{path}.", module.weight.shape, lora.rank)
+        for target in lora.targets if isinstance(module, Experts) else ():
+            if hasattr(module, target):
+                shape = getattr(module, target).shape
+                found |= shapes_of_factors(f"{path}.{target}_", shape, lora.rank)
+    for target in lora.targets:
+        if target not in {matrix_of(name).removesuffix(".weight").split(".")[-1] for name in found}:
+            tied = "; its head is its embedding" if target == "lm_head" else ""
+            raise ValueError(f"--lora-targets: the model has no matrix to adapt called "
+                             f"{target!r}{tied}")  # fmt: skip
+
+    like = model.head_weight.new_empty(0, dtype=dtype)
+    factors = {name: nn.Parameter(like.new_empty(shape)) for name, shape in found.items()}
+    if model.config.value_head:
+        model.score.to(dtype).requires_grad_(True)
+    return give_factors(model, lora, factors)
+
+
+def shapes_of_factors(path, shape, r) -> dict:
+    """Return {name: shape} of the factors of a matrix (.., out, in)."""
+    *stack, rows, columns = shape
+    return {f"{path}lora_A": (*stack, r, columns), f"{path}lora_B": (*stack, rows, r)}
+
+
+def give_factors(model, lora, factors):
+    """Make factors, {name: parameter}, parts of a plain model, in place, and return it."""
+    for name, p in factors.items():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        owner.__class__ = ADAPTED.get(type(owner), type(owner))
+        owner.lora_scale = lora.scale
+        set_tensor(model, name, p)
+    model.__class__ = ADAPTED[type(model)]
+    model.lora = lora
+    return model
+
+
+def take_factors(model) -> dict:
+    """Make a model plain again, its base alone, in place. Return what `give_factors` takes."""
+    factors = {name: p for name, p in model.named_parameters() if is_factor(name)}
+    for name in factors:
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        delattr(owner, leaf)
+        owner.__class__ = PLAIN.get(type(owner), type(owner))
+    model.__class__ = PLAIN.get(type(model), type(model))
+    return factors
+
+
+@contextlib.contextmanager
+def base_of(model):
+    """Compute with the base alone, for as long as the context lasts: the reference of a KL."""
+    parts = [part for part in model.modules() if hasattr(part, "lora_scale")]
+    scales = [part.lora_scale for part in parts]
+    for part in parts:
+        part.lora_scale = 0.0
+    try:
+        yield
+    finally:
+        for part, scale in zip(parts, scales):
+            part.lora_scale = scale
+
+
+def merged(weight, A, B, scale, region=None):
+    """Return W' of (14), in float32 or better.
+
+    region: the slices of the whole that `weight` is, if A and B are whole. Default: all.
+    """
+    # NUMERICS: in bf16 an entry of W near 0.02 has nothing between itself and 0.0201, so a small
+    # step of B A would be lost before the sum is rounded. Pinned by
+    # tests/full/test_lora.py::test_what_reaches_the_generator_is_the_base_and_the_factors.
+    if region is not None:
+        *stack, rows, columns = region
+        A, B = A[(*stack, slice(None), columns)], B[(*stack, rows)]
+    wide = torch.promote_types(torch.promote_types(weight.dtype, A.dtype), torch.float32)
+    return weight.to(wide) + scale * (B.to(wide) @ A.to(wide))  # (14)
+
+
+@torch.no_grad()
+def merge(model, dtype=None):
+    """Make a whole model with factors a plain one with the merged weights, in place; return it."""
+    factors = take_factors(model)
+    parameters = dict(model.named_parameters())
+    for name, A in factors.items():
+        if name.endswith("lora_A"):
+            p = parameters[matrix_of(name)]
+            p.data = merged(p, A, factors[name[:-1] + "B"], model.lora.scale).to(dtype or p.dtype)
+    return model.to(dtype) if dtype else model
+
+
+def definition(model, tokens, /):
+    """Return `full_definition` of a model with factors, with W' of (14) for each of its matrices.
+    """
+    weights = dict(model.named_parameters())
+    for name, (A, B) in factors_of(model).items():
+        weights[name] = merged(weights[name], weights.pop(A), weights.pop(B), model.lora.scale)
+    plain = SimpleNamespace(config=model.config, rope=model.rope, named_parameters=weights.items,
+                            named_buffers=model.named_buffers)  # fmt: skip
+    return full_definition(plain, tokens)
+
+
+# Under a plan -----------------------------------------------------------------------------------
+
+
+def place_of_factor(name, shapes, grid, mode) -> Place:
+    """Return the place of a factor. shapes: of the whole model's parameters, by name."""
+    matrix = place_of(matrix_of(name), shapes[matrix_of(name)], grid, mode, False)
+    shape = shapes[name]
+    world = grid.plan.world // grid.plan.pp
+    place = Place(matrix.mesh, (tuple(map(range, shape)),), holders=world)
+
+    # A lacks the dimension of the matrix's rows, and B that of its columns. FSDP cuts whatever a
+    # parameter has as its first dimension.
+    lacks = len(shape) - 2 if name.endswith("lora_A") else len(shape) - 1
+    sums = list(matrix.sums)
+    for dim, axis in matrix.cuts:
+        if axis == matrix.mesh.mesh_dim_names[-1]:
+            place = place.cut_copies()
+        elif dim != lacks:
+            place = place.cut(dim, axis)
+        # After the last norm all t ranks compute the same, and the head's product gives each of
+        # them the whole gradient of its input.
+        elif name.startswith("model."):
+            sums.append(grid.group[axis])
+    return place._replace(sums=tuple(sums))
+
+
+def shard_factors(factors, grid) -> dict:
+    """Return this rank's part of each of a whole model's factors, cut by t and e."""
+    shapes = {name: p.shape for name, p in factors.items()}
+    for name, A in factors.items():
+        if name.endswith("lora_A"):
+            *stack, rows, _ = shapes[name[:-1] + "B"]
+            shapes[matrix_of(name)] = (*stack, rows, A.shape[-1])
+    found = {}
+    for name, p in factors.items():
+        region = place_of_factor(name, shapes, grid, "ddp").region
+        found[name] = nn.Parameter(p.detach()[region].clone(), p.requires_grad)
+    return found
+
+
+@torch.no_grad()
+def draw_factors(model, seed: int) -> None:
+    """Draw A evenly from within 1 / sqrt(in) of 0, and set B to 0, also on a rank's part."""
+    shapes = whole_shapes(model)
+    for name, p in model.named_parameters():
+        if not is_factor(name):
+            continue
+        # Each factor has a generator of its own: a stage of a pipeline has some of them only.
+        generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+        whole = torch.zeros(shapes[name])
+        if name.endswith("lora_A"):
+            bound = 1 / math.sqrt(shapes[name][-1])
+            whole.uniform_(-bound, bound, generator=generator)
+        local, region = local_part(model, name, p)
+        local.copy_(whole[region])
+
+
+# PEFT's files -----------------------------------------------------------------------------------
+# adapter_config.json and adapter_model.safetensors, of dense layers.
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+# What an adapter_config.json may say that (13) is not, and the values that change nothing.
+PLAINLY = dict(
+    bias=("none",), use_dora=(False,), use_rslora=(False,), fan_in_fan_out=(False,),
+    modules_to_save=(), rank_pattern=(), alpha_pattern=(), layers_to_transform=(),
+    layer_replication=(), lora_bias=(False,),
+)  # fmt: skip
+
+
+def name_in_peft(name) -> str:
+    return f"base_model.model.{name}.weight"
+
+
+def save_factors(model, directory, base) -> None:
+    """Write a whole model's factors as PEFT does. base: the --model directory, or "".
+
+    ValueError if experts have factors: their stacks have no name there.
+    """
+    tensors = {name: p.detach() for name, p in model.named_parameters() if is_factor(name)}
+    if any(".experts." in name for name in tensors):
+        raise ValueError("PEFT's format has no factors of experts: leave --adapters out, and the "
+                         "weights are merged")  # fmt: skip
+    stored = {name_in_peft(name): p.cpu().contiguous() for name, p in tensors.items()}
+    raw = dict(
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=model.lora.rank,
+        lora_alpha=model.lora.alpha, target_modules=list(model.lora.targets), lora_dropout=0.0,
+        bias="none", fan_in_fan_out=False, inference_mode=True,
+    )  # fmt: skip
+    directory = Path(directory)
+    _write_tensors(stored, directory / WEIGHTS)
+    (directory / CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def load_factors(directory, model, shapes) -> None:
+    """Fill a model's factors, or a rank's parts of them, from a directory of PEFT's.
+
+    shapes: {name: shape} of all factors of the whole model.
+
+    ValueError if it has another rank, another alpha or other tensors than model.lora, or if it
+    means something that (13) does not say.
+    """
+    raw = read_json(Path(directory) / CONFIG, what="an adapter of PEFT's")
+    wanted = dict(peft_type="LORA", r=model.lora.rank, lora_alpha=model.lora.alpha)
+    wrong = [f"{key} {raw.get(key)!r}, not {value!r}" for key, value in wanted.items()
+             if raw.get(key) != value]  # fmt: skip
+    wrong += [f"{key} {raw[key]!r}" for key, plain in PLAINLY.items()
+              if raw.get(key) and raw[key] not in plain]  # fmt: skip
+    if wrong:
+        raise ValueError(f"--lora-from {directory}: {CONFIG} has {'; '.join(wrong)}")
+    path = Path(directory) / WEIGHTS
+    module = _safetensors()
+    try:
+        reader = module.safe_open(path, framework="pt")
+    except (module.SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is missing or not a safetensors file: {error}") from error
+
+    # Strict both ways: no factor keeps its first values, and no stored one is lost.
+    stored = {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}
+    own = {name_in_peft(name): tuple(shape) for name, shape in shapes.items()}
+    for name in sorted(stored.keys() | own.keys()):
+        if stored.get(name) != own.get(name):
+            raise ValueError(f"{path}: {name} is {stored.get(name, 'absent')} there and "
+                             f"{own.get(name, 'absent')} here; give its --lora-targets")
+    for name, p in model.named_parameters():
+        if is_factor(name):
+            local, region = local_part(model, name, p)
+            local.copy_(reader.get_slice(name_in_peft(name))[region])
