@@ -46,7 +46,7 @@ def here(tmp_path, monkeypatch):
 
 
 def state_of_the_process():
-    """What a run must leave as it was; the threads of a pool end when it is collected."""
+    """What a run must leave as it was."""
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup)
     return dict(
@@ -67,6 +67,9 @@ def left_as_it_was():
     try:
         yield
     finally:
+        deadline = time.monotonic() + 20  # threads end soon after their pool
+        while {*threading.enumerate()} != before["threads"] and time.monotonic() < deadline:
+            time.sleep(0.01)
         after = state_of_the_process()
         torch.set_num_threads(1)
     assert {name for name in before if before[name] != after[name]} == set()
@@ -450,3 +453,85 @@ def test_an_audit_needs_the_runs_own_objects():
         assert "metrics.jsonl has no step 9" in late
         assert "no config.json" in complaint_of(audit, "nowhere")
     assert contents(Path("run")) == before
+
+
+# Datasets and rewards ------------------------------------------------------------------------
+
+QUESTIONS = [{"question": f"{n} + {n}?", "answer": f"{2 * n}"} for n in range(40)]
+HELD_OUT = [{"question": f"{n} + 1?", "answer": f"{n + 1}"} for n in range(4)]
+REWARD = """
+def share(text, row):
+    row["answer"] += "!"  # the row is this call's own
+    return len(text) / 100 + len(row["answer"])
+"""
+
+
+def share(text, row):
+    row["answer"] += "!"
+    return len(text) / 100 + len(row["answer"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A checkpoint whose answers end by chance."""
+    pytest.importorskip("transformers", reason="text needs transformers")
+    pytest.importorskip("trl", reason="has the published chat templates")
+    import released
+
+    path = released.make("qwen2", tmp_path_factory.mktemp("model") / "DIR", layers=1, width=16)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 3000, 9)]}))
+    return path
+
+
+@pytest.mark.parametrize("flags", ["", "--eval-data held.jsonl"])
+def test_a_dataset_and_a_reward_give_the_run_of_their_files(model, flags, capsys):
+    shutil.copytree(model, "DIR")
+    for name, rows in (("rows", QUESTIONS), ("held", HELD_OUT)):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("rewards.py").write_text(REWARD)
+    flags += f" {TINY} --model DIR --max-new-tokens 12 --prompts 2 --group 2 --save-every 1"
+    files = f"--task jsonl --data rows.jsonl --reward rewards.py:share --out files {flags}"
+    given = dict(reward=share, dataset=QUESTIONS)
+    if "eval-data" in flags:
+        given["eval_dataset"] = iter(HELD_OUT)
+        flags = flags.replace("--eval-data held.jsonl", "")
+    config = config_of(f"{flags} --out run", steps=2)
+    with left_as_it_was():
+        result = run(config, **given)
+    assert main(f"{files} --steps 2".split()) == 0
+    same_run(result.out, Path("files"))
+    assert {line["reward/mean"] for line in result.metrics} != {0}
+    assert Path("run/data.json").read_text() == Path("files/data.json").read_text()
+    assert given["dataset"][3] == {"question": "3 + 3?", "answer": "6"}
+
+    # It goes on and is audited with the same rows, and with no others.
+    if "eval_dataset" in given:
+        given["eval_dataset"] = HELD_OUT
+    longer = Config(out="run", resume=True, steps=3)
+    others = given | dict(dataset=QUESTIONS[:-1])
+    assert "object:dataset (--data) is not what it was" in complaint_of(run, longer, **others)
+    del others["dataset"]
+    assert "the data of this run is object:dataset" in complaint_of(run, longer, **others)
+    run(longer, **given)
+    assert main("--out files --resume --reward rewards.py:share --steps 3".split()) == 0
+    same_run(Path("run"), Path("files"))
+    assert audit("run", **given).wrong is None
+    capsys.readouterr()
+    for command in ("--out run --resume --reward rewards.py:share", "audit run",
+                    "eval run --reward rewards.py:share"):  # fmt: skip
+        assert main(command.split()) == 2
+        assert "object:" in capsys.readouterr().err
+
+
+def test_a_reward_that_fails_is_named_by_its_line(model):
+    config = config_of(f"{TINY} --max-new-tokens 12 --steps 1 --out run", model=str(model))
+    bad = [*QUESTIONS[:-1], {"answer": "2"}]
+    with left_as_it_was():
+        said = complaint_of(run, config, dataset=bad)
+        assert said.startswith("object:dataset line 40: it holds no question")
+        wrong = complaint_of(run, config, dataset=QUESTIONS, reward=lambda text: 1)
+        assert "cannot be called with (text, row)" in wrong
+        with pytest.raises(TaskError, match=r"KeyError: 'gold' \(.*test_api.py, line \d+, in .*<lambda>\)"):
+            run(config, dataset=QUESTIONS, reward=lambda text, row: row["gold"])
+        none = dict(dataset=QUESTIONS, reward=lambda text, row: None)
+        assert "gave None for" in complaint_of(run, dataclasses.replace(config, out="none"), **none)
