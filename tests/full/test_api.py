@@ -9,12 +9,14 @@ import functools
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,8 +24,9 @@ import torch
 import torch.distributed as dist
 from conftest import LOOKUP, ROOT, SORT, complaint_of
 from example_tasks import Lookup, Sort
-from test_ranks import as_script, join, ranks, read_metrics, start
-from test_run import TINY, as_torchrun, at, contents, free_port, good, json_lines, refused, same_run
+from pages import Page
+from test_ranks import as_script, join, ranks, start
+from test_run import TINY, as_torchrun, at, contents, free_port, json_lines, same_run
 
 from full import ranks as ranks_py
 from full.__main__ import main
@@ -473,13 +476,14 @@ def share(text, row):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A checkpoint whose answers end by chance."""
+    """The directory of a checkpoint whose answers end by chance."""
     pytest.importorskip("transformers", reason="text needs transformers")
     pytest.importorskip("trl", reason="has the published chat templates")
     import released
 
     path = released.make("qwen2", tmp_path_factory.mktemp("model") / "DIR", layers=1, width=16)
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 3000, 9)]}))
+    ends = {"eos_token_id": [*range(0, 3000, 9)]}
+    (path / "generation_config.json").write_text(json.dumps(ends))
     return path
 
 
@@ -534,4 +538,121 @@ def test_a_reward_that_fails_is_named_by_its_line(model):
         with pytest.raises(TaskError, match=r"KeyError: 'gold' \(.*test_api.py, line \d+, in .*<lambda>\)"):
             run(config, dataset=QUESTIONS, reward=lambda text, row: row["gold"])
         none = dict(dataset=QUESTIONS, reward=lambda text, row: None)
-        assert "gave None for" in complaint_of(run, dataclasses.replace(config, out="none"), **none)
+        other = dataclasses.replace(config, out="none")
+        assert "gave None for" in complaint_of(run, other, **none)
+
+
+# The manual's loggers, and the notebook ------------------------------------------------------
+
+SECTION = Page("full/README.md").text.split("## From Python")[1].split("\n## ")[0]
+CODE = re.findall(r"^```python\n(.*?)^```$", SECTION, re.M | re.S)
+BLOCKS = dict(zip(("run", "wandb", "tensorboard"), CODE, strict=True))
+
+
+class Wandb(SimpleNamespace):
+    """wandb's two functions, with the parameters of its version 0.22 that come first."""
+
+    def init(self, entity=None, project=None, dir=None, id=None, name=None, notes=None, tags=None,
+             config=None):  # fmt: skip
+        self.made.append((project, config))
+
+    def log(self, data, step=None, commit=None):
+        assert all(isinstance(x, int | float) for x in data.values())
+        self.lines[step] = data
+
+
+class SummaryWriter:
+    """TensorBoard's writer, with the parameters of its method."""
+
+    scalars = {}
+
+    def __init__(self, log_dir=None):
+        assert log_dir == "runs/events"
+
+    def add_scalar(self, tag, scalar_value, global_step=None):
+        self.scalars[tag, global_step] = float(scalar_value)
+
+
+def test_the_loggers_of_the_manual_get_each_step(monkeypatch):
+    wandb = Wandb(made=[], lines={})
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard",
+                        SimpleNamespace(SummaryWriter=SummaryWriter))  # fmt: skip
+    config = config_of(STEPS)
+    lines = []
+    for name in ("wandb", "tensorboard"):
+        assert BLOCKS[name].count("\n") == 3
+        exec(BLOCKS[name], dict(run=run, config=config))
+        lines.append(json_lines(Path("run/metrics.jsonl")))
+        shutil.rmtree("run")
+    assert wandb.made == [("guess", config.given())] and "layers" in config.given()
+    assert [*wandb.lines.values()] == lines[0] and [*wandb.lines] == [0, 1, 2, 3]
+    expected = {(name, x["step"]): value for x in lines[1] for name, value in x.items()}
+    assert SummaryWriter.scalars == expected
+
+
+def test_tensorboard_itself_reads_what_the_manuals_logger_writes():
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    space = dict(run=run, config=config_of(STEPS))
+    exec(BLOCKS["tensorboard"], space)
+    space["writer"].close()
+    events = EventAccumulator("runs/events").Reload()
+    lines = json_lines(Path("run/metrics.jsonl"))
+    values = [event.value for event in events.Scalars("reward/mean")]
+    assert values == pytest.approx([line["reward/mean"] for line in lines])
+
+
+def test_the_example_of_the_manual_runs(capsys):
+    space = {}
+    exec(Page("full/README.md").code("python")[0], space)
+    small = "steps=2, layers=1, hidden=16, heads=2, prompts=2, group=4, eval_prompts=4"
+    text = BLOCKS["run"].replace("steps=20", small)
+    assert text != BLOCKS["run"]
+    exec(text, space)
+    assert "audit of step 0: ok" in capsys.readouterr().out
+    assert space["result"].out == Path("runs/Majority-0")
+
+
+NOTEBOOK = ROOT / "assets" / "first_run.ipynb"
+
+
+@pytest.mark.parametrize("steps", [2, pytest.param(None, marks=pytest.mark.slow)])
+def test_the_cells_of_the_notebook_run_and_print_what_it_shows(steps, capsys):
+    """In two steps the same lines of tables, and in all of its steps what was learned."""
+    plt = pytest.importorskip("matplotlib.pyplot")
+    plt.switch_backend("agg")
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    space, pictures = {"__name__": "a notebook"}, 0
+    for cell in cells:
+        if cell["cell_type"] != "code":
+            continue
+        source = "".join(cell["source"])
+        if steps:
+            source = re.sub(r"\bsteps=\d+", f"steps={steps}", source)
+        exec(compile(source, f"<cell {cell['execution_count']}>", "exec"), space)
+        out, stored = capsys.readouterr().out, printed(cell)
+        shown = [data for output in cell["outputs"] for data in output.get("data", ())]
+        assert len(plt.get_fignums()) == shown.count("image/png")
+        pictures += len(plt.get_fignums())
+        plt.close("all")
+        for pattern in (r"^ *step  .*", r"^audit of step \d+: .*$", r"^\S+: [\d,]+ parameters, .*"):
+            found, there = (re.findall(pattern, text, re.M) for text in (out, stored))
+            if steps:
+                found, there = (re.sub(r"\d+", "N", f"{x}") for x in (found, there))
+            assert found == there
+        solved = [float(x) for x in re.findall(r"^eval/solved (\S+) after", stored, re.M)]
+        assert all(x >= 0.95 for x in solved)
+        if not steps:
+            solved = [float(x) for x in re.findall(r"^eval/solved (\S+) after", out, re.M)]
+            assert all(x >= 0.95 for x in solved)
+    assert pictures == 2 and NOTEBOOK.stat().st_size < 150_000
+    assert space["report"].wrong is None and space["other"].wrong == "rollouts/rewards"
+    assert re.search(r"^audit of step \d+: ok$", printed(*cells), re.M)
+
+
+def printed(*cells):
+    """What cells have printed, as the notebook holds it."""
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    return "".join("".join(output.get("text", ())) for output in outputs)

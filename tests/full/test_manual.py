@@ -62,6 +62,8 @@ TABLE = {
     "--save-every 20 --out runs/mine": JSONL,
     "torchrun --nproc-per-node 8 [--nnodes ..]": " -m full --task jsonl --model DIR "
     "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
+    "torchrun --nproc-per-node 2 mine.py":
+        "api::a_script_under_torchrun_gives_the_run_of_the_command_line",
     f"{RUN} inspect DIR": " ",
     f"{RUN} plan d2t2 --model qwen3-8b": " ",
     SERVER: "manual::the_server_of_the_manual_samples_for_a_run",
