@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LOOKUP, ROOT, SORT, complaint_of
+from conftest import LOOKUP, ROOT, SORT, complaint_of, shortened, slow
 from example_tasks import Lookup, Sort
 from pages import Page
 from test_ranks import as_script, join, ranks, start
@@ -106,7 +106,7 @@ def test_a_run_is_the_command_lines_and_the_second_is_the_run_alone(straight):
 
 @pytest.mark.parametrize("flags, task", [
     (f"{STEPS} --task {LOOKUP} --size 2 --demos 5", Lookup),
-    (f"{STEPS} --task {SORT} --size 6 --staleness 1 --advantage gae --tree sparse", Sort),
+    *slow((f"{STEPS} --task {SORT} --size 6 --staleness 1 --advantage gae --tree sparse", Sort)),
 ])  # fmt: skip
 def test_a_task_object_gives_the_run_of_its_file(straight, flags, task):
     """With demonstrations, and with other settings than the default ones."""
@@ -137,7 +137,7 @@ PLANS = "--plan t2 --heads 4", "--data-parallel fsdp"
 SIX = f"{STEPS} --size 6"
 
 
-@pytest.mark.parametrize("plan", [PLANS[0], pytest.param(PLANS[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", shortened(PLANS, PLANS[0]))
 def test_ranks_with_objects_give_the_runs_of_the_command_line(straight, plan):
     truth = straight(f"{SIX} {plan} --task {SORT}", 2)
     assert join(start(2, _runs_of_a_rank, 2, free_port(), f"{SIX} {plan}")) == [0, 0]
@@ -462,6 +462,7 @@ def test_an_audit_needs_the_runs_own_objects():
 
 QUESTIONS = [{"question": f"{n} + {n}?", "answer": f"{2 * n}"} for n in range(40)]
 HELD_OUT = [{"question": f"{n} + 1?", "answer": f"{n + 1}"} for n in range(4)]
+EVAL = "--eval-data held.jsonl"
 REWARD = """
 def share(text, row):
     row["answer"] += "!"  # the row is this call's own
@@ -487,7 +488,7 @@ def model(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("flags", ["", "--eval-data held.jsonl"])
+@pytest.mark.parametrize("flags", shortened(["", EVAL], EVAL))
 def test_a_dataset_and_a_reward_give_the_run_of_their_files(model, flags, capsys):
     shutil.copytree(model, "DIR")
     for name, rows in (("rows", QUESTIONS), ("held", HELD_OUT)):
@@ -496,9 +497,9 @@ def test_a_dataset_and_a_reward_give_the_run_of_their_files(model, flags, capsys
     flags += f" {TINY} --model DIR --max-new-tokens 12 --prompts 2 --group 2 --save-every 1"
     files = f"--task jsonl --data rows.jsonl --reward rewards.py:share --out files {flags}"
     given = dict(reward=share, dataset=QUESTIONS)
-    if "eval-data" in flags:
+    if EVAL in flags:
         given["eval_dataset"] = iter(HELD_OUT)
-        flags = flags.replace("--eval-data held.jsonl", "")
+        flags = flags.replace(EVAL, "")
     config = config_of(f"{flags} --out run", steps=2)
     with left_as_it_was():
         result = run(config, **given)
@@ -535,7 +536,8 @@ def test_a_reward_that_fails_is_named_by_its_line(model):
         assert said.startswith("object:dataset line 40: it holds no question")
         wrong = complaint_of(run, config, dataset=QUESTIONS, reward=lambda text: 1)
         assert "cannot be called with (text, row)" in wrong
-        with pytest.raises(TaskError, match=r"KeyError: 'gold' \(.*test_api.py, line \d+, in .*<lambda>\)"):
+        named = r"KeyError: 'gold' \(.*test_api.py, line \d+, in .*<lambda>\)"
+        with pytest.raises(TaskError, match=named):
             run(config, dataset=QUESTIONS, reward=lambda text, row: row["gold"])
         none = dict(dataset=QUESTIONS, reward=lambda text, row: None)
         other = dataclasses.replace(config, out="none")
@@ -550,7 +552,7 @@ BLOCKS = dict(zip(("run", "wandb", "tensorboard"), CODE, strict=True))
 
 
 class Wandb(SimpleNamespace):
-    """wandb's two functions, with the parameters of its version 0.22 that come first."""
+    """wandb's two functions, with the first of their parameters."""
 
     def init(self, entity=None, project=None, dir=None, id=None, name=None, notes=None, tags=None,
              config=None):  # fmt: skip
@@ -631,6 +633,7 @@ def test_the_cells_of_the_notebook_run_and_print_what_it_shows(steps, capsys):
         source = "".join(cell["source"])
         if steps:
             source = re.sub(r"\bsteps=\d+", f"steps={steps}", source)
+            source = re.sub(r"\bprompts=\d+", "prompts=4", source)
         exec(compile(source, f"<cell {cell['execution_count']}>", "exec"), space)
         out, stored = capsys.readouterr().out, printed(cell)
         shown = [data for output in cell["outputs"] for data in output.get("data", ())]
