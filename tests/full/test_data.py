@@ -22,7 +22,7 @@ from full.config import Config
 from full.rollouts import DEMO_PROMPT, Sampler, demonstrations, draw_prompts, play
 from full.talk import Answer
 from full.tasks import is_finite_number, is_held_out
-from full.text import Text, make_task
+from full.text import Jsonl, Text, make_task
 transformers = pytest.importorskip("transformers", reason="text needs transformers")
 pytest.importorskip("safetensors", reason="checkpoints are safetensors")
 pytest.importorskip("trl", reason="has the published chat templates")
@@ -103,6 +103,12 @@ def leaves(text, row):
 
 def nothing(text, row):
     return None
+
+def constant(text, row):
+    return 0.25
+
+def one(text, row):
+    return 1.0
 
 def infinite(text, row):
     return float("inf")
@@ -254,10 +260,58 @@ def test_every_tenth_conversation_is_held_out_by_its_hash(task_of):
     assert {line.shown for line in answered.rows[True]} < {line.shown for line in task.rows[True]}
 
 
+HELD_OUT = [{"question": f"{n} and 1?", "answer": f"#### {n + 1}"} for n in range(12)]
+
+
+def test_a_file_of_held_out_lines_leaves_all_of_the_data_to_train_on(task_of):
+    """In the order of the file, with a note on what makes its figure another one."""
+    write(Path("eval.jsonl"), HELD_OUT)
+    task = task_of(eval_data="eval.jsonl", eval_prompts=12)
+    shown = {held_out: [line.shown for line in lines] for held_out, lines in task.rows.items()}
+    assert shown[False] == [row["question"] for row in QUESTIONS] and task.note == ""
+    assert shown[True] == [row["question"] for row in HELD_OUT]
+    asked = [task.prompt(None, n, True)[0][0].shown for n in range(13)]
+    assert asked == [*shown[True], shown[True][0]]
+    assert task.prompt(None, 3, True)[0][0].where == "eval.jsonl line 4"
+    drawn = {task.prompt(np.random.default_rng(n), 0, False)[0][0].shown for n in range(300)}
+    assert drawn == {*shown[False]}
+
+    # The seventh line of the data is among them. A file that is both is what somebody wants.
+    task = task_of(rows=[*QUESTIONS, HELD_OUT[6]], eval_data="eval.jsonl")
+    assert task.note.splitlines() == [
+        "eval.jsonl has 12 lines, and an evaluation asks 70 prompts: --eval-prompts 12 asks each "
+        "line once", "1 of the 12 prompts of eval.jsonl are in rows.jsonl too, and are trained on"]
+    assert not task_of(eval_data="rows.jsonl", eval_prompts=40).note
+
+    # A small file of data is enough then, and an evaluation of every line reads both as well.
+    task_of(rows=QUESTIONS[:1], eval_data="eval.jsonl")
+    every = Jsonl(task_of(eval_data="eval.jsonl").config, all_lines=True)
+    assert [line.shown for line in every.rows[True]] == shown[True] and not every.note
+
+
+def test_what_is_wrong_with_a_file_of_held_out_lines_is_named(task_of):
+    wrong = {"": "expected lines in eval.jsonl, got none", "[1]": "eval.jsonl line 1 holds no JSON",
+             '{"question": "?"}': "eval.jsonl line 1: it holds no answer"}  # fmt: skip
+    for text, says in wrong.items():
+        Path("eval.jsonl").write_text(text + "\n")
+        with pytest.raises(ValueError, match=says):
+            task_of(eval_data="eval.jsonl")
+    Path("eval.jsonl").write_text(json.dumps(HELD_OUT[0]))
+    with pytest.raises(ValueError, match="expected lines in rows.jsonl, got none"):
+        task_of(rows=[], eval_data="eval.jsonl")
+    with pytest.raises(ValueError, match="no gone.jsonl; expected a file of JSON lines"):
+        task_of(eval_data="gone.jsonl")
+    with pytest.raises(ValueError, match="--eval-data needs --task jsonl"):
+        task_of(task="guess", data="", eval_data="eval.jsonl")
+    with pytest.raises(ValueError, match="too small .*; --eval-data FILE holds the lines of"):
+        task_of(rows=QUESTIONS[:1])
+
+
 # 3. Rewards ----------------------------------------------------------------------------------
 
 FAILING = {
-    "broken": r"KeyError: 'nothing' \(.*rewards.py, line 7, in broken\),",
+    "broken":
+        r"--reward rewards.py:broken: KeyError: 'nothing' \(.*rewards.py, line 7, in broken\),",
     "leaves": r"sys.exit\(0\) \(.*rewards.py, line 10, in leaves\),",
     "nothing": r"rewards.py:nothing gave None", "infinite": r"rewards.py:infinite gave inf",
     "word": r"rewards.py:word gave '1.0'",
@@ -492,8 +546,9 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     ends = {"eos_token_id": [*{*range(0, 3000, 9)} - said]}
     Path("DIR/generation_config.json").write_text(json.dumps(ends))
     write(Path("rows.jsonl"), QUESTIONS)
+    write(Path("eval.jsonl"), HELD_OUT)
     Path("rewards.py").write_text("open('imported', 'w')\n" + REWARDS)
-    flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --demos 9 "
+    flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --eval-data eval.jsonl --demos 9 "
     flags += "--max-new-tokens 24 --prompts 2 --group 2 --minibatches 1 "
     flags += "--save-every 1 --out run --steps 1 --reward rewards.py"
     out, _ = good(tmp_path, f"{flags}:close")
@@ -509,11 +564,29 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     lines = json_lines(Path("run/rollouts.jsonl"))
     rewards = {reward for line in lines for _, reward in line["rewards"]}
     assert len(rewards) > 1 and rewards < {n / 100 for n in range(999)}
-    assert audited("run", 1, reward="rewards.py:close").wrong is None
+    report = audited("run", 1, reward="rewards.py:close")
+    assert report.wrong is None
+    assert {"eval/solved", "reward/values"} <= {row.key for row in report.rows}
+    asked = {line["text"].split("\n")[0] for line in json_lines(Path("run/samples.jsonl"))}
+    assert asked == {HELD_OUT[0]["question"]}
 
-    # An evaluation has the run's settings, but for those of its supervised start.
-    evaluate = "eval run --samples 1 --eval-prompts 2 --reward rewards.py:close"
-    assert main(evaluate.split()) == 0
+    # An evaluation has the run's settings, but for those of its supervised start. A file that is
+    # named now takes the place of the run's two files.
+    evaluate = "eval run --samples 1 --eval-prompts 2 --reward rewards.py:close "
+    files = {"": (HELD_OUT, "2 held-out prompts"), "--all-lines": (HELD_OUT, "12 prompts"),
+             "--data rows.jsonl": (QUESTIONS, "2 held-out prompts"),
+             "--data rows.jsonl --all-lines": (QUESTIONS, "40 prompts")}  # fmt: skip
+    for given, (rows, count) in files.items():
+        capsys.readouterr()
+        assert main((evaluate + given).split()) == 0
+        out = capsys.readouterr().out
+        asked = re.findall(r"^prompt: (.*)$", out, re.M)
+        assert asked and {*asked} <= {row["question"] for row in rows}
+        assert f"jsonl, {count}" in out
+    evaluate = "eval DIR --task jsonl --eval-data eval.jsonl --max-new-tokens 4 --samples 1"
+    assert main(evaluate.split()) == 0  # no other file is needed, and nothing is trained on
+    out = capsys.readouterr().out
+    assert "70 held-out prompts, 12 different" in out and "trained on" not in out
 
     # `chat` puts a line into the prompts that the run was trained on, though no flag named them.
     rows, begin = [], Answer.__init__
@@ -525,7 +598,48 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     first, second = (Text("DIR").decode(row, special=True) for row in rows)
     assert first == f"0 + 0?\n{INSTRUCTION}\n" and second.endswith(f"And 1?\n{INSTRUCTION}\n")
 
-    # A run does not go on with other questions.
+    # A run does not go on with other questions, to train on or to evaluate on.
     write(Path("rows.jsonl"), QUESTIONS[1:] + QUESTIONS[:1])
-    refused(tmp_path, f"{again.replace('2', '3')} --reward rewards.py:close",
-            "rows.jsonl (--data) is not what it was when run began")  # fmt: skip
+    again = f"{again.replace('2', '3')} --reward rewards.py:close"
+    refused(tmp_path, again, "rows.jsonl (--data) is not what it was when run began")
+    write(Path("rows.jsonl"), QUESTIONS)
+    write(Path("eval.jsonl"), HELD_OUT[1:])
+    refused(tmp_path, again, "eval.jsonl (--eval-data) is not what it was when run began")
+    refused(tmp_path, f"{again} --eval-data rows.jsonl", "--resume cannot change --eval-data")
+
+
+@pytest.fixture
+def runs_of(directory, tmp_path, monkeypatch):
+    """runs_of(flags): the lines of stderr of a run on rows.jsonl; the run is in `run`."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(directory("qwen2"), "DIR")
+    said = {x for row in QUESTIONS for x in Text("DIR").encode(row["answer"])}
+    ends = {"eos_token_id": [*{*range(0, 3000, 3)} - said]}
+    Path("DIR/generation_config.json").write_text(json.dumps(ends))
+    write(Path("rows.jsonl"), QUESTIONS)
+    Path("rewards.py").write_text(REWARDS)
+    flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --save-every 1 --out run"
+    flags += " --prompts 2 --group 4 --minibatches 1 --max-new-tokens 24"
+
+    def run(more):
+        return good(tmp_path, f"{flags} {more}")[1].splitlines()
+
+    return run
+
+
+ONE = "warning: step 0: --reward rewards.py:{} gave {} to every answer: read samples.jsonl, and if"
+ONE += " some deserve another reward, mend the function or name another with --reward"
+WARNINGS = {  # the flags of a run of one step -> what it warns of
+    "--reward rewards.py:constant": ONE.format("constant", "0.25"),
+    "--reward rewards.py:one": ONE.format("one", 1),
+    "": "warning: step 0: no answer ends in '#### ' and the answer of its line: ask for that with "
+    "--instruction, or score other forms with --reward",
+    "--reward rewards.py:close": None,
+    "--reward rewards.py:constant --teacher DIR": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", shortened(WARNINGS, *[*WARNINGS][:1]))
+def test_a_run_whose_answers_have_one_reward_warns(runs_of, flags):
+    expected = WARNINGS[flags]
+    assert runs_of(f"--steps 2 {flags}") == ([expected] if expected else [])

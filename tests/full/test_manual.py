@@ -25,6 +25,7 @@ from test_run import cli
 
 from full.check import SUBJECTS
 from full.config import Config, parse_config
+from full.metrics import METRICS
 
 MANUAL = Page("full/README.md")
 RECIPES = Page("full/RECIPES.md")
@@ -298,12 +299,52 @@ def test_every_flag_is_one():
                 config.check()
 
 
+def rows_of(title):
+    """Return the rows of the table in a section of the manual, each a list of cells."""
+    section = MANUAL.text.split(f"## {title}\n")[1].split("\n## ")[0]
+    _, _, *rows = re.findall(r"^\|(.*)\|$", section, re.M)
+    return [[cell.strip() for cell in row.split("|")] for row in rows]
+
+
 @pytest.mark.quick
-def test_the_table_of_purposes_has_every_flag_once():
-    section = MANUAL.text.split("## Flags by purpose")[1].split("\n## ")[0]
-    flags = re.findall(r"`(--[\w-]+)`", "\n".join(re.findall(r"^\|.*", section, re.M)))
+def test_the_table_of_purposes_has_every_flag_once_in_the_group_that_help_has(capsys):
+    by_manual, group = {}, ""
+    for title, _, flags in rows_of("Flags by purpose"):
+        group = title or group
+        by_manual.setdefault(group, []).extend(re.findall(r"`(--[\w-]+)`", flags))
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    shown = capsys.readouterr().out.split("\nPapers and")[0].split("\n\n")
+    by_help = {text.split(":\n")[0]: re.findall(r"^  (--[\w-]+)", text, re.M) for text in shown}
+    groups = {title: sorted(flags) for title, flags in by_manual.items()}
+    assert groups == {title: sorted(flags) for title, flags in by_help.items() if flags}
     names = [field.name.replace("_", "-") for field in dataclasses.fields(Config)]
-    assert sorted(flags) == sorted(f"--{name}" for name in names)
+    listed = [flag for flags in by_manual.values() for flag in flags]
+    assert sorted(listed) == sorted(f"--{name}" for name in ("config", *names))
+
+
+@pytest.mark.quick
+def test_the_map_of_what_looks_wrong_names_metrics_and_flags():
+    rows = rows_of("When something looks wrong")
+    assert 8 <= len(rows) <= 25
+    for seen, look, change in rows:
+        names = [name for name in re.findall(r"`([\w/.]+)`", look) if "/" in name]
+        assert [name for name in names if not name.endswith(".py") and name not in METRICS] == []
+        assert re.search(r"`--[\w-]+`", change), seen
+    text = "\n".join(map(str, rows))
+    for seen in ("entropy collapses", "all rewards are equal", "the gap grows", "out of memory",
+                 "solved does not rise", "loss is NaN", "rollouts are truncated", "engine is slow",
+                 "rollouts are stale"):  # fmt: skip
+        assert seen in text
+
+
+@pytest.mark.quick
+def test_the_settings_of_the_manual_are_read(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(MANUAL.code("toml")[0])
+    config = parse_config(["--config", f"{path}", "--group", "4"]).check()
+    assert (config.task, config.group, config.lr) == ("jsonl", 4, 2e-6)
+    assert Config.from_file(path, steps=20) == dataclasses.replace(config, group=8, steps=20)
 
 
 @pytest.mark.quick

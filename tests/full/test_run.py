@@ -469,6 +469,101 @@ def test_a_mistake_is_one_clear_line_before_anything_starts(tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+TOML = """
+steps = 3
+lr = 1
+kl = "k1"
+kl_coef = 0.5  # not typed
+debug = false
+"""
+WRONG_FILES = {  # a file of settings, its text, and what is said of it
+    ("a.toml", "stpes = 3"): "expected a field of Config, got stpes; did you mean steps?",
+    ("a.toml", "lr-decay = 'constant'"): "got lr-decay; did you mean lr_decay?",
+    ("a.toml", "zzz = 1"): "expected a field of Config, got zzz",
+    ("a.toml", "steps = '3'\nlr = true"):
+        "--config a.toml: steps: expected int, got '3'; lr: expected float, got True",
+    ("a.toml", "steps = 3.0"): "steps: expected int, got 3.0",
+    ("a.toml", "debug = 1"): "debug: expected bool, got 1",
+    ("a.toml", "kl = 'k4'"): "kl: expected one of k1, k3, got 'k4'",
+    ("a.toml", "[model]\nlayers = 1"): "model: expected str, got {'layers': 1}",
+    ("a.toml", "steps = 0"): "--steps must be positive, got 0",
+    ("a.toml", "cp_method = 'ulysses'"): "--cp-method needs a --plan with c",
+    ("a.toml", "steps ="): "a.toml is not TOML: Invalid value",
+    ("a.toml", "task = 'gone.py:Task'"):
+        "the task of a.toml is a file's; give it again, as --task FILE.py:Task (a.toml has 'gone.p",
+    ("a.json", '{"reward": "gone.py:f"}'): "the reward of a.json is a file's; give it again",
+    ("a.json", '{"lr": null}'): "lr: expected float, got None",
+    ("a.json", '{"layer": 1}'): "got layer; did you mean layers?",
+    ("a.json", "[1]"): "a.json is JSON of another kind: expected an object, got a list",
+    ("a.json", TOML): "a.json is not JSON", ("a.tml", TOML): "a.tml is not JSON",
+}  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name, text", WRONG_FILES)
+def test_wrong_settings_of_a_file_are_one_clear_line(tmp_path, monkeypatch, capsys, name, text):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(text)
+    err = refusal(capsys, f"--config {name}")
+    assert WRONG_FILES[name, text] in err and err.startswith("error: ") and err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.quick
+def test_a_file_of_settings_that_is_not_there_is_named_with_its_neighbor(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    for path in ("settings.toml", "run/config.json"):
+        Path(path).write_text("")
+    for name, says in {"setings.toml": "; did you mean settings.toml?", "other": "",
+                       "run": "; did you mean run/config.json?",
+                       "run/confg.json": "; did you mean run/config.json?"}.items():  # fmt: skip
+        err = refusal(capsys, f"--config {name}")
+        assert err == f"error: --config {name}: no such file{says}\n"
+    assert "did you mean --config?" in refusal(capsys, "--confg settings.toml")
+
+
+@pytest.mark.quick
+def test_flags_win_over_a_file_of_settings(tmp_path):
+    """Before it and after it. The rest is as if typed."""
+    path = tmp_path / "mine.toml"
+    path.write_text(TOML)
+    typed = parse_config("--steps 3 --lr 1 --kl k1 --kl-coef 0.5".split()).check()
+    assert parse_config(["--config", f"{path}"]).check() == typed
+    for flags in (["--config", f"{path}", "--lr", "2"], ["--lr", "2", "--config", f"{path}"]):
+        assert parse_config(flags) == dataclasses.replace(typed, lr=2.0)
+    path.write_text(f"task = '{SORT}'")
+    assert parse_config(["--config", f"{path}", "--task", "guess"]) == Config()
+    assert Config.from_file(path, task=SORT, steps=9) == Config(task=SORT, steps=9)
+    with pytest.raises(ValueError, match="the task of .*mine.toml is a file's; give it again"):
+        Config.from_file(path)
+
+
+def test_the_settings_of_a_run_begin_another_or_go_on_with_it(
+    straight, finished, monkeypatch, capsys
+):
+    """Another run has a directory of its own. With --resume the settings are as if typed."""
+    folder = finished.parent
+    good(folder, "--config run/config.json")
+    same_run(folder / "runs" / "guess-0", finished)
+    stored = [json.loads((path / "config.json").read_text()) for path in
+              (finished, folder / "runs" / "guess-0")]  # fmt: skip
+    assert stored[0] | {"out": "runs/guess-0"} == stored[1]
+
+    shutil.copy(finished / "config.json", folder / "mine.json")  # under this name `out` stands
+    refused(folder, "--config mine.json", "run holds a run: --resume to go on with it")
+    (folder / "more.toml").write_text("steps = 6\nresume = true\nout = 'run'")
+    good(folder, "--config more.toml")
+    same_run(finished, straight(f"{SAVING} 6"))
+    (folder / "more.toml").write_text("group = 8")
+    flags = "--config more.toml --resume --out run"
+    monkeypatch.chdir(folder)
+    assert "--resume cannot change --group 8 (the run has 4)" in refusal(capsys, flags)
+    assert parse_config(f"{flags} --group 4".split()).steps == 6
+
+
 @pytest.mark.parametrize("flags", REFUSED_LATER)
 def test_a_later_mistake_is_one_clear_line_and_nothing_is_written(tmp_path, flags):
     (tmp_path / "here").mkdir()

@@ -28,7 +28,7 @@ from full.audit import audited
 from full.check import tiny
 from full.config import Config, parse_config
 from full.hf import load_hf, save_hf
-from full.logs import DEMO_METRICS, IdleWarning, Log
+from full.logs import DEMO_METRICS, IdleWarning, Log, RewardWarning, TruncationWarning
 from full.parallelize import materialise, parallelize
 from full.places import full, local
 from full.plans import Grid, Plan
@@ -209,6 +209,61 @@ def test_it_warns_once_a_streak_in_words_of_what_is_equal(process_group, capsys)
     for line, words in zip(lines, ("no rollout is solved", "--group", "give harder prompts")):
         assert words in line
     assert "--demos" in lines[0] and "solved" not in lines[1] and "every rollout" in lines[2]
+
+
+def warned(log, steps, capsys):
+    """What is said of steps, each the metrics that differ from a step with nothing to say."""
+    usual = {"tokens/truncated_fraction": 0.0, "reward/values": 2, "reward/solved": 0.0}
+    for step, metrics in enumerate(steps):
+        shown = usual | {"reward/mean": 0.1} | metrics
+        log.step(step, SimpleNamespace(metrics=shown), {}, [], None)
+    return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.quick
+def test_it_warns_once_of_truncation_with_the_flag(process_group, capsys):
+    shares = [{"tokens/truncated_fraction": x} for x in (0.0, 0.5, 0.75, 0.2, 0.9, 1.0)]
+    (line,) = warned(TruncationWarning(Config(max_new_tokens=3)), shares, capsys)
+    assert line == (
+        "warning: step 2: 75% of the rollouts were cut off after --max-new-tokens 3, and a turn "
+        "that is cut off earns nothing: raise --max-new-tokens")  # fmt: skip
+    assert warned(TruncationWarning(Config()), shares[:2], capsys) == []
+
+
+@pytest.mark.quick
+def test_it_warns_once_of_one_reward_for_every_answer(process_group, capsys):
+    """Not if it says nothing, and not of a policy that has learned all."""
+    own = Config(task="jsonl", reward="mine.py:f")
+    equal, cut = {"reward/values": 1}, {"tokens/truncated_fraction": 0.5}
+    right = equal | {"reward/solved": 0.5, "reward/mean": 0.5} | cut
+    (line,) = warned(RewardWarning(own), [{}, equal | cut, equal, equal], capsys)
+    assert line.startswith("warning: step 1: --reward mine.py:f gave 0.2 to every answer: read")
+    (line,) = warned(RewardWarning(own), [right], capsys)
+    assert line.startswith("warning: step 0: --reward mine.py:f gave 1 to every answer: read")
+    assert warned(RewardWarning(own), [{}, right, right], capsys) == []
+    most = equal | {"tokens/truncated_fraction": 0.51}
+    assert warned(RewardWarning(own), [most, {"reward/values": 0}], capsys) == []
+
+    # Without a function of one's own; and where nobody needs rewards.
+    (line,) = warned(RewardWarning(Config(task="jsonl")), [equal], capsys)
+    assert "no answer ends in '#### '" in line and "--instruction" in line
+    (line,) = warned(RewardWarning(Config(task="jsonl")), [right], capsys)
+    assert "every answer is right" in line and "--data" in line
+    for config in (Config(), Config(task="jsonl", teacher="DIR")):
+        assert warned(RewardWarning(config), [equal], capsys) == []
+
+
+def test_a_run_whose_rollouts_are_cut_off_warns_once_and_shows_it(tmp_path):
+    out, err = good(tmp_path, f"{TINY} --max-new-tokens 1 --steps 3 --out run")
+    shares = [x["tokens/truncated_fraction"] for x in read_metrics(tmp_path / "run")]
+    assert all(0.5 < share < 1 for share in shares)  # one token may also be an end
+    warning, idle = err.splitlines()
+    assert warning.startswith(f"warning: step 0: {shares[0]:.0%} of the rollouts were cut off")
+    assert idle.startswith("warning: steps 0 to 2: ")
+    lines = [line for line in out.splitlines() if re.match(" +([0-9]+|step) ", line)]
+    assert lines[0].split()[:5] == ["step", "reward", "solved", "eval", "truncated"]
+    shown = {int(line.split()[0]): line.split()[-6] for line in lines[1:]}
+    assert shown == {step: f"{shares[step]:.3g}" for step in shown} and len(shown) == 3
 
 
 PER_PROMPT = "return state, None, 0.5 * (state % 2)"  # equal in a group, not in a step
