@@ -23,7 +23,7 @@ from full.checkpoint import newest_checkpoint
 from full.config import Config, resumed_config
 from full.files import whole_lines
 from full.ranks import Interrupted, Progress, advice_of, agree, joined, naming_lost_ranks
-from full.run import start_run
+from full.run import require_one_process, start_run
 from full.tasks import Task, TaskError, names_of
 from full.text import require_task
 
@@ -84,7 +84,7 @@ def run(
     if ended.signal == signal.SIGINT:
         raise KeyboardInterrupt(advice_of(out))
     if ended.signal:
-        raise Interrupted(ended.signal)
+        raise Interrupted(ended.signal, advice_of(out))
     metrics, checkpoint = left
     return Result(out, ended.solved, metrics, Path(checkpoint))
 
@@ -109,8 +109,7 @@ def audit(
              if isinstance(spec, str)}  # fmt: skip
     task, reward = (None if isinstance(thing, str) else thing for thing in (task, reward))
     objects = objects_of(task, reward, dataset, eval_dataset)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("an audit is one process: start it without torchrun")
+    require_one_process("an audit")
     with joined("cpu"):
         return audited(Path(run), step, group, **files, tell=tell, objects=objects)
 

@@ -17,6 +17,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -45,8 +46,8 @@ from full.lora import add_factors, merge
 from full.model_config import ModelConfig, read_json
 from full.optimizer import persistent_buffers
 from full.ranks import (
-    OBJECT, Interrupted, Progress, Stop, advice_of, agree, connect, current_device,
-    flags_to_resume, is_error_of_rank_0, raise_on_all_ranks, say, warn,
+    OBJECT, Interrupted, Progress, Stop, advice_of, agree, current_device, flags_to_resume,
+    is_error_of_rank_0, joined, raise_on_all_ranks, say, warn,
 )  # fmt: skip
 from full.tasks import Task, TaskError, asking
 from full.text import make_task
@@ -206,6 +207,11 @@ def start_run(config, progress=None, *, objects=None, log=None, goes_on=False) -
             # by tests/full/test_api.py::test_ranks_return_when_the_export_is_written.
             year = datetime.timedelta(seconds=config.YEAR)
             agree(finish, dist.new_group(backend="gloo", timeout=year))
+
+            # A signal in or after the last step ends nothing here. It is the program's then.
+            stop.close()
+            if stop.number and not ended.signal:
+                signal.raise_signal(stop.number)
         elif dist.get_rank() == 0:
             finish()
         return ended
@@ -423,8 +429,7 @@ ONE_PROCESS = dict(
 @contextlib.contextmanager
 def one_process(command, device="cpu", threads=1):
     """Make a process group of this process alone, unless there is one; yield the device."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError(f"{command} is one process: start it without torchrun")
+    require_one_process(command)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here")
 
@@ -432,11 +437,15 @@ def one_process(command, device="cpu", threads=1):
     if dist.is_initialized():
         yield "cpu"
         return
-    device = connect(device, threads=threads)
-    try:
+    with joined(device, threads=threads) as device:
         yield device
-    finally:
-        dist.destroy_process_group()
+
+
+def require_one_process(command):
+    """Raise ValueError if this process is one of several ranks."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if (dist.get_world_size() if dist.is_initialized() else world) > 1:
+        raise ValueError(f"{command} is one process: start it without torchrun")
 
 
 def policy_in(path, config, task, dtype, alone=False, merged=True):

@@ -228,6 +228,13 @@ def test_a_signal_saves_and_raises_and_the_run_goes_on(straight, number, error):
     assert len(result.metrics) == 4
 
 
+def test_a_signal_in_the_last_step_is_raised_when_all_is_written(straight):
+    with left_as_it_was(), pytest.raises(KeyboardInterrupt):
+        run(config_of(STEPS), log=strike(signal.SIGINT, 3))
+    assert Path("run/hf/model.safetensors").exists()
+    same_run(Path("run"), straight(STEPS))
+
+
 def test_a_second_ctrl_c_raises_at_once(monkeypatch):
     monkeypatch.setattr(ranks_py.Stop, "SAME_KEY_PRESS", 0.0)
 
@@ -442,7 +449,7 @@ class Other(Sort):
 Other.__name__ = "Sort"
 
 
-def test_an_audit_needs_the_runs_own_objects():
+def test_an_audit_needs_the_runs_own_objects(monkeypatch):
     run(CONFIG, task=Sort(CONFIG))
     before = contents(Path("run"))
     told = []
@@ -455,6 +462,9 @@ def test_an_audit_needs_the_runs_own_objects():
         late = complaint_of(audit, "run", task=Sort(CONFIG), step=9)
         assert "metrics.jsonl has no step 9" in late
         assert "no config.json" in complaint_of(audit, "nowhere")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert "an audit is one process" in complaint_of(audit, "run", task=Sort(CONFIG))
+        monkeypatch.delenv("WORLD_SIZE")
     assert contents(Path("run")) == before
 
 
