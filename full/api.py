@@ -165,12 +165,15 @@ def settings_of(config, objects) -> Config:
     if {"data", "eval_data"} & {*names} and config.task == Config.task:
         names["task"] = "jsonl"  # a dataset is nothing else
 
-    path = Path(config.out) / "config.json"
+    # A program may give a file as a Path. What else a value must not be, `check` says.
+    given = config.given()
+    names |= {name: f"{x}" for name, x in given.items() if isinstance(x, Path)}
+    path = Path(f"{config.out}") / "config.json"
     if config.resume and config.out and path.exists():
-        settings = resumed_config(path, config.given() | names)
+        settings = resumed_config(path, given | names)
     else:
         settings = dataclasses.replace(config, **names)
-    if {"reward", "data", "eval_data"} & {*names} and settings.task != "jsonl":
+    if {"reward", "data", "eval_data"} & {*objects} and settings.task != "jsonl":
         raise ValueError(f"reward, dataset and eval_dataset are for the task jsonl, and the task "
                          f"is {settings.task}")  # fmt: skip
     return settings.check()

@@ -286,7 +286,7 @@ def test_a_run_with_objects_goes_on_from_python_alone(capsys, straight):
     assert contents(Path("run")) == before
 
     # More steps: what was given wins, and all else is the run's own. An own file will do as well.
-    again = Config(out="run", resume=True, steps=6)
+    again = Config(out=Path("run"), resume=True, steps=6)
     assert "layers" not in again.given() and run(again, task=Sort(config)).metrics[5]
     longer = STEPS.replace("--steps 4", "--steps 6")
     same_run(Path("run"), straight(f"{longer} --size 6 --task {SORT}"))
@@ -342,6 +342,7 @@ JSONL = config_of(f"{STEPS} --task jsonl --model DIR --data rows.jsonl")
 ROWS = [{"question": "2 + 2?", "answer": "4"}]
 WRONG = {  # a run that raises before it writes anything: what it is given, and the text
     "no config": ((5,), {}, "expected a Config"),
+    "no directory": ((Config(out=5, resume=True),), {}, "--out must be str, got 5"),
     "a value": ((Config(steps=0),), {}, "--steps must be positive"),
     "a combination": ((Config(group=1),), {}, "--group 1 has no baseline"),
     "resume without out": ((Config(resume=True),), {}, "--resume needs --out DIR"),
@@ -539,7 +540,7 @@ def test_a_dataset_and_a_reward_give_the_run_of_their_files(model, flags, capsys
 
 
 def test_a_reward_that_fails_is_named_by_its_line(model):
-    config = config_of(f"{TINY} --max-new-tokens 12 --steps 1 --out run", model=str(model))
+    config = config_of(f"{TINY} --max-new-tokens 12 --steps 1 --out run", model=model)
     bad = [*QUESTIONS[:-1], {"answer": "2"}]
     with left_as_it_was():
         said = complaint_of(run, config, dataset=bad)
