@@ -44,7 +44,9 @@ from full.optimizer import persistent_buffers
 from full.ranks import quietly
 from full.report import as_page, as_text
 from full.rollouts import Sampler, Trajectory, at_once, draw_prompts, play_held_out
-from full.run import ERRORS, ONE_PROCESS, build, build_teacher, one_process, policy_in, shape_of
+from full.run import (
+    ERRORS, ONE_PROCESS, build, build_teacher, one_process, policy_in, require_base, shape_of,
+)  # fmt: skip
 from full.tasks import TaskError, asking, names_of
 from full.text import make_task
 from full.trainer import Trainer, keep_wide
@@ -360,11 +362,12 @@ class Case:
         if not self.config.kl_coef:
             return None
         if self.config.lora is not None:  # its base
-            model = policy_in(self.before, self.config, self.task, self.config.compute, merged=False)
+            c = self.config
+            model = policy_in(self.before, c, self.task, c.compute, merged=False)
             take_factors(model)
             return widened(model, dtype)
         reference = build(self.config, self.task)[2].to_empty(device="cpu")
-        read_reference(self.files.path, SimpleNamespace(reference=reference))
+        read_reference(self.files.path, SimpleNamespace(model=None, reference=reference))
         return widened(reference, dtype)
 
     def teacher(self, dtype):
@@ -623,6 +626,7 @@ def audited(
     files = RunFiles(run, task, reward, objects)
     config = files.config
     step = files.chosen_step(step)
+    require_base(config, run)
     task = make_task(config, objects)
     report = Report(str(run), step, config, show=task.show)
     say = report.intro.append

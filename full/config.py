@@ -672,7 +672,7 @@ def read_settings(path, given=()) -> dict:
             wrong.append(f"expected a field of Config, got {name}{advice_on(name, shown)}")
             continue
         kind, choices = fields[name].type, choices_of(fields[name])
-        is_number = kind is float and type(value) is int
+        is_number = kind is float and type(value) is int and value <= Config.LARGEST[float]
         if choices and value not in choices:
             wrong.append(f"{name}: expected one of {_shown(choices)}, got {value!r}")
         elif not choices and type(value) is not kind and not is_number:

@@ -37,12 +37,12 @@ from full.engine import Engine
 from full.exact import make_exact, require_exact_kernels
 from full.experts import give_router_bias
 from full.files import beside, cut_lines, writing
-from full.hf import copy_text_files, save_hf
+from full.hf import copy_text_files, load_hf, save_hf
 from full.logs import (
     Checkpointer, IdleWarning, Log, Logs, RewardWarning, RolloutLog, TruncationWarning,
     read_reference, write_reference,
 )  # fmt: skip
-from full.lora import add_factors, merge
+from full.lora import add_factors, give_factors, merge, take_factors
 from full.model_config import ModelConfig, read_json
 from full.optimizer import persistent_buffers
 from full.ranks import (
@@ -51,8 +51,8 @@ from full.ranks import (
 )  # fmt: skip
 from full.tasks import Task, TaskError, asking
 from full.text import make_task
-from full.trainer import Trainer, first_weights, keep_wide, plans_of
-from full.transformer import Transformer
+from full.trainer import Trainer, keep_wide, plans_of
+from full.transformer import Transformer, draw_weights
 from train_grpo import EVALUATION, ROLLOUT
 
 
@@ -457,10 +457,12 @@ def policy_in(path, config, task, dtype, alone=False, merged=True):
     shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
     model = empty_policy(config, shape).to_empty(device="cpu")
     if config.lora is not None:
-        require_base(config, Path(path).parent)
-        with torch.device("meta"):
-            whole = Transformer(model.config)
-        first_weights(model, whole, config.model, config.seed)
+        factors = take_factors(model)
+        if config.model:
+            load_hf(config.model, model=model)
+        else:
+            draw_weights(model, config.seed)
+        give_factors(model, config.lora, factors)
 
     # The weights alone: AdamW's two moments of each are twice as much again, and stay on the disk.
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()
@@ -565,7 +567,8 @@ def require_base(config, out):
     """Raise ValueError if --model is not what it was when the run began."""
     # A checkpoint of factors means nothing without the very base that they were trained beside.
     path = Path(out) / "base.json"
-    if config.model and read_json(path, what="the checksums of a base") != sums_of_base(config):
+    has_files = config.lora is not None and config.model
+    if has_files and read_json(path, what="the checksums of a base") != sums_of_base(config):
         raise ValueError(f"{config.model} (--model) is not what it was when {out} began, and its "
                          f"factors are of that base: put the old files back")  # fmt: skip
 

@@ -24,11 +24,12 @@ from full.config import TASKS, Config, add_flags, resumed_config
 from full.engine import Engine
 from full.files import beside
 from full.hf import load_hf
+from full.lora import save_factors
 from full.model_config import read_json
 from full.ranks import MAY_BE_OBJECTS, quietly
 from full.rollouts import Sampler, evaluate, play_held_out
 from full.run import (
-    ONE_PROCESS, one_process, policy_in, require_room, require_rows, write_hf,
+    ONE_PROCESS, one_process, policy_in, require_base, require_room, require_rows, write_hf,
 )  # fmt: skip
 from full.tasks import asking
 from full.text import Jsonl, Text, make_task, plain_prompt, template_of
@@ -58,12 +59,13 @@ def settings_of_run(run, given=None, imported=()) -> Config:
     return dataclasses.replace(resumed_config(path, again), **given)
 
 
-def load_policy(source, task=None, *, step=None, dtype="", device="cpu"):
+def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=True):
     """Load the policy of a run or of a Hugging Face directory, whole. Return the model and a name.
 
     task: of a run without --model, whose tokens are the task's.
     step: int. Of the run's checkpoint. Default: the newest undamaged one.
     dtype: str. Default: of a run its generator's, in which it evaluates; of a directory as stored.
+    merged: bool. Whether the factors of --lora-rank are added to their matrices.
     """
     if not is_run(source):
         if step is not None:
@@ -88,8 +90,10 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu"):
         raise ValueError(f"this run's model has its shape and text from --model {config.model}, "
                          f"which is gone: put it back")  # fmt: skip
 
+    require_base(config, source)
+
     def read(path):
-        return policy_in(path, config, task, dtype or config.rollout_dtype)
+        return policy_in(path, config, task, dtype or config.rollout_dtype, merged=merged)
 
     if step is None:
         path, model = read_newest(source, read)
@@ -418,6 +422,8 @@ def export(argv) -> int:
     parser.add_argument("directory", metavar="DIR", help="to write; not there yet, or empty")
     parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
     parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
+    parser.add_argument("--adapters", action="store_true", help="only the factors of --lora-rank, "
+                        "for PEFT")  # fmt: skip
     options = parser.parse_args(argv)
 
     # Nothing is deleted for this but an empty directory.
@@ -433,6 +439,9 @@ def export(argv) -> int:
     # A run without --model has a shape with its task's tokens. A task's file that only the run's
     # directory names is asked for and not imported.
     config = settings_of_run(options.run)
+    if options.adapters and config.lora is None:
+        raise ValueError(f"--adapters: {options.run} has none, because it began without "
+                         f"--lora-rank")  # fmt: skip
     if options.task and (config.model or config.task in TASKS):
         raise ValueError(f"--task is for a run with a task from a file: {options.run} needs none")
     task = None
@@ -441,8 +450,12 @@ def export(argv) -> int:
         task = make_task(settings_of_run(options.run, given, imported=("task",)))
     with one_process("an export"):
         dtype = config.dtype if config.is_mixed else ""  # the masters, as at the run's own end
-        model, name = load_policy(options.run, task, step=options.step, dtype=dtype)
-        write_hf(model, directory, config.model)
+        which = dict(step=options.step, dtype=dtype, merged=not options.adapters)
+        model, name = load_policy(options.run, task, **which)
+        if options.adapters:
+            save_factors(model, directory, config.model)
+        else:
+            write_hf(model, directory, config.model)
     print(f"wrote {directory}: {name}")
     return 0
 

@@ -30,10 +30,11 @@ from full.audit import Case, groups_again
 from full.batches import RolloutQueue, SampledBatch, collect
 from full.check import tiny_model
 from full.checkpoint import write_checkpoint
-from full.config import Config
+from full.config import LORA_TARGETS, Config
 from full.expected import Exact, metrics_by_hand
 from full.hf import save_hf
 from full.logs import do_step, rollout_line
+from full.lora import add_factors, is_factor, take_factors
 from full.model_config import ModelConfig
 from full.optimizer import clip_grad_norm, persistent_buffers, tensors_of, weights_to_store
 from full.places import full
@@ -41,7 +42,7 @@ from full.ranks import connect
 from full.run import ONE_PROCESS, build, build_teacher, own_shape
 from full.tasks import Task
 from full.text import make_task
-from full.trainer import Trainer, first_weights
+from full.trainer import Trainer, first_factors, first_weights
 from full.transformer import Transformer, draw_weights
 from full.trie import TokenTrie
 from full.weights import copy_weights
@@ -55,7 +56,9 @@ def built(config, task, device):
     """Policy, generator and reference of `build`, the policy in memory: on any device."""
     model, generator, reference = build(config, task)
     whole = copy.deepcopy(model)
+    factors = take_factors(whole)
     first_weights(model.to_empty(device=device), whole, config.model, config.seed)
+    first_factors(config, model, {name: p.shape for name, p in factors.items()})
     return model, generator, reference
 
 
@@ -117,6 +120,10 @@ STEPS = {  # settings that between them reach every line of `loss_definition` an
     "replayed routes, 2 updates": dict(
         replay_routes=True, generator_dtype="bfloat16", balance_coef=0.5, router_bias_rate=0.05,
         kl_coef=0.1, proximal=True, minibatches=2),
+    "LoRA, KL, 2 updates": dict(lora_rank=3, lora_alpha=6.0, kl_coef=0.1, minibatches=2),
+    "LoRA of experts, router and head": dict(
+        lora_rank=2, lora_targets="k_proj,o_proj,gate_proj,down_proj,gate,lm_head", kl_coef=0.1,
+        router_bias_rate=0.05, balance_coef=0.5, advantage="gae", proximal=True, minibatches=2),
     "GSPO, a teacher": dict(objective="gspo", clip_low=1e-3, clip_high=1e-3, teacher="tiny"),
 }  # fmt: skip
 
@@ -177,7 +184,8 @@ def step_error(device="cpu", **changes) -> float:
     assert trainer.policy_version > 1 and (config.overlong != "filter" or has_truncated(batch))
     worst = [abs(found[name] - x.value) / max(1.0, abs(x.value)) for name, x in truth.items()]
     hand = state.weights | persistent_buffers(state.model)
-    tensors = dict(model.named_parameters()) | persistent_buffers(model)
+    tensors = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    tensors |= persistent_buffers(model)
     worst += [(x.cpu() - hand[name]).abs().max().item() for name, x in tensors.items()]
     return float(max(worst))
 
@@ -218,10 +226,15 @@ FAMILIES = {
         num_hidden_layers=2, sparse_layers=(0, 1), router_bias_rate=0.05),
 }  # fmt: skip
 FAMILIES["biased moe"] = FAMILIES["replayed moe"] = FAMILIES["balanced moe"]
+FAMILIES["adapted moe"] = FAMILIES["balanced moe"]
+FAMILIES["adapted gemma"] = dict(model_type="gemma3_text", vocab_size=12)
 BALANCED = {  # their settings; a tree has no balance loss
     "balanced moe": dict(balance_coef=0.5, router_bias_rate=0.05),
     "biased moe": dict(router_bias_rate=0.05),
     "replayed moe": dict(router_bias_rate=0.05, replay_routes=True),
+    "adapted moe": dict(
+        router_bias_rate=0.05, lora_rank=3, lora_targets=f"{LORA_TARGETS},gate,lm_head"),
+    "adapted gemma": dict(lora_rank=2, lora_targets="q_proj,down_proj"),
 }  # fmt: skip
 PLANS = {  # name -> ranks, flags
     "d1": (1, {}),
@@ -261,7 +274,14 @@ def model_of(family):
     """The same random critic on every rank."""
     shape = dict(model_type=family) | FAMILIES[family]
     model = tiny_model(seed=2, **shape).add_value_head()
-    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    torch.nn.init.normal_(model.score.weight, generator=generator)
+    lora = setting(**BALANCED.get(family, {})).lora
+    if lora is not None:
+        add_factors(model, lora, torch.float64)
+        for name, p in model.named_parameters():
+            if is_factor(name):
+                torch.nn.init.normal_(p, std=0.2, generator=generator)
     return model
 
 
@@ -291,7 +311,7 @@ def three_steps(config, family, batch, device="cpu"):
     def watched(model, most):  # the gradients are whole then, and gone after the step
         places = model.part.places
         seen["grads"] = {name: full(p.grad, places[name]).clone()
-                         for name, p in model.named_parameters()}  # fmt: skip
+                         for name, p in model.named_parameters() if p.requires_grad}  # fmt: skip
         return clip_grad_norm(model, most)
 
     with mock.patch("full.trainer.clip_grad_norm", watched):

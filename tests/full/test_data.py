@@ -619,7 +619,7 @@ def runs_of(directory, tmp_path, monkeypatch):
     write(Path("rows.jsonl"), QUESTIONS)
     Path("rewards.py").write_text(REWARDS)
     flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --save-every 1 --out run"
-    flags += " --prompts 2 --group 4 --minibatches 1 --max-new-tokens 24"
+    flags += " --prompts 2 --group 4 --minibatches 1 --max-new-tokens 2"
 
     def run(more):
         return good(tmp_path, f"{flags} {more}")[1].splitlines()
@@ -640,6 +640,12 @@ WARNINGS = {  # the flags of a run of one step -> what it warns of
 
 
 @pytest.mark.parametrize("flags", shortened(WARNINGS, *[*WARNINGS][:1]))
-def test_a_run_whose_answers_have_one_reward_warns(runs_of, flags):
+def test_a_run_whose_answers_have_one_reward_warns(runs_of, flags, process_group):
+    """Though some answers are cut off, which have reward 0 and are not asked about."""
     expected = WARNINGS[flags]
-    assert runs_of(f"--steps 2 {flags}") == ([expected] if expected else [])
+    assert runs_of(f"--steps 1 {flags}") == ([expected] if expected else [])
+    (first,) = json_lines(Path("run/metrics.jsonl"))
+    assert 0 < first["tokens/truncated_fraction"] < 0.5
+    assert (first["reward/values"] == 1) == ("close" not in flags)
+    if flags == "--reward rewards.py:constant":
+        assert audited("run", reward="rewards.py:constant").wrong is None

@@ -10,6 +10,7 @@ from test_ranks import TASK, _train, largest_difference, learns_something, ranks
 from test_ranks import run_of, trained  # noqa: F401, a fixture
 
 from full.check import tiny
+from full.config import LORA_TARGETS
 from full.hf import save_hf
 from full.transformer import Transformer
 
@@ -21,6 +22,10 @@ BASES = {
     "critic": f"{SHAPE} --advantage gae --kl-coef 0.05 --proximal",
     "experts": f"{TASK} --lr 0.005 --model MIXTURE",
 }
+# The bonus, because these prompts give no reward, and a gradient that is rounding moves AdamW, too.
+FACTORS = "--lora-rank 3 --lora-alpha 6 --kl-coef 0.05 --minibatches 2 --entropy-coef 0.1"
+BASES["lora"] = f"{BASES['experts']} {FACTORS} --lora-targets {LORA_TARGETS},gate,lm_head"
+BASES["dense-lora"] = f"{SHAPE} {FACTORS}"
 BASES["routes"] = f"{BASES['experts']} --replay-routes"
 BASES["forks"] = f"{BASES['old']} --forks 2 --fork-turns 1 --advantage per_branch"
 # A line: the base; steps by default, and behind `-m slow`; ranks; flags that must change nothing,
@@ -97,6 +102,19 @@ routes - 3 2 --plan d2e2 --tree dta --chunk-tokens 9 --recompute : --staleness 1
 routes - 3 2 --plan p2 : --batch-rows 3 --dynamic-sampling --entropy-coef 0
 routes - 3 2 --tree sparse --data-parallel fsdp : --advantage gae --proximal
 routes - 3 4 --plan d2t2e4|d4
+lora 2 - 2 --plan t2e2|d2e2
+lora - 4 2 --plan p2 : --advantage gae
+dense-lora - 4 2 --plan p2 --pp-schedule zbv
+dense-lora - 4 2 --plan p2 --pp-schedule interleaved1f1b
+dense-lora - 4 2 --plan d2 --data-parallel fsdp --ac op
+lora - 4 2 --plan t2|d2 --data-parallel fsdp : --staleness 1
+lora - 4 2 --plan d2e2 --tree dta --chunk-tokens 9 --recompute
+lora - 4 2 --tree sparse --data-parallel zero1 : --forks 2 --fork-turns 1 --advantage per_branch
+lora - 4 4 --plan d2t2e4|p2d2e2 --data-parallel fsdp
+lora - 4 4 --plan p2t2 --tree sparse
+lora - 4 2 --plan d2 --ac full --data-parallel fsdp --offload
+lora - 4 2 --plan c2 --cp-method ulysses
+lora - 4 2 --plan t2 : --replay-routes
 experts - 20 2 --plan t2e2|d2e2
 experts - 20 2 --plan d2e2|t2
 experts - 20 4 --plan d2t2e4|d4 --data-parallel fsdp

@@ -483,6 +483,8 @@ WRONG_FILES = {  # a file of settings, its text, and what is said of it
     ("a.toml", "steps = '3'\nlr = true"):
         "--config a.toml: steps: expected int, got '3'; lr: expected float, got True",
     ("a.toml", "steps = 3.0"): "steps: expected int, got 3.0",
+    ("a.toml", f"lr = 1{400 * '0'}"): "lr: expected float, got 1000",
+    ("a.toml", "lr = nan"): "--lr must be finite and at least 0, got nan",
     ("a.toml", "debug = 1"): "debug: expected bool, got 1",
     ("a.toml", "kl = 'k4'"): "kl: expected one of k1, k3, got 'k4'",
     ("a.toml", "[model]\nlayers = 1"): "model: expected str, got {'layers': 1}",
@@ -716,7 +718,8 @@ def test_help_shows_every_field_with_its_comment_under_its_title(capsys):
         "--eval-data str", "output: --save-every")]  # fmt: skip
     assert places == sorted(places)
     for name, row in Config.BY_START.items():  # the default of each start
-        numbers = f"[{row['random']}; with --demos {row['demos']}; with --model {row['model']}]"
+        numbers = f"[{row['random']}; with --demos {row['demos']}; with --model {row['model']}, "
+        numbers += f"and with --lora-rank too {row['lora']}]"
         flag = name.replace("_", "-")
         assert re.search(rf"--{flag} float [^\[]*{re.escape(numbers)}", shown), name
 

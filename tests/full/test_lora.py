@@ -1,0 +1,406 @@
+"""LoRA: factors beside a frozen base, under every plan, in files, in a sampler and in an audit."""
+
+import copy
+import json
+from unittest import mock
+
+import peft
+import pytest
+import torch
+import transformers
+from conftest import shortened, slow
+from measure_grpo import PLANS, TREES, run_cells, truths
+from safetensors import safe_open
+from test_ranks import TASK, _train, largest_difference, ranks, read_metrics, trained
+from test_run import good, refused
+
+from full import lora, places
+from full.audit import audited
+from full.batches import RolloutQueue
+from full.check import TINY, tiny, tiny_model
+from full.config import LORA_TARGETS, Config, parse_config
+from full.hf import load_hf, save_hf
+from full.logs import do_step
+from full.lora import Lora, add_factors, is_factor, matrix_of, merged
+from full.optimizer import LocalOptimizer, weights_to_store
+from full.places import full
+from full.run import build
+from full.talk import load_policy, main
+from full.text import make_task
+from full.trainer import Trainer
+from full.transformer import Transformer
+
+ALL = tuple(LORA_TARGETS.split(","))
+
+
+def adapted(family="qwen3_moe", dtype=torch.float64, targets=ALL, **shape):
+    """A small model, and the same one with random factors."""
+    shape = dict(num_experts=4, sparse_layers=(1,)) | shape if family == "qwen3_moe" else shape
+    plain = tiny_model(family, dtype=dtype, vocab_size=12, **shape)
+    model = add_factors(copy.deepcopy(plain), Lora(3, 6.0, targets), dtype)
+    generator = torch.Generator().manual_seed(0)
+    for name, p in model.named_parameters():
+        if is_factor(name):
+            torch.nn.init.normal_(p, std=0.2, generator=generator)
+    return plain, model
+
+
+# One model -------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("family", TINY)
+def test_factors_have_the_gradients_of_a_merged_matrix(family):
+    """Log-probs are those of a model with W + 2 B A, and dA = 2 B^T dW, dB = 2 dW A^T."""
+    targets = ALL if tiny(family).tie_word_embeddings else (*ALL, "lm_head")
+    targets = (*targets, "gate") if family == "qwen3_moe" else targets
+    plain, model = adapted(family, targets=targets)
+    tokens, targets = torch.randint(12, (2, 9)), torch.randint(12, (18,))
+    whole = dict(plain.named_parameters())
+    factors = {name: p for name, p in model.named_parameters() if is_factor(name)}
+    pairs = {}
+    for name in factors:
+        if name.endswith("lora_A"):
+            at = name.replace(".lora_A", ".weight").replace("_lora_A", "")
+            pairs[at] = factors[name], factors[name[:-1] + "B"]
+            whole[at].data += 2.0 * pairs[at][1].detach() @ pairs[at][0].detach()
+    assert len(pairs) >= 14
+
+    upstream = torch.randn(2, 18, dtype=torch.float64)
+    for one in (plain, model):
+        scores = one.logprobs(one.hidden(tokens).flatten(0, 1), targets, temperature=0.7)
+        (torch.stack(scores) * upstream).sum().backward()
+        one.found = torch.stack(scores).detach(), one(tokens).detach()
+    for found, truth in zip(model.found, plain.found):
+        assert (found - truth).abs().max() < 1e-12
+    for at, (A, B) in pairs.items():
+        dW = whole[at].grad
+        assert dW.abs().max() > 1e-6, at
+        assert (A.grad - 2.0 * B.mT @ dW).abs().max() < 1e-11, at
+        assert (B.grad - 2.0 * dW @ A.mT).abs().max() < 1e-11, at
+
+    # Only factors have gradients; the base alone is the model before.
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == factors.keys()
+    before = adapted(family)[0](tokens)
+    with lora.base_of(model):
+        assert torch.equal(model(tokens), before)
+    assert (model(tokens) - before).abs().max() > 0.01
+
+
+@pytest.mark.quick
+def test_the_first_factors_are_drawn_by_their_names_and_change_nothing(process_group):
+    config = Config(dtype="float64", lora_rank=4, layers=2, hidden=16, heads=2)
+    plain = Config(dtype="float64", layers=2, hidden=16, heads=2)
+
+    models = [Trainer(c, build(c, make_task(c))[0]).model for c in (config, plain)]
+    factors = {n: p for n, p in models[0].named_parameters() if is_factor(n)}
+    base = {n: p for n, p in models[0].named_parameters() if not is_factor(n)}
+    assert all(torch.equal(p, base[n]) for n, p in models[1].named_parameters())
+    drawn = [p.flatten() for name, p in factors.items() if name.endswith("A")]
+    assert len(drawn) == 14 and all(not p.any() for n, p in factors.items() if n.endswith("B"))
+    for p in drawn[:2]:  # q and k of 16 inputs: within 1 / 4, of variance 1 / 48
+        assert p.abs().max() < 0.25 and 0.7 < p.var() * 48 < 1.3
+    assert len({p[0].item() for p in drawn}) == 14
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(models[0](tokens), models[1](tokens))
+
+
+# Plans and trees -------------------------------------------------------------------------------
+
+SOME = [("t2", "sparse", "adapted moe"), ("d2e2", "dta", "adapted moe")]
+MORE = [(plan, tree, family) for plan in PLANS for tree in TREES
+        for family in ("adapted moe", "adapted gemma")]  # fmt: skip
+
+
+def _truths(rank):
+    return truths(["adapted moe", "adapted gemma"])
+
+
+def _run_cells(rank, *given):
+    return run_cells(*given)
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    return ranks(tmp_path_factory.mktemp("one"), 1, _truths)[0]
+
+
+@pytest.mark.parametrize("world, cells", [(2, SOME), *slow(*((n, MORE) for n in (1, 2, 4)))])
+def test_every_plan_and_tree_trains_factors_as_one_process(truth, tmp_path, world, cells):
+    """Loss, gradients, clip norm and weights of three steps, and the routers' biases."""
+    parts = ranks(tmp_path, world, _run_cells, world, cells, *truth)
+    errors = [error for part in parts for error in part.values() if error != "refused"]
+    assert len(errors) >= 2 * world and max(errors) < 2e-11
+
+
+def _slip_cells(rank, slip, *given):
+    with SLIPS_OF_RANKS[slip]():
+        return run_cells(*given)
+
+
+def _without_sums():
+    """Each t rank trains an A of its own, from its part of the gradient."""
+    ordinary = lora.place_of_factor
+
+    def slipped(name, shapes, grid, mode):
+        sums = places.place_of(matrix_of(name), shapes[matrix_of(name)], grid, mode, False).sums
+        return ordinary(name, shapes, grid, mode)._replace(sums=sums)
+
+    return mock.patch("full.lora.place_of_factor", slipped)
+
+
+def _one_rank_updates():
+    """Only rank 0 updates the factors."""
+
+    ordinary = LocalOptimizer.step
+
+    def slipped(self):
+        if torch.distributed.get_rank() == 0:
+            ordinary(self)
+
+    return mock.patch.object(LocalOptimizer, "step", slipped)
+
+
+def _alpha_alone():
+    return mock.patch.object(Lora, "scale", property(lambda self: self.alpha))
+
+
+SLIPS_OF_RANKS = {"without sums": _without_sums, "one rank": _one_rank_updates,
+                  "alpha": _alpha_alone}  # fmt: skip
+
+
+@pytest.mark.parametrize("slip", shortened(SLIPS_OF_RANKS, "without sums"))
+def test_planted_slips_of_ranks_are_large_errors(truth, tmp_path, slip):
+    parts = ranks(tmp_path, 2, _slip_cells, slip, 2, [("t2", "disabled", "adapted moe")], *truth)
+    assert max(error for part in parts for error in part.values()) > 1e-3
+
+
+# Runs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The directory of a model with experts, and flags of a run of factors beside it."""
+    folder = tmp_path_factory.mktemp("base")
+    shape = dict(vocab_size=12, num_experts=4, eos_token_id=(1,), sparse_layers=(1,))
+    save_hf(tiny_model("qwen3_moe", initializer_range=0.2, **shape), folder)
+    small = "--lr 0.02 --entropy-coef 0.1 --steps 2 --eval-every 1 --save-every 1 --prompts 3 --group 4"
+    return folder, f"{TASK} {small} --model {folder} --lora-rank 3 --lora-alpha 6"
+
+
+def _pushed(rank, flags):
+    """What a push gives the generator, and what base and factors say, after two updates."""
+
+    config = parse_config(flags.split()).check()
+    model, generator, reference = build(config, make_task(config))
+    trainer = Trainer(config, model, generator=generator, reference=reference)
+    before = {n: full(p, trainer.model.part.places[n]).clone()
+              for n, p in trainer.model.named_parameters()}  # fmt: skip
+    trainer.push_weights()
+    do_step(config, RolloutQueue(config, make_task(config), trainer), trainer, 0)
+    trainer.push_weights()
+    masters = weights_to_store(trainer.model, trainer.optimizer)
+    held = {name: full(p.detach()) for name, p in masters.items()}
+    for name in held:
+        assert torch.equal(before[name], held[name]) != is_factor(name), name
+    target = trainer.sampler.model
+    found = {n: full(p, target.part.places[n]) for n, p in target.named_parameters()}
+    assert trainer.reference is (trainer.model if config.kl_coef else None)
+    return held, found, trainer.model.lora.scale
+
+
+PUSHES = {"d1": 1, "d2": 2, "t2": 2, "t2|d2": 2, "d2e2": 2, "d2t2e4|p2d2e2": 4, "p2t2": 4}
+
+
+@pytest.mark.parametrize("plan", shortened(PUSHES, "d1", "t2|d2"))
+@pytest.mark.parametrize("more", ["--kl-coef 0.1", *slow(("--data-parallel fsdp",))])
+def test_what_reaches_the_generator_is_the_base_and_the_factors(base, tmp_path, plan, more):
+    """Bit for bit, in the generator's dtype, wherever a matrix is cut."""
+    dtypes = "--dtype float32 --compute-dtype bfloat16 --generator-dtype float32"
+    more += f" --plan {plan} {dtypes}"
+    for held, found, scale in ranks(tmp_path, PUSHES[plan], _pushed, f"{base[1]} {more}"):
+        assert not any(map(is_factor, found))
+        adapted_ones = 0
+        for name in held.keys() & found.keys():  # a stage has some of the source's layers
+            x = found[name]
+            A, B = (name.removesuffix("weight") + ("_" * (".experts." in name)) + f"lora_{letter}"
+                    for letter in "AB")  # fmt: skip
+            truth = held[name].float()
+            if A in held:
+                adapted_ones += 1
+                truth = truth + scale * (held[B].float() @ held[A].float())
+            assert torch.equal(x, truth), name
+        assert adapted_ones >= 10 or "p2" in plan and adapted_ones >= 5
+
+
+@pytest.mark.parametrize("chain", [
+    ((2, "--plan t2"), (1, "--plan d1 --tree sparse --resume")),
+    *slow((((2, "--plan p2"), (2, "--plan d2 --data-parallel fsdp --resume"),
+            (2, "--plan d2e2 --resume")),)),
+])
+def test_a_run_of_factors_goes_on_under_another_plan(base, tmp_path, chain):
+    """As one process without a stop; a checkpoint holds nothing of the base."""
+    flags = f"{base[1]} --kl-coef 0.05 --minibatches 2".replace("--steps 2", "")
+    out = tmp_path / "run"
+    for n, (world, more) in enumerate(chain, 1):
+        good(tmp_path, f"{flags} --steps {n} --out {out} {more}", world)
+    truth = trained(tmp_path, 1, f"{flags} --steps {len(chain)}")
+
+    assert largest_difference(read_metrics(out), truth) < 1e-9
+
+    names = set()
+    for file in (out / f"step-{len(chain):08d}").glob("*.safetensors"):
+        names |= {*safe_open(file, "pt").keys()}
+    assert names and all("lora_" in name for name in names)
+
+
+def test_export_merges_and_an_adapter_is_read_by_peft_and_by_lora_from(tmp_path):
+    """A dense model: transformers' logits of the export, and peft's of the adapter, to 1e-6."""
+
+    folder = tmp_path / "dense"
+    save_hf(tiny_model("qwen2", vocab_size=12, eos_token_id=(1,), dtype=torch.float32), folder)
+    flags = f"{TASK} --dtype float32 --model {folder} --lora-rank 3 --lora-alpha 7".replace(
+        "--dtype float64", "")  # fmt: skip
+    good(tmp_path, f"{flags} --steps 2 --lr 0.02 --entropy-coef 0.1 --prompts 2 --group 4 --out {tmp_path}/run")
+    model, _ = load_policy(tmp_path / "run")
+    tokens = torch.randint(12, (2, 9))
+    truth = model(tokens)
+    assert type(model) is Transformer
+    assert (truth - load_hf(folder)(tokens)).abs().max() > 1e-3
+
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf")
+    assert (hf(tokens).logits - truth).abs().max() < 1e-5
+
+    assert main(["export", f"{tmp_path}/run", f"{tmp_path}/adapter", "--adapters"]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    assert (theirs(tokens).logits - truth).abs().max() < 1e-5
+
+    # The same factors again, by peft and by a run that begins with them.
+    theirs.save_pretrained(tmp_path / "again")
+    again = f"{flags} --steps 1 --prompts 2 --group 4 --lora-from {tmp_path}/again"
+    good(tmp_path, f"{again} --lr 1e-30 --out {tmp_path}/second")
+    assert (load_policy(tmp_path / "second")[0](tokens) - truth).abs().max() < 1e-6
+    refused(tmp_path, f"{again.replace('rank 3', 'rank 4')} --out {tmp_path}/third", "r 3, not 4")
+
+
+def test_a_base_that_changed_is_refused(base, tmp_path):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    for file in base[0].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    flags = f"{base[1].replace(str(base[0]), str(folder))} --out {tmp_path}/run"
+    good(tmp_path, flags.replace("--steps 2", "--steps 1"))
+    refused(tmp_path, f"{flags} --resume --lora-alpha 7", "--resume cannot change --lora-alpha")
+    save_hf(tiny_model("qwen3_moe", seed=5, vocab_size=12, num_experts=4, sparse_layers=(1,),
+                       eos_token_id=(1,)), folder)  # fmt: skip
+    refused(tmp_path, f"{flags} --resume", "is not what it was when")
+    with pytest.raises(ValueError, match="put the old files back"):
+        load_policy(tmp_path / "run")
+
+
+AUDITED = {
+    "float64": "--kl-coef 0.05 --minibatches 2",
+    "float32": "--dtype float32 --kl-coef 0.05 --proximal",
+    "bfloat16": "--dtype float32 --compute-dtype bfloat16",
+    "critic": "--dtype float32 --advantage gae --tree sparse",
+}
+SLIPS = {  # name -> what it does, and the row of the audit that is outside
+    "a push without factors": (
+        lambda: mock.patch("full.weights.merged", lambda weight, *given: weight), "sampling"),
+    "alpha in the sampler": (
+        lambda: mock.patch("full.weights.merged", lambda W, A, B, scale, at: merged(
+            W, A, B, 3 * scale, at)), "sampling"),
+    "a reference with factors": (
+        lambda: mock.patch("full.lora.base_of", lambda model: mock.MagicMock()), "kl/token_mean_first"),
+}  # fmt: skip
+
+
+def _run(flags, out, slip=None):
+
+    with SLIPS[slip][0]() if slip else mock.MagicMock():
+        _train(0, flags, out)
+
+
+@pytest.mark.parametrize("name", shortened(AUDITED, "float32"))
+def test_the_step_by_hand_has_the_base_and_the_factors(base, process_group, tmp_path, name):
+    flags = f"{base[1]} {AUDITED[name]} --log-rollouts all --save-every 1"
+    good(tmp_path, f"{flags} --out {tmp_path}/run")
+    for group in (None, 1):
+        report = audited(tmp_path / "run", 1, group)
+        assert report.wrong is None, [row for row in report.rows if not row.ok]
+    assert any(row.key == "parameters" for row in report.rows)
+
+
+def _slipped_run(rank, flags, out, slip):
+    _run(flags, out, slip)
+
+
+@pytest.mark.parametrize("slip", shortened(SLIPS, "a push without factors"))
+def test_the_audit_names_planted_slips(base, process_group, tmp_path, slip):
+    flags = f"{base[1]} {AUDITED['float64']} --log-rollouts all"
+    ranks(tmp_path, 1, _slipped_run, flags, tmp_path / "run", slip)
+    assert audited(tmp_path / "run", 1).wrong == SLIPS[slip][1]
+
+
+# What is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("more, text", [
+    (dict(exact=True), "--exact has no --lora-rank"),
+    (dict(kl_coef=0.1, demos=5), "has its base as the reference"),
+    (dict(lora_rank=0, lora_alpha=7.0), "--lora-alpha needs --lora-rank"),
+    (dict(lora_rank=0, lora_from="x"), "--lora-from needs --lora-rank"),
+])  # fmt: skip
+def test_settings_that_factors_do_not_have_are_refused(more, text):
+    with pytest.raises(ValueError, match=text):
+        Config(**dict(lora_rank=2) | more).check()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("family, target, text", [
+    ("qwen2", "qkv_proj", "no matrix to adapt called 'qkv_proj'"),
+    ("qwen2", "", "no matrix to adapt called ''"),
+    ("gemma3_text", "lm_head", "its head is its embedding"),
+    ("qwen2", "score", "'score'"), ("qwen2", "embed_tokens", "'embed_tokens'"),
+])  # fmt: skip
+def test_targets_that_a_model_does_not_have_are_refused(family, target, text):
+    with pytest.raises(ValueError, match=text):
+        add_factors(tiny_model(family).add_value_head(), Lora(2, 1.0, ("q_proj", target)), None)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("key, value", [
+    ("use_rslora", True), ("use_dora", True), ("bias", "all"), ("rank_pattern", {"q_proj": 4}),
+    ("modules_to_save", ["score"]), ("r", 5), ("lora_alpha", 1), ("peft_type", "LOHA"),
+])  # fmt: skip
+def test_an_adapter_that_means_something_else_is_refused(tmp_path, key, value):
+    _, model = adapted("qwen2")
+    shapes = {name: p.shape for name, p in model.named_parameters() if is_factor(name)}
+    lora.save_factors(model, tmp_path, "")
+    other = copy.deepcopy(model)
+    for name, p in other.named_parameters():
+        p.data.zero_()
+    lora.load_factors(tmp_path, other, shapes)
+    assert all(torch.equal(p, model.get_parameter(name)) for name, p in other.named_parameters()
+               if is_factor(name))  # fmt: skip
+    raw = json.loads((tmp_path / "adapter_config.json").read_text()) | {key: value}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=key):
+        lora.load_factors(tmp_path, model, shapes)
+
+
+@pytest.mark.quick
+def test_an_adapter_of_other_matrices_or_of_experts_is_refused(tmp_path):
+    _, model = adapted("qwen2")
+    lora.save_factors(model, tmp_path, "")
+    _, fewer = adapted("qwen2", targets=("q_proj",))
+    shapes = {name: p.shape for name, p in fewer.named_parameters() if is_factor(name)}
+    with pytest.raises(ValueError, match="absent here"):
+        lora.load_factors(tmp_path, fewer, shapes)
+    with pytest.raises(ValueError, match="no factors of experts"):
+        lora.save_factors(adapted()[1], tmp_path, "")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        lora.load_factors(tmp_path, model, shapes)
