@@ -22,7 +22,7 @@ from full.audit import Report, audited
 from full.checkpoint import newest_checkpoint
 from full.config import Config, resumed_config
 from full.files import whole_lines
-from full.ranks import Interrupted, Progress, advice_of, agree, joined, naming_lost_ranks
+from full.ranks import Interrupted, Progress, agree, joined, naming_lost_ranks
 from full.run import require_one_process, start_run
 from full.tasks import Task, TaskError, names_of
 from full.text import require_task
@@ -81,10 +81,11 @@ def run(
         ended = start_run(config, progress, objects=objects, log=log, goes_on=True)
         out = Path(ended.out)
         left = agree(lambda: (whole_lines(out / "metrics.jsonl"), newest_checkpoint(out)))
-    if ended.signal == signal.SIGINT:
-        raise KeyboardInterrupt(advice_of(out))
     if ended.signal:
-        raise Interrupted(ended.signal, advice_of(out))
+        text = f"full.api.run(Config(out={str(out)!r}, resume=True), ..) goes on"
+        if ended.signal == signal.SIGINT:
+            raise KeyboardInterrupt(text)
+        raise Interrupted(ended.signal, text)
     metrics, checkpoint = left
     return Result(out, ended.solved, metrics, Path(checkpoint))
 
