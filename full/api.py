@@ -6,9 +6,9 @@
     print(result.solved, audit(result, task=MyTask()).verdict)
 
 A run is the command line's: the same settings, directory, metrics and resume, bit for bit, in one
-process, in a notebook, or as a script under torchrun. Objects stand where a flag names a file, on
-every rank. A wrong setting is a ValueError, an error in a task a TaskError, and no call ends the
-process. After a call all is as before: signals, threads, process groups.
+process, in a notebook, or in a script under torchrun. Every rank gives objects where a flag names a
+file. A wrong setting is a ValueError, an error in a task is a TaskError, and no call ends the
+process. After a call, signal handlers, threads and process groups are as they were before.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ __all__ = "Config", "Interrupted", "Report", "Result", "Task", "TaskError", "aud
 
 @dataclass(frozen=True)
 class Result:
-    """What a run has left. It stands for the directory wherever a path may stand.
+    """What a run has left. A function that takes a path takes it as the run's directory.
 
     out: Path. The run's directory. Its folder hf has the last weights for transformers.
     solved: float. Which part of the held-out prompts the last weights solve.
@@ -58,13 +58,13 @@ def run(
         were not given are the stored run's.
     task: an object with the methods of `Task`. Default: the task that config.task names.
     reward: function (text, row) -> number. For the task jsonl, in place of its --reward.
-    dataset: rows, each a dict as a line of --data. It makes the task jsonl, which needs --model.
+    dataset: rows, each a dict like a line of --data. The task is then jsonl, which needs --model.
     eval_dataset: rows to evaluate on. Default: the tenth of the dataset that is held out.
     log: function of a step's metrics, a dict: a line of metrics.jsonl. Rank 0 calls it.
 
-    A process group that is on is used and kept. Ctrl-C ends the run after the step: it saves, and
-    KeyboardInterrupt is raised. A second Ctrl-C raises it at once. SIGTERM saves too, and
-    `Interrupted` is raised. Only the main thread sees signals.
+    A process does one run at a time. A process group that is on is used and kept. Ctrl-C ends the
+    run after the step: it saves, and KeyboardInterrupt is raised. A second Ctrl-C raises it at
+    once. SIGTERM saves too, and `Interrupted` is raised. Only the main thread sees signals.
     """
     if not isinstance(config, Config):
         raise ValueError(f"expected a Config of full.api, got {config!r}")
@@ -116,7 +116,7 @@ def audit(
 
 
 def objects_of(task, reward, dataset, eval_dataset) -> dict:
-    """Return {field of Config: object} of what was given; ValueError if one is not what it is."""
+    """Return {field of Config: object} of what was given; ValueError for an object of no use."""
     objects = dict(task=task, reward=reward, data=dataset, eval_data=eval_dataset)
     objects = {name: thing for name, thing in objects.items() if thing is not None}
     if "task" in objects:

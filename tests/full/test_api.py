@@ -34,6 +34,7 @@ from full.api import Config, Interrupted, Task, TaskError, audit, run
 from full.checkpoint import checkpoints
 from full.config import parse_config
 from full.run import locked
+from full.tasks import file_of
 
 STEPS = f"{TINY} --out run --save-every 2 --steps 4"
 
@@ -555,6 +556,21 @@ def test_a_reward_that_fails_is_named_by_its_line(model):
         none = dict(dataset=QUESTIONS, reward=lambda text, row: None)
         other = dataclasses.replace(config, out="none")
         assert "gave None for" in complaint_of(run, other, **none)
+
+
+class Scorer:
+    def __call__(self, text, row):
+        return 1.0
+
+
+@pytest.mark.quick
+def test_the_file_of_any_callable_is_known():
+    """It is named in errors. A function of C has none."""
+    wrapped = functools.wraps(share)(lambda text, row: share(text, row))
+    bound = Scorer().__call__
+    for function in (share, functools.partial(share), wrapped, Scorer(), bound, Scorer):
+        assert file_of(function) == __file__
+    assert file_of(max) == repr(max)
 
 
 # The manual's loggers, and the notebook ------------------------------------------------------
