@@ -662,6 +662,7 @@ def test_the_cells_of_the_notebook_run_and_print_what_it_shows(steps, capsys):
         source = "".join(cell["source"])
         if steps:
             source = re.sub(r"\bsteps=\d+", f"steps={steps}", source)
+            source = re.sub(r"\bgroup=\d+", "group=4", source)
         exec(compile(source, f"<cell {cell['execution_count']}>", "exec"), space)
         out, stored = capsys.readouterr().out, printed(cell)
         shown = [data for output in cell["outputs"] for data in output.get("data", ())]
