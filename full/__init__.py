@@ -44,4 +44,7 @@ Training:
     full/objectives.py: grpo_loss
     full/advantages.py: advantages
     full/__main__.py: main
+
+From Python:
+    full/api.py: run, audit, Result
 """

@@ -58,7 +58,8 @@ def main(argv) -> int:
         progress = Progress()
         with naming_lost_ranks(progress):
             connect(config.device, timeout=config.timeout, threads=config.threads)
-            code = start_run(config, progress)
+            number = start_run(config, progress).signal
+            code = 128 + number if number else 0
     except ERRORS as error:
         return report(error, alike)
     except KeyboardInterrupt:  # a Ctrl-C before the first step; from there on Stop has it

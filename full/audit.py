@@ -47,7 +47,7 @@ from full.rollouts import Sampler, Trajectory, at_once, draw_prompts, play_held_
 from full.run import (
     ERRORS, ONE_PROCESS, build, build_teacher, one_process, policy_in, require_base, shape_of,
 )  # fmt: skip
-from full.tasks import TaskError, asking
+from full.tasks import TaskError, asking, names_of
 from full.text import make_task
 from full.trainer import Trainer, keep_wide
 from train_grpo import ROLLOUT
@@ -57,14 +57,16 @@ class RunFiles:
     """Read a run's directory: configuration, metrics, rollouts, checkpoints.
 
     Nothing is written there, nothing is locked, and no file that the run names is imported: the
-    auditor gives the run's FILE.py:Class and FILE.py:function again, as `task` and `reward`.
+    auditor gives the run's FILE.py:Class and FILE.py:function again, as `task` and `reward`, and
+    its objects, if it was made by full.api.
     """
 
-    def __init__(self, run, task="", reward=""):
+    def __init__(self, run, task="", reward="", objects=None):
         self.path = Path(run)
         if not (self.path / "config.json").exists():
             raise ValueError("it holds no config.json; give the directory of a run")
         given = {name: spec for name, spec in (("task", task), ("reward", reward)) if spec}
+        given |= names_of(objects)
         config = resumed_config(self.path / "config.json", given)
 
         # One process needs no plan and no engine, and by hand sums have any order. It keeps the
@@ -611,18 +613,21 @@ class Report:
                 f"{own + others:.15g}, loss/token_mean by hand")  # fmt: skip
 
 
-def audited(run, step=None, group=None, task="", reward="", tell=lambda line: None) -> Report:
+def audited(
+    run, step=None, group=None, task="", reward="", tell=lambda line: None, objects=None
+) -> Report:
     """Do a step of a run again by hand, and compare it with the run's files.
 
     The arguments have the names and meanings of the command line's, see `main`. Without `group`,
     the first group with unequal rewards is shown. Raises ValueError if the step cannot be audited.
     tell: a function. It gets lines that say how far the audit is.
+    objects: {field of Config: object}, of a run that full.api has made. Default: none.
     """
-    files = RunFiles(run, task, reward)
+    files = RunFiles(run, task, reward, objects)
     config = files.config
     step = files.chosen_step(step)
     require_base(config, run)
-    task = make_task(config)
+    task = make_task(config, objects)
     report = Report(str(run), step, config, show=task.show)
     say = report.intro.append
     with tempfile.TemporaryDirectory() as room:

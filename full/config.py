@@ -26,6 +26,7 @@ from full.metrics import glossary
 from full.model_config import read_json
 from full.objectives import AGGREGATIONS, OBJECTIVES
 from full.plans import Plan, letters_table, plans_on_same_ranks
+from full.ranks import MAY_BE_OBJECTS, OBJECT
 from full.weights import require_generator_plan
 
 # What --help ends with. full/RECIPES.md has the settings of other code bases that mean the same.
@@ -213,6 +214,12 @@ class Config(train_grpo.Config):
     YEAR = 365 * 24 * 3600  # in seconds: --timeout goes to a clock in C++ that overflows later
     ZERO = "lr_warmup", "gae_lambda", "save_every"  # may be 0
 
+    def __new__(cls, *args, **given):
+        """Remember the names that were given, for `given`."""
+        self = super().__new__(cls)
+        self._named = frozenset(given)
+        return self
+
     def __post_init__(self):
         # A checkpoint that demonstrations have taught more is still a checkpoint. From here on the
         # fields are numbers, also in config.json: a resumed run has those that it began with.
@@ -272,6 +279,15 @@ class Config(train_grpo.Config):
     def rollout_dtype(self) -> str:
         """Return the name of the dtype of the generator's weights, to which a push rounds."""
         return self.generator_dtype or self.compute
+
+    def given(self) -> dict:
+        """Return {field: value} of what was given to Config(..), or assigned since."""
+        # A command line knows which flags were typed. To --resume, all others are the run's own.
+        first = Config(**{name: getattr(self, name) for name in self._named})
+        return {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self)
+            if f.name in self._named or getattr(self, f.name) != getattr(first, f.name)
+        }  # fmt: skip
 
     def check(self) -> "Config":
         """Raise ValueError for settings that cannot run, before anything is built or written."""
@@ -700,12 +716,18 @@ def resumed_config(path, given) -> Config:
         raise ValueError(f"{path} is not of this version of Config: start a new run")
 
     # A task's file is code, and so is a reward's. The run's directory may be a stranger's, so a
-    # file that it names is never imported. To go on with the run, name the file again.
-    for name in ("task", "reward"):
-        spec = str(stored[name])
+    # file that it names is never imported. To go on with the run, name the file again. What was an
+    # object of a Python program is nowhere, so it must be given again too.
+    for name in MAY_BE_OBJECTS:
+        spec = str(stored.get(name, ""))
         called = spec.rpartition(":")[2]
-        is_code = spec != "" and not (name == "task" and spec in TASKS)
-        if is_code and given.get(name, "").rpartition(":")[2] != called:
+        is_again = given.get(name, "").rpartition(":")[2] == called
+        if spec.startswith(OBJECT) and not is_again:
+            raise ValueError(f"the {name} of this run is {spec}, an object of a Python program: "
+                             f"use full.api, and give the object again")  # fmt: skip
+        is_code = name in ("task", "reward") and spec != ""
+        is_code = is_code and not (name == "task" and spec in TASKS)
+        if is_code and not is_again:
             raise ValueError(f"the {name} of this run is a file's; give it again, as --{name} "
                              f"FILE.py:{called} (the run had {spec!r})")  # fmt: skip
         if is_code:

@@ -164,15 +164,24 @@ DEMO_METRICS = (
 )  # fmt: skip
 
 
+class Bar(tqdm):
+    """A bar that looks at the clock in every step, without tqdm's thread, which outlives it."""
+
+    monitor_interval = 0
+
+
 class Log:
     """Write a line of metrics.jsonl for each step, and print a table with a bar, on rank 0.
 
     The supervised steps have a Log of their own, which counts them from 0 in demos.jsonl.
+
+    tell: a function that gets each line, a dict, on rank 0. Default: none.
     """
 
     EVERY = 5  # steps between rows of the table, in addition to those with an evaluation
 
-    def __init__(self, config, trainer, source, out):
+    def __init__(self, config, trainer, source, out, tell=None):
+        self.tell = tell
         self.trainer = trainer
         self.source = source
         self.out = Path(out)
@@ -196,7 +205,8 @@ class Log:
         say("  step" + "".join(f"{name:>10}" for name in self.columns) + "  tokens/s")
         total = self.demos or config.steps
         done = self.demos + source.first_step
-        self.bar = tqdm(total=total, initial=done, disable=None if self.on else True, unit="step")
+        off = None if self.on else True  # None: on, if standard error is a terminal
+        self.bar = Bar(total=total, initial=done, disable=off, unit="step", miniters=1)
 
     def before(self, solved):
         """Print the row before the loop: what the weights solve with which the loop begins."""
@@ -217,6 +227,8 @@ class Log:
         number = self.demos + step
         line = {name: line[name] for name in self.names if name in line}
         append_lines(self.out / self.file, [{"step": number} | line])
+        if self.tell:
+            self.tell({"step": number} | line)
         if self.events:
             for name, value in line.items():
                 self.events.add_scalar(self.prefix + name, value, number)

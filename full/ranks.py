@@ -4,6 +4,7 @@ Process groups that survive restarts, errors that name a lost rank, and one last
 Read this file if you write a training loop, or if a run does not start.
 """
 
+import _thread
 import contextlib
 import datetime
 import json
@@ -81,6 +82,25 @@ def connect(device="", *, timeout=60, threads=1) -> str:
     dist.init_process_group(backend, **where, timeout=patience)
     wait_for_all()
     return device
+
+
+@contextlib.contextmanager
+def joined(device="", *, timeout=60, threads=1):
+    """Be connected for the time of the body: `connect`, then leave the process as it was.
+
+    A process group that is on is used and kept. All other groups that the body has made end here.
+    """
+    threads_before = torch.get_num_threads()
+    was_on = dist.is_initialized()
+    groups = {*dist.distributed_c10d._world.pg_map}
+    try:
+        yield connect(device, timeout=timeout, threads=threads)
+    finally:
+        torch.set_num_threads(threads_before)
+        if dist.is_initialized() and not was_on:
+            dist.destroy_process_group()
+        for group in {*dist.distributed_c10d._world.pg_map} - groups:
+            dist.destroy_process_group(group)
 
 
 def own_device(device) -> str:
@@ -192,33 +212,66 @@ class Stop:
 
     A handler saves nothing, because a collective inside it would hang. A second Ctrl-C ends this
     process at once, even inside a collective. torchrun repeats the terminal's Ctrl-C to its ranks,
-    so a signal within a second of the first is the same key press. Make one Stop in a process.
+    so a signal within a second of the first is the same key press. One Stop listens at a time.
+
+    goes_on: bool. The process is a program that goes on after the run. Then a second Ctrl-C raises
+        KeyboardInterrupt in place of ending the process, and `close` gives the signals back. In a
+        thread that is not the main one, Python allows no handlers, and no signal is seen.
     """
 
     SAME_KEY_PRESS = 1.0  # seconds
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self):
+    def __init__(self, goes_on=False):
         self.number = 0  # of the first signal seen
         self.seen_at = 0.0
+        self.goes_on = goes_on
+        self.is_second = False  # a second Ctrl-C was seen
+        self.listens = threading.current_thread() is threading.main_thread()
+        if not self.listens:
+            return
 
         # While a process waits in a collective, Python runs no handler, and two signals become
         # one. But Python's C code writes each signal's number to a pipe at once. A thread reads it.
-        self.read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)  # `set_wakeup_fd` asks for this
-        threading.Thread(target=self._listen, daemon=True).start()
-        self._handle(write_end, lambda number, frame: None)
-        # A process that a task's reward forks dies of these signals, and does not tell the run.
-        os.register_at_fork(after_in_child=lambda: self._handle(-1, signal.SIG_DFL))
-
-    def _handle(self, write_end, handler):
-        signal.set_wakeup_fd(write_end)
+        self.read_end, self.write_end = os.pipe()
+        os.set_blocking(self.write_end, False)  # `set_wakeup_fd` asks for this
+        self.thread = threading.Thread(target=self._listen, daemon=True)
+        self.thread.start()
+        self.handlers = {number: signal.getsignal(number) for number in self.SIGNALS}
+        self.wakeup = signal.set_wakeup_fd(self.write_end)
         for number in self.SIGNALS:
-            signal.signal(number, handler)
+            signal.signal(number, self._handle)
+        os.register_at_fork(after_in_child=self._forget)
+
+    def close(self):
+        """Give the signals back to the handlers that they had before, and end the thread."""
+        if not self.listens:
+            return
+        self.listens = False
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not Python's handler
+        signal.set_wakeup_fd(self.wakeup)
+        os.write(self.write_end, b"\0")
+        self.thread.join()
+        os.close(self.read_end)
+        os.close(self.write_end)
+
+    def _forget(self):
+        # A process that a task's reward forks dies of these signals, and does not tell the run.
+        if self.listens:
+            signal.set_wakeup_fd(-1)
+            for number in self.SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+
+    def _handle(self, number, frame):
+        if self.is_second:
+            raise KeyboardInterrupt
 
     def _listen(self):
         while True:
             for number in os.read(self.read_end, 64):
+                if number == 0:  # from `close`
+                    return
                 if number in self.SIGNALS:
                     self._remember(number)
 
@@ -227,7 +280,13 @@ class Stop:
             self.number = number
             self.seen_at = time.monotonic()
         elif number == signal.SIGINT and time.monotonic() > self.seen_at + self.SAME_KEY_PRESS:
-            os._exit(128 + number)
+            if not self.goes_on:
+                os._exit(128 + number)
+            # The handler of this signal may have run already. `interrupt_main` lets it run again,
+            # and writes to the pipe again too, which must not go round in a circle.
+            if not self.is_second:
+                self.is_second = True
+                _thread.interrupt_main()
 
     def agreed(self, device) -> int:
         """Return the signal that any rank has seen, or 0. The number is the same on all ranks."""
@@ -333,12 +392,23 @@ class Interrupted(Exception):
     """Raised to end the loop after a step in which a signal was seen. It holds the number."""
 
 
+# How the settings of a run name what full.api was given as an object: object:MyTask. The fields of
+# Config that may hold such a name.
+OBJECT = "object:"
+MAY_BE_OBJECTS = "task", "reward", "data", "eval_data"
+
+
 def flags_to_resume(out) -> str:
-    """Return the flags with which the run of a directory goes on, as a shell takes them."""
+    """Return the flags with which the run of a directory goes on, as a shell takes them.
+
+    A run with objects goes on from Python alone: of such a run this is the call.
+    """
     # No command imports a file because a run's directory names it, so the user names it again.
     flags = ["--resume", "--out", str(out)]
     path = Path(out) / "config.json"
     stored = json.loads(path.read_text()) if path.exists() else {}
+    if any(stored.get(name, "").startswith(OBJECT) for name in MAY_BE_OBJECTS):
+        return f"full.api.run(Config(out={str(out)!r}, resume=True), ..)"
     for name in ("task", "reward"):
         if ":" in stored.get(name, ""):
             flags += [f"--{name}", stored[name]]

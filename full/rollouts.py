@@ -184,11 +184,18 @@ def asker_of(task):
 
     # The replies of `guess` are arithmetic: a thread would cost more than the reply.
     safe = getattr(task, "threads", True) and type(task) is not train_grpo.Guess
-    ask_all = ThreadPoolExecutor(REPLY_THREADS).map if safe else map
+    pool = ThreadPoolExecutor(REPLY_THREADS) if safe else None
 
     def ask(episodes):
-        for episode, heard in zip(episodes, list(ask_all(ask_one, episodes))):
-            episode.heard = heard
+        try:
+            heard = list((pool.map if pool else map)(ask_one, episodes))
+        except Exception:
+            # The threads end with their pool, which a program that keeps the error would keep too.
+            if pool:
+                pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        for episode, one in zip(episodes, heard):
+            episode.heard = one
 
     return ask
 

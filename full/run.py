@@ -10,17 +10,20 @@ Equation numbers are those of objectives.py.
 
 import contextlib
 import dataclasses
+import datetime
 import importlib.util
 import itertools
 import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 import traceback
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,8 +46,8 @@ from full.lora import add_factors, give_factors, merge, take_factors
 from full.model_config import ModelConfig, read_json
 from full.optimizer import persistent_buffers
 from full.ranks import (
-    Interrupted, Progress, Stop, advice_of, agree, connect, current_device, flags_to_resume,
-    is_error_of_rank_0, raise_on_all_ranks, say, warn,
+    OBJECT, Interrupted, Progress, Stop, advice_of, agree, current_device, flags_to_resume,
+    is_error_of_rank_0, joined, raise_on_all_ranks, say, warn,
 )  # fmt: skip
 from full.tasks import Task, TaskError, asking
 from full.text import make_task
@@ -136,11 +139,26 @@ def build_teacher(config, task):
     return empty_model(config, shape, config.compute, is_teacher=True).requires_grad_(False)
 
 
-def start_run(config, progress=None) -> int:
-    """Set up a run and do it. Return the exit code. progress: of `naming_lost_ranks`."""
+class Ended(NamedTuple):
+    """How a run ended."""
+
+    out: str  # its directory
+    solved: float | None  # by the last evaluation; None: a signal ended it
+    signal: int = 0  # the number of this signal
+
+
+def start_run(config, progress=None, *, objects=None, log=None, goes_on=False) -> Ended:
+    """Set up a run and do it.
+
+    progress: of `naming_lost_ranks`.
+    objects: {field of Config: the object that its value names}, of full.api. Default: none.
+    log: a function that gets each line of metrics.jsonl, a dict, on rank 0. Default: none.
+    goes_on: bool. The process goes on after the run. Then signals get back their handlers, and all
+        ranks return when rank 0 has written everything. Otherwise they leave before.
+    """
     progress = progress or Progress()
     progress.where = lambda: "setting up"
-    task = make_task(config)
+    task = make_task(config, objects)
     # A task that does not derive from Task has demonstrations if it has a method `demo`.
     if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:
         raise ValueError(f"{type(task).__name__} has no demonstrations; use --demos 0")
@@ -164,10 +182,14 @@ def start_run(config, progress=None) -> int:
             require_room(config, task, generator.positions, "the engine")
         trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
         # All that can be refused has been: only now is a directory claimed.
-        out = agree(lambda: prepare_out(config, stack))
+        out = agree(lambda: prepare_out(config, stack, objects))
         if config.engine:
             generator.begin(f"{out}/engine")
-        code = run(config, task, trainer, out, progress)
+            stack.callback(generator.worker.shutdown, wait=False, cancel_futures=True)
+        stop = Stop(goes_on)
+        if goes_on:
+            stack.callback(stop.close)
+        ended = run(config, task, trainer, out, progress, stop, log)
 
         # COMM: ranks wait for each other for the last time. Then nobody needs another rank: rank 0
         # may write for longer than --timeout, and the others leave. Pinned by
@@ -175,9 +197,24 @@ def start_run(config, progress=None) -> int:
         progress.where = lambda: "finished"
         progress.advice = "what the run saved is whole"
         dist.barrier()
-        if code == 0 and dist.get_rank() == 0:
-            export(config, task, out)
-        return code
+
+        def finish():
+            if not ended.signal:
+                export(config, task, out)
+
+        if goes_on:
+            # COMM: ranks that go on wait for rank 0, in a group without a limit of its own. Pinned
+            # by tests/full/test_api.py::test_ranks_return_when_the_export_is_written.
+            year = datetime.timedelta(seconds=config.YEAR)
+            agree(finish, dist.new_group(backend="gloo", timeout=year))
+
+            # A signal in or after the last step ends nothing here. It is the program's then.
+            stop.close()
+            if stop.number and not ended.signal:
+                signal.raise_signal(stop.number)
+        elif dist.get_rank() == 0:
+            finish()
+        return ended
 
 
 def require_exact(model):
@@ -231,10 +268,9 @@ def require_room(config, task, positions, what="the model"):
 # The run: resume, export, and reading it again --------------------------------------------------
 
 
-def run(config, task, trainer, out, progress) -> int:
-    """Do the run in the directory `out`. Return the exit code: 0, or 128 + a signal's number."""
+def run(config, task, trainer, out, progress, stop, tell=None) -> Ended:
+    """Do the run in the directory `out`. stop: a Stop. tell: of `Log`, for the loop."""
     began = time.perf_counter()
-    stop = Stop()
     progress.where = lambda: trainer.where
     progress.advice = advice_of(out)
     first_step, origin, pending = restore(config, trainer, out)
@@ -243,11 +279,11 @@ def run(config, task, trainer, out, progress) -> int:
         if first_step < 0:
             source = Demonstrations(config, task, trainer, first_step)
             checkpointer = Checkpointer(config, trainer, source, out, stop)
-            log = Log(config, trainer, source, out)
-            logs = Logs(log, checkpointer)
-            supervised = dataclasses.replace(config, steps=0)
-            train_grpo.train(supervised, source, trainer, logs.step, first_step)
-            log.close()  # the table and its bar stay on the screen
+            # The table and its bar stay on the screen.
+            with contextlib.closing(Log(config, trainer, source, out)) as log:
+                supervised = dataclasses.replace(config, steps=0)
+                logs = Logs(log, checkpointer)
+                train_grpo.train(supervised, source, trainer, logs.step, first_step)
 
             # The loop begins with its own reference and optimizer. The second moments of a
             # converged supervised fit are tiny: kept, they would make the first
@@ -257,27 +293,25 @@ def run(config, task, trainer, out, progress) -> int:
             checkpointer.save(0)
 
         queue = RolloutQueue(config, task, trainer, max(0, first_step), pending)
-        log = Log(config, trainer, queue, out)
-        if first_step <= 0:
-            log.before(queue.evaluate())
-        rollouts = RolloutLog(config, task, queue, out)
-        checkpointer = Checkpointer(config, trainer, queue, out, stop)
-        # `log` is first: it reads the clock, and a step's seconds are without writing rollouts.
-        warnings = [kind(config) for kind in (TruncationWarning, RewardWarning, IdleWarning)]
-        logs = Logs(log, rollouts, *warnings, checkpointer)
-        solved = train_grpo.train(config, queue, trainer, logs.step, queue.first_step)
+        with contextlib.closing(Log(config, trainer, queue, out, tell)) as log:
+            if first_step <= 0:
+                log.before(queue.evaluate())
+            rollouts = RolloutLog(config, task, queue, out)
+            checkpointer = Checkpointer(config, trainer, queue, out, stop)
+            # `log` is first: it reads the clock, and a step's seconds are without writing rollouts.
+            warnings = [kind(config) for kind in (TruncationWarning, RewardWarning, IdleWarning)]
+            logs = Logs(log, rollouts, *warnings, checkpointer)
+            solved = train_grpo.train(config, queue, trainer, logs.step, queue.first_step)
+            if solved is None:  # resumed at its last step
+                solved = queue.evaluate()
     except Interrupted as interrupted:
-        log.close()
-        return 128 + interrupted.args[0]
+        return Ended(out, None, interrupted.args[0])
 
-    if solved is None:  # resumed at its last step
-        solved = queue.evaluate()
-    log.close()
     if rollouts.text is not None:  # a run that was resumed at its last step has played nothing
         say(f"sample: {rollouts.text}")
     seconds = time.perf_counter() - began
     say(f"eval/solved {solved:.3f} after {config.steps} steps, {seconds:.0f} s")
-    return 0
+    return Ended(out, solved)
 
 
 def introduce(config, task, trainer, out, first_step, origin):
@@ -348,8 +382,10 @@ def export(config, task, out):
         words = ["export", out, directory]
         if ":" in config.task and not config.model:  # else the shape is --model's
             words += ["--task", config.task]
-        say(f"{directory} not written: pip install safetensors, and then "
-            f"python -m full {shlex.join(words)}")  # fmt: skip
+        how = f"python -m full {shlex.join(words)}"
+        if config.task.startswith(OBJECT):
+            how = flags_to_resume(out)
+        say(f"{directory} not written: pip install safetensors, and then {how}")
         return
 
     # The weights of the last checkpoint in the generator's dtype, or in mixed precision the
@@ -393,8 +429,7 @@ ONE_PROCESS = dict(
 @contextlib.contextmanager
 def one_process(command, device="cpu", threads=1):
     """Make a process group of this process alone, unless there is one; yield the device."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError(f"{command} is one process: start it without torchrun")
+    require_one_process(command)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here")
 
@@ -402,11 +437,15 @@ def one_process(command, device="cpu", threads=1):
     if dist.is_initialized():
         yield "cpu"
         return
-    device = connect(device, threads=threads)
-    try:
+    with joined(device, threads=threads) as device:
         yield device
-    finally:
-        dist.destroy_process_group()
+
+
+def require_one_process(command):
+    """Raise ValueError if this process is one of several ranks."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if (dist.get_world_size() if dist.is_initialized() else world) > 1:
+        raise ValueError(f"{command} is one process: start it without torchrun")
 
 
 def policy_in(path, config, task, dtype, alone=False, merged=True):
@@ -482,14 +521,14 @@ def first_free_directory(config):
             return out
 
 
-def note_data(config, out):
+def note_data(config, out, objects=None):
     """Store the checksums of the data files; on --resume, raise ValueError if one differs."""
     # A step draws lines by their number. With other lines a resumed run would go on as if nothing
     # had happened: neither the run that began, nor a run that anybody could repeat.
     if config.task != "jsonl":
         return
     files = {name: getattr(config, name) for name in ("data", "eval_data")}
-    sums = {name: zlib.crc32(Path(x).read_bytes()) for name, x in files.items() if x}
+    sums = {name: zlib.crc32(content_of(name, x, objects)) for name, x in files.items() if x}
     path = out / "data.json"
     if not (config.resume and path.exists()):
         path.write_text(json.dumps(sums) + "\n")
@@ -499,6 +538,13 @@ def note_data(config, out):
         if stored.get(name) != checksum:
             raise ValueError(f"{files[name]} ({_flag(name)}) is not what it was when {out} began: "
                              f"put the old lines back, or start a new run")  # fmt: skip
+
+
+def content_of(field, path, objects) -> bytes:
+    """Return the bytes of a data file, or the bytes that an object's rows would be in a file."""
+    if field in (objects or {}):
+        return "".join(json.dumps(row) + "\n" for row in objects[field]).encode()
+    return Path(path).read_bytes()
 
 
 def note_base(config, out):
@@ -527,7 +573,7 @@ def require_base(config, out):
                          f"factors are of that base: put the old files back")  # fmt: skip
 
 
-def prepare_out(config, stack) -> str:
+def prepare_out(config, stack, objects=None) -> str:
     """Choose, lock (until `stack` is closed) and fill the run's directory on rank 0, or refuse."""
     # A directory is looked at twice: before the lock's file is written into it, because a
     # stranger's directory must not get that file, and under the lock, because only then nobody else
@@ -544,7 +590,7 @@ def prepare_out(config, stack) -> str:
         if config.resume and not (out / "config.json").exists():
             say(f"{out} holds no run to resume: one begins")
 
-        note_data(config, out)
+        note_data(config, out, objects)
         note_base(config, out)
 
         # The settings last, and whole or not at all: a directory that has them is a run's.

@@ -26,7 +26,7 @@ from full.files import beside
 from full.hf import load_hf
 from full.lora import save_factors
 from full.model_config import read_json
-from full.ranks import quietly
+from full.ranks import MAY_BE_OBJECTS, quietly
 from full.rollouts import Sampler, evaluate, play_held_out
 from full.run import (
     ONE_PROCESS, one_process, policy_in, require_base, require_room, require_rows, write_hf,
@@ -54,7 +54,7 @@ def settings_of_run(run, given=None, imported=()) -> Config:
     given = given or {}
     path = Path(run) / "config.json"
     stored = read_json(path, what="the configuration of a run")
-    free = [name for name in ("task", "reward") if name in given or name not in imported]
+    free = [name for name in MAY_BE_OBJECTS if name in given or name not in imported]
     again = {name: f"{stored[name]}" for name in free if name in stored}
     return dataclasses.replace(resumed_config(path, again), **given)
 

@@ -5,6 +5,7 @@ A task of your own is a class in a file: `--task FILE.py:Class`.
 
 import contextlib
 import importlib.util
+import inspect
 import math
 import sys
 import traceback
@@ -12,6 +13,7 @@ import zlib
 from pathlib import Path
 
 import train_grpo
+from full.ranks import OBJECT
 
 
 def is_finite_number(x) -> bool:
@@ -94,9 +96,34 @@ def naming_the_task(file, name=""):
 
 def asking(task):
     """Return the guard around calls of a task's methods. The tasks of this project need none."""
-    file = Path(sys.modules[type(task).__module__].__file__)
+    file = Path(file_of(type(task)))
     is_ours = file in (Path(train_grpo.__file__), Path(__file__).with_name("text.py"))
     return contextlib.nullcontext() if is_ours else naming_the_task(file, type(task).__name__)
+
+
+def file_of(code) -> str:
+    """Return the file that a traceback names for a class, or for a function or another callable."""
+    # What is typed into a notebook is in no file, but each cell has a name, which its code knows.
+    if isinstance(code, type):
+        file = getattr(sys.modules.get(code.__module__), "__file__", None)
+        functions = [x for x in vars(code).values() if hasattr(x, "__code__")]
+        return file or (functions[0].__code__.co_filename if functions else code.__module__)
+    code = inspect.unwrap(getattr(code, "func", code))  # func: of functools.partial
+    function = code if hasattr(code, "__code__") else type(code).__call__
+    return function.__code__.co_filename if hasattr(function, "__code__") else f"{code!r}"
+
+
+def names_of(objects) -> dict:
+    """Return {field: name} for objects of full.api: what a run's settings hold in their place.
+
+    objects: {field of Config: object}. Default: none.
+    """
+    names = {}
+    for field, thing in (objects or {}).items():
+        own = thing if hasattr(thing, "__name__") else type(thing)
+        called = {"data": "dataset", "eval_data": "eval_dataset"}.get(field, own.__name__)
+        names[field] = f"{OBJECT}{called}"
+    return names
 
 
 def is_held_out(data: bytes) -> bool:
@@ -104,8 +131,17 @@ def is_held_out(data: bytes) -> bool:
     return zlib.crc32(data) % 10 == 0
 
 
+def refuse_object(field, spec):
+    """Raise ValueError if a field of Config names an object of full.api, which is not there."""
+    if spec.startswith(OBJECT):
+        flag = f"--{field.replace('_', '-')}"
+        raise ValueError(f"{flag} {spec} is an object of a Python program, which no command has: "
+                         f"use full.api, or name a file")  # fmt: skip
+
+
 def require_code(flag, spec, expected):
     """Raise ValueError unless spec is FILE.py:NAME of a file that is there. expected: in words."""
+    refuse_object(flag.strip("-"), spec)
     file = spec.rpartition(":")[0]
     if not file.endswith(".py"):
         raise ValueError(f"expected {flag} {expected}, got {spec!r}")

@@ -24,7 +24,8 @@ from full.config import TASKS, Config
 from full.files import read_json_lines
 from full.model_config import ModelConfig, read_json
 from full.tasks import (
-    Task, TaskError, from_file, is_finite_number, is_held_out, naming_the_task, require_code,
+    Task, TaskError, file_of, from_file, is_finite_number, is_held_out, naming_the_task,
+    refuse_object, require_code,
 )  # fmt: skip
 
 
@@ -34,16 +35,25 @@ def require_task(config):
         require_code("--task", config.task, f"{', '.join(TASKS)} or FILE.py:Class")
 
 
-def make_task(config) -> Task:
-    """Make the task of `--task`: one of TASKS, or a class from a file; ValueError for neither."""
-    if config.task in TASKS:
-        return {"guess": train_grpo.Guess, "jsonl": Jsonl}[config.task](config)
-    require_task(config)
-    file, make = from_file(config.task, "class")
-    with naming_the_task(file, config.task.rpartition(":")[2]):
-        task = make(config)
+def make_task(config, objects=None) -> Task:
+    """Make the task of `--task`: one of TASKS, or a class from a file; ValueError for neither.
 
-    # A class in a file need not derive from Task, so nothing can be taken for granted.
+    objects: {field: what full.api was given where the field of Config names a file}. Default: none.
+    """
+    objects = objects or {}
+    if config.task == "jsonl":
+        return Jsonl(config, objects=objects)
+    if config.task in TASKS:
+        return train_grpo.Guess(config)
+    if "task" in objects:
+        task = objects["task"]
+    else:
+        require_task(config)
+        file, make = from_file(config.task, "class")
+        with naming_the_task(file, config.task.rpartition(":")[2]):
+            task = make(config)
+
+    # A task need not derive from Task, so nothing can be taken for granted.
     name = type(task).__name__
     size = getattr(task, "vocab_size", 0)
     end = getattr(task, "end", ())
@@ -269,8 +279,9 @@ class Jsonl(Task):
     A state is (line, texts of the policy's answers so far).
     """
 
-    def __init__(self, config, all_lines=False):
+    def __init__(self, config, all_lines=False, objects=None):
         self.config = config
+        objects = objects or {}
         self.text = Text(config.model)
         self.end = self.text.end
         self.vocab_size = self.text.vocab_size
@@ -280,15 +291,15 @@ class Jsonl(Task):
             notes.append(f"{config.model} has no chat template: prompts are plain text "
                          f"(--template raw)")  # fmt: skip
         if config.reward:
-            self.reward_file, self.reward = reward_of(config.reward)
+            self.reward_file, self.reward = reward_of(config.reward, objects.get("reward"))
         # Threads ask for rewards (see `Task`), unless the function says `threads = False`.
         self.threads = bool(config.reward) and getattr(self.reward, "threads", True)
 
         # Every line is encoded and checked now, so that a bad one is named before the run starts.
-        lines = self._lines("data")
+        lines = self._lines("data", objects)
         self.rows = {False: [], True: []}  # by held out
         if config.eval_data:
-            self.rows = {False: lines, True: self._lines("eval_data")}
+            self.rows = {False: lines, True: self._lines("eval_data", objects)}
             notes += self._notes_on_files() if not all_lines else []
         else:
             for line in lines:
@@ -363,11 +374,16 @@ class Jsonl(Task):
 
     # How a row of a file becomes a Line.
 
-    def _lines(self, flag) -> list:
+    def _lines(self, field, objects) -> list:
         """Return the Lines of --data or --eval-data. ValueError names one that cannot be played."""
-        file = getattr(self.config, flag)
+        file = getattr(self.config, field)
+        if field in objects:
+            rows = enumerate(objects[field], 1)
+        else:
+            refuse_object(field, file)
+            rows = read_json_lines(file)
         lines = []
-        for number, row in read_json_lines(file):
+        for number, row in rows:
             where = f"{file} line {number}"
             with naming_the_line(where):
                 lines.append(self._line(where, row))
@@ -564,10 +580,16 @@ def played_turns(messages):
 # Rewards: the answer after the last `####`, compared as a number or as text.
 
 
-def reward_of(spec):
-    """Import FILE.py:function of --reward. Return the file and the function."""
-    require_code("--reward", spec, "FILE.py:function")
-    file, function = from_file(spec, "function")
+def reward_of(spec, function=None):
+    """Import FILE.py:function of --reward. Return the file and the function.
+
+    function: what full.api was given in place of a file. Then nothing is imported.
+    """
+    if function is None:
+        require_code("--reward", spec, "FILE.py:function")
+        file, function = from_file(spec, "function")
+    else:
+        file = file_of(function)
 
     # Its arguments are checked now: answers that are cut off are never shown to the function, so a
     # run that has only such answers would not notice. Some built-in functions tell no arguments.

@@ -67,6 +67,8 @@ TABLE = {
     "--compute-dtype bfloat16 --lr 1e-3 --out runs/lora": JSONL,
     f"{RUN} export RUN DIR --adapters":
         "lora::export_merges_and_an_adapter_is_read_by_peft_and_by_lora_from",
+    "torchrun --nproc-per-node 2 mine.py":
+        "api::a_script_under_torchrun_gives_the_run_of_the_command_line",
     f"{RUN} inspect DIR": " ",
     f"{RUN} plan d2t2 --model qwen3-8b": " ",
     SERVER: "manual::the_server_of_the_manual_samples_for_a_run",

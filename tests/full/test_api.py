@@ -1,0 +1,690 @@
+"""full.api: a run from Python is the command line's, and leaves the process as it was.
+
+Runs are made in this process, and compared bit for bit with runs of the command line.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import LOOKUP, ROOT, SORT, complaint_of, shortened, slow
+from example_tasks import Lookup, Sort
+from pages import Page
+from test_ranks import as_script, join, ranks, start
+from test_run import TINY, as_torchrun, at, contents, free_port, json_lines, same_run
+
+from full import ranks as ranks_py
+from full.__main__ import main
+from full.api import Config, Interrupted, Task, TaskError, audit, run
+from full.checkpoint import checkpoints
+from full.config import parse_config
+from full.run import locked
+from full.tasks import file_of
+
+STEPS = f"{TINY} --out run --save-every 2 --steps 4"
+
+
+def config_of(flags, **more):
+    """The Config of a command line, as a program gives it: with the fields that were typed."""
+    return Config(**parse_config(flags.split()).given() | more)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def state_of_the_process():
+    """What a run must leave as it was."""
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup)
+    return dict(
+        handlers=[signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        wakeup=wakeup, threads={*threading.enumerate()}, torch_threads=torch.get_num_threads(),
+        dtype=torch.get_default_dtype(), random=torch.get_rng_state().tolist(),
+        numpy=np.random.get_state()[1].tolist(), grad=torch.is_grad_enabled(), cwd=os.getcwd(),
+        environment={**os.environ}, groups={*dist.distributed_c10d._world.pg_map},
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def left_as_it_was():
+    """The body leaves the process as it was."""
+    torch.set_num_threads(2)  # a run has 1
+    before = state_of_the_process()
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + 20  # threads end soon after their pool
+        while {*threading.enumerate()} != before["threads"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        after = state_of_the_process()
+        torch.set_num_threads(1)
+    assert {name for name in before if before[name] != after[name]} == set()
+
+
+# A run is the command line's -----------------------------------------------------------------
+
+
+def test_a_run_is_the_command_lines_and_the_second_is_the_run_alone(straight):
+    """Another run, by another model and task, is between the two."""
+    truth = straight(STEPS)
+    seen, open_files = [], []
+    with left_as_it_was():
+        for out in ("run", "again"):
+            result = run(config_of(STEPS, out=out), log=seen.append)
+            same_run(Path(out), truth)
+            last = json_lines(Path(out, "metrics.jsonl"))[-1]
+            assert result.metrics == seen == json_lines(Path(out, "metrics.jsonl"))
+            assert (result.out, result.solved) == (Path(out), last["eval/solved"])
+            assert result.checkpoint == checkpoints(out)[-1] and len(seen) == 4
+            stored = json.loads(Path(out, "config.json").read_text())
+            assert stored | {"out": "run"} == json.loads((truth / "config.json").read_text())
+            assert Path(out, "hf", "config.json").exists()
+            seen.clear()
+            other = config_of(STEPS, out=f"{out} other", size=6, dtype="float64", steps=1)
+            run(other, task=Sort(other))
+            gc.collect()
+            open_files.append(len(os.listdir("/proc/self/fd")))
+    assert open_files[0] == open_files[1]
+
+
+@pytest.mark.parametrize("flags, task", [
+    (f"{STEPS} --task {LOOKUP} --size 2 --demos 5", Lookup),
+    *slow((f"{STEPS} --task {SORT} --size 6 --staleness 1 --advantage gae --tree sparse", Sort)),
+])  # fmt: skip
+def test_a_task_object_gives_the_run_of_its_file(straight, flags, task):
+    """With demonstrations, and with other settings than the default ones."""
+    config = config_of(flags, task="guess")
+    with left_as_it_was():
+        result = run(config, task=task(config))
+    same_run(Path("run"), straight(flags))
+    assert json.loads(Path("run/config.json").read_text())["task"] == f"object:{task.__name__}"
+    assert audit(result, task=task(config)).wrong is None
+
+
+def _runs_of_a_rank(rank, world, port, flags):
+    """Two runs on ranks as torchrun starts them; a result is the same on each."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    as_torchrun(rank, world, port)
+    seen = []
+    for out in ("run", "again"):
+        config = config_of(flags, out=out)
+        result = run(config, task=Sort(config), log=seen.append)
+        assert not dist.is_initialized()
+        steps = 0 if rank else config.steps  # rank 0 alone has a logger
+        assert len(seen) == steps and len(result.metrics) == config.steps
+        seen.clear()
+    Path(f"solved-{rank}").write_text(f"{result.solved}")
+
+
+PLANS = "--plan t2 --heads 4", "--data-parallel fsdp"
+SIX = f"{STEPS} --size 6"
+
+
+@pytest.mark.parametrize("plan", shortened(PLANS, PLANS[0]))
+def test_ranks_with_objects_give_the_runs_of_the_command_line(straight, plan):
+    truth = straight(f"{SIX} {plan} --task {SORT}", 2)
+    assert join(start(2, _runs_of_a_rank, 2, free_port(), f"{SIX} {plan}")) == [0, 0]
+    assert Path("solved-0").read_text() == Path("solved-1").read_text()
+    for out in ("run", "again"):
+        same_run(Path(out), truth)
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+from example_tasks import Sort
+from full.api import Config, run
+for out in ("run", "again"):
+    config = Config({fields}, out=out)
+    result = run(config, task=Sort(config), log=lambda line: print("step", line["step"]))
+    print("solved", result.solved)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_under_torchrun_gives_the_run_of_the_command_line(straight):
+    flags = f"{SIX} {PLANS[0]} --task {SORT}"
+    given = config_of(f"{SIX} {PLANS[0]}").given()
+    fields = ", ".join(f"{name}={value!r}" for name, value in given.items() if name != "out")
+    Path("script.py").write_text(SCRIPT.format(root=str(ROOT), fields=fields))
+    words = ["--standalone", "--nproc-per-node", "2", "script.py"]
+    code = f"from torch.distributed.run import main; main({words})"
+    Path("torchrun.py").write_text(f"{code}\n")
+    code, out, err = as_script("torchrun.py", cwd=Path.cwd())
+    assert code == 0, err
+    steps = re.findall(r"^step (\d)$", out, re.M)
+    assert steps == [*"0123"] * 2  # rank 0 alone has a logger
+    for name in ("run", "again"):
+        same_run(Path(name), straight(flags, 2))
+
+
+def _late(rank, world, port, flags):
+    """Rank 0 exports for longer than --timeout; both ranks have the export when they go on."""
+    as_torchrun(rank, world, port)
+    if rank == 0:
+        at("full.run.save_hf", 1, lambda *args: time.sleep(5))
+    result = run(config_of(flags, timeout=2))
+    assert Path(result.out, "hf", "model.safetensors").exists()
+    assert dist.is_initialized() is False
+
+
+def test_ranks_return_when_the_export_is_written():
+    assert join(start(2, _late, 2, free_port(), STEPS)) == [0, 0]
+
+
+def _kept(rank, flags):
+    """A run in a process group of the program's own, of two ranks: the groups that stay."""
+    before = {*dist.distributed_c10d._world.pg_map}
+    with pytest.warns(UserWarning, match="is used as it is"):
+        run(config_of(flags))
+    dist.barrier()
+    return {*dist.distributed_c10d._world.pg_map} == before and dist.get_world_size()
+
+
+def test_a_process_group_of_the_program_is_used_and_kept(tmp_path, straight):
+    flags = f"{STEPS} {PLANS[0]}"
+    assert ranks(tmp_path, 2, _kept, flags) == [2, 2]
+    same_run(tmp_path / "run", straight(flags, 2))
+
+
+# Signals -------------------------------------------------------------------------------------
+
+
+def strike(number, step=1):
+    """A logger that sends this process a signal after a step, and waits until it is seen."""
+    def log(line):
+        if line["step"] == step:
+            os.kill(os.getpid(), number)
+            time.sleep(0.2)
+
+    return log
+
+
+@pytest.mark.parametrize("number, error", [(signal.SIGINT, KeyboardInterrupt),
+                                           (signal.SIGTERM, Interrupted)])
+def test_a_signal_saves_and_raises_and_the_run_goes_on(straight, number, error):
+    config = config_of(f"{STEPS} --size 6")
+    with left_as_it_was(), pytest.raises(error) as caught:
+        run(config, task=Sort(config), log=strike(number))
+    assert [path.name for path in checkpoints("run")] == ["step-00000002"]
+    assert "full.api.run(Config(out='run', resume=True), ..) goes on" in str(caught.value)
+    result = run(Config(out="run", resume=True), task=Sort(config))
+    same_run(result.out, straight(f"{STEPS} --size 6 --task {SORT}"))
+    assert len(result.metrics) == 4
+
+
+def test_a_signal_in_the_last_step_is_raised_when_all_is_written(straight):
+    with left_as_it_was(), pytest.raises(KeyboardInterrupt):
+        run(config_of(STEPS), log=strike(signal.SIGINT, 3))
+    assert Path("run/hf/model.safetensors").exists()
+    same_run(Path("run"), straight(STEPS))
+
+
+def test_a_second_ctrl_c_raises_at_once(monkeypatch):
+    monkeypatch.setattr(ranks_py.Stop, "SAME_KEY_PRESS", 0.0)
+
+    def log(line):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+        pytest.fail("the second Ctrl-C was not raised")
+
+    with left_as_it_was(), pytest.raises(KeyboardInterrupt):
+        run(config_of(STEPS), log=log)
+    assert not checkpoints("run") and not dist.is_initialized()
+
+
+def test_a_thread_may_run_and_takes_no_signals(straight):
+    found = []
+
+    def runs():
+        handlers = [signal.getsignal(number) for number in ranks_py.Stop.SIGNALS]
+        log = lambda line: found.append(  # noqa: E731
+            handlers == [signal.getsignal(number) for number in ranks_py.Stop.SIGNALS])
+        found.append(run(config_of(STEPS), log=log))
+
+    with left_as_it_was():
+        thread = threading.Thread(target=runs)
+        thread.start()
+        thread.join()
+    assert found[:-1] == [True] * 4
+    same_run(found[-1].out, straight(STEPS))
+
+
+# Resume, and what commands do with a run of objects ------------------------------------------
+
+
+def test_a_run_with_objects_goes_on_from_python_alone(capsys, straight):
+    config = config_of(f"{STEPS} --size 6")
+    run(config, task=Sort(config))
+    said = capsys.readouterr().out
+    assert "full.api.run(Config(out='run', resume=True), ..) goes on" in said
+    before = contents(Path("run"))
+    for command in ("--out run --resume", "--out run --resume --task object:Sort", "audit run",
+                    "eval run", "export run hf", "--task object:Sort"):  # fmt: skip
+        assert main(command.split()) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "object:Sort" in said and "full.api" in said, command
+    wrong = functools.partial(complaint_of, run, Config(out="run", resume=True))
+    assert "give the object again" in wrong()
+    assert "give the object again" in wrong(task=Lookup(config))
+    assert contents(Path("run")) == before
+
+    # More steps: what was given wins, and all else is the run's own. An own file will do as well.
+    again = Config(out=Path("run"), resume=True, steps=6)
+    assert "layers" not in again.given() and run(again, task=Sort(config)).metrics[5]
+    longer = STEPS.replace("--steps 4", "--steps 6")
+    same_run(Path("run"), straight(f"{longer} --size 6 --task {SORT}"))
+    assert main(["audit", "run", "--task", SORT]) == 0
+
+
+def test_a_run_of_the_command_line_goes_on_from_python(straight):
+    shutil.copytree(straight(f"{STEPS} --size 6 --task {SORT}"), "run")
+    config = config_of(f"{STEPS} --size 6", resume=True, steps=6)
+    run(config, task=Sort(config))
+    same_run(Path("run"), straight(f"{STEPS} --steps 6 --size 6 --task {SORT}"))
+    assert audit("run", task=Sort(config), step=4).wrong is None
+    assert audit("run", task=f"{SORT}", step=4).wrong is None
+
+
+def test_what_was_given_is_known():
+    config = Config(steps=150, model="DIR")
+    assert config.given() == {"steps": 150, "model": "DIR"}
+    config.lr = 0.5
+    config.seed = 3
+    assert config.given() == {"steps": 150, "model": "DIR", "lr": 0.5, "seed": 3}
+    copied = dataclasses.replace(config, prompts=1)
+    assert copied.given() == dataclasses.asdict(copied)
+
+
+# Errors --------------------------------------------------------------------------------------
+
+
+class Broken(Sort):
+    def reply(self, state, answer):
+        return {}["nothing"]
+
+
+class Exits(Sort):
+    def reply(self, state, answer):
+        sys.exit(0)
+
+
+class Endless(Sort):
+    end = ()
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.end = ()
+
+
+def fails(line):
+    raise LookupError("the logger is gone")
+
+
+CONFIG = config_of(f"{STEPS} --size 6")
+JSONL = config_of(f"{STEPS} --task jsonl --model DIR --data rows.jsonl")
+ROWS = [{"question": "2 + 2?", "answer": "4"}]
+WRONG = {  # a run that raises before it writes anything: what it is given, and the text
+    "no config": ((5,), {}, "expected a Config"),
+    "no directory": ((Config(out=5, resume=True),), {}, "--out must be str, got 5"),
+    "a value": ((Config(steps=0),), {}, "--steps must be positive"),
+    "a combination": ((Config(group=1),), {}, "--group 1 has no baseline"),
+    "resume without out": ((Config(resume=True),), {}, "--resume needs --out DIR"),
+    "a class": ((CONFIG,), dict(task=Sort), "got its class Sort"),
+    "no task": ((CONFIG,), dict(task=3), "without prompt and reply"),
+    "a name for a task": ((CONFIG,), dict(task="guess"), "without prompt and reply"),
+    "no end": ((CONFIG,), dict(task=Endless(CONFIG)), "Endless needs vocab_size and end"),
+    "two tasks": ((dataclasses.replace(CONFIG, task="x.py:X"),), dict(task=Sort(CONFIG)),
+                  "expected one task"),
+    "the name of an object": ((Config(task="object:Sort"),), {}, "object:Sort is an object"),
+    "no file": ((Config(task="x.py:X"),), {}, "x.py: no such file"),
+    "no function": ((JSONL,), dict(reward=3), "expected reward to be a function"),
+    "a reward for guess": ((CONFIG,), dict(reward=max), "for the task jsonl"),
+    "a reward for a task": ((CONFIG,), dict(task=Sort(CONFIG), reward=max), "gives its own"),
+    "a file for a dataset": ((CONFIG,), dict(dataset="rows.jsonl"), "expected dataset to be rows"),
+    "no dataset": ((CONFIG,), dict(dataset=5), "expected dataset to be rows"),
+    "no row": ((CONFIG,), dict(dataset=["2 + 2?"]), "expected dataset row 1 to be a dict"),
+    "no JSON": ((CONFIG,), dict(dataset=[*ROWS, {"a": {1}}]), "dataset row 2 cannot be a line"),
+    "two datasets": ((JSONL,), dict(dataset=ROWS), "expected one data, got Config(data='rows"),
+    "no model": ((CONFIG,), dict(dataset=ROWS), "--task jsonl needs --data FILE.jsonl and --model"),
+    "no logger": ((CONFIG,), dict(log=5), "expected log to be a function"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_raised_before_anything_is_written(name, tmp_path):
+    args, options, text = WRONG[name]
+    with left_as_it_was():
+        assert text in complaint_of(run, *args, **options)
+    assert not [*tmp_path.iterdir()] and not dist.is_initialized()
+
+
+LATER = {  # a run that raises in its steps, and the directory that it leaves can go on
+    "a task": (TaskError, r"KeyError: 'nothing' \(.*test_api.py, line \d+, in Broken.reply\)",
+               dict(task=Broken(CONFIG))),
+    "a task that exits": (TaskError, r"the task called sys.exit\(0\)", dict(task=Exits(CONFIG))),
+    "a logger": (LookupError, "the logger is gone", dict(task=Sort(CONFIG), log=fails)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_fails_in_a_step_is_raised_and_the_run_goes_on(name, straight):
+    error, text, options = LATER[name]
+    with left_as_it_was(), pytest.raises(error, match=text):
+        run(CONFIG, **options)
+    if name == "a logger":
+        result = run(dataclasses.replace(CONFIG, resume=True), task=Sort(CONFIG))
+        same_run(result.out, straight(f"{STEPS} --size 6 --task {SORT}"))
+
+
+def test_a_directory_that_is_taken_is_refused(tmp_path):
+    run(CONFIG, task=Sort(CONFIG))
+    before = contents(tmp_path / "run")
+    with left_as_it_was():
+        assert "holds a run: --resume" in complaint_of(run, CONFIG, task=Sort(CONFIG))
+        with locked("run"):
+            resumed = dataclasses.replace(CONFIG, resume=True)
+            assert "in use by another" in complaint_of(run, resumed, task=Sort(CONFIG))
+    assert contents(tmp_path / "run") == before
+
+
+def _loses(rank, world, port, flags):
+    """Rank 0's logger fails: it raises that, and rank 1 that a rank is gone."""
+    as_torchrun(rank, world, port)
+    with pytest.raises(LookupError if rank == 0 else ConnectionError):
+        run(config_of(flags), log=fails)
+    assert not dist.is_initialized()
+
+
+def test_an_error_of_one_rank_ends_the_others_with_a_connection_error():
+    assert join(start(2, _loses, 2, free_port(), STEPS)) == [0, 0]
+
+
+TYPED = """
+class Typed(Task):
+    vocab_size, end = 3, (2,)
+
+    def prompt(self, rng, index, held_out):
+        return None, [0]
+
+    def reply(self, state, answer):
+        raise LookupError("wrong")
+"""
+
+
+def test_the_cell_of_a_task_that_was_typed_into_a_notebook_is_named():
+    """Its module has no file, as in Jupyter, where a cell is compiled under a name of its own."""
+    cell = {"Task": Task, "__name__": "a notebook"}
+    exec(compile(TYPED, "<cell 7>", "exec"), cell)
+    with pytest.raises(TaskError, match=r"LookupError: wrong \(<cell 7>, line 9, in Typed.reply\)"):
+        run(CONFIG, task=cell["Typed"]())
+
+
+# Audits --------------------------------------------------------------------------------------
+
+
+class Other(Sort):
+    """Another reward, under the name of the run's task."""
+
+    def reply(self, state, answer):
+        state, reply, reward = super().reply(state, answer)
+        return state, reply, reward + 1
+
+
+Other.__name__ = "Sort"
+
+
+def test_an_audit_needs_the_runs_own_objects(monkeypatch):
+    run(CONFIG, task=Sort(CONFIG))
+    before = contents(Path("run"))
+    told = []
+    with left_as_it_was():
+        report = audit("run", task=Sort(CONFIG), step=3, group=1, tell=told.append)
+        assert report.verdict == "audit of step 3: ok" and report.group == 1 and told
+        assert audit("run", task=Other(CONFIG)).wrong == "rollouts/rewards"
+        for options in ({}, dict(task=Lookup(CONFIG)), dict(task="x.py:X")):
+            assert "object:Sort" in complaint_of(audit, "run", **options)
+        late = complaint_of(audit, "run", task=Sort(CONFIG), step=9)
+        assert "metrics.jsonl has no step 9" in late
+        assert "no config.json" in complaint_of(audit, "nowhere")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert "an audit is one process" in complaint_of(audit, "run", task=Sort(CONFIG))
+        monkeypatch.delenv("WORLD_SIZE")
+    assert contents(Path("run")) == before
+
+
+# Datasets and rewards ------------------------------------------------------------------------
+
+QUESTIONS = [{"question": f"{n} + {n}?", "answer": f"{2 * n}"} for n in range(40)]
+HELD_OUT = [{"question": f"{n} + 1?", "answer": f"{n + 1}"} for n in range(4)]
+EVAL = "--eval-data held.jsonl"
+REWARD = """
+def share(text, row):
+    row["answer"] += "!"  # the row is this call's own
+    return len(text) / 100 + len(row["answer"])
+"""
+
+
+def share(text, row):
+    row["answer"] += "!"
+    return len(text) / 100 + len(row["answer"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The directory of a checkpoint whose answers end by chance."""
+    pytest.importorskip("transformers", reason="text needs transformers")
+    pytest.importorskip("trl", reason="has the published chat templates")
+    import released
+
+    path = released.make("qwen2", tmp_path_factory.mktemp("model") / "DIR", layers=1, width=16)
+    ends = {"eos_token_id": [*range(0, 3000, 9)]}
+    (path / "generation_config.json").write_text(json.dumps(ends))
+    return path
+
+
+@pytest.mark.parametrize("flags", shortened(["", EVAL], EVAL))
+def test_a_dataset_and_a_reward_give_the_run_of_their_files(model, flags, capsys):
+    shutil.copytree(model, "DIR")
+    for name, rows in (("rows", QUESTIONS), ("held", HELD_OUT)):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("rewards.py").write_text(REWARD)
+    flags += f" {TINY} --model DIR --max-new-tokens 12 --prompts 2 --group 2 --save-every 1"
+    files = f"--task jsonl --data rows.jsonl --reward rewards.py:share --out files {flags}"
+    given = dict(reward=share, dataset=QUESTIONS)
+    if EVAL in flags:
+        given["eval_dataset"] = iter(HELD_OUT)
+        flags = flags.replace(EVAL, "")
+    config = config_of(f"{flags} --out run", steps=2)
+    with left_as_it_was():
+        result = run(config, **given)
+    assert main(f"{files} --steps 2".split()) == 0
+    same_run(result.out, Path("files"))
+    assert {line["reward/mean"] for line in result.metrics} != {0}
+    assert Path("run/data.json").read_text() == Path("files/data.json").read_text()
+    assert given["dataset"][3] == {"question": "3 + 3?", "answer": "6"}
+
+    # It goes on and is audited with the same rows, and with no others.
+    if "eval_dataset" in given:
+        given["eval_dataset"] = HELD_OUT
+    longer = Config(out="run", resume=True, steps=3)
+    others = given | dict(dataset=QUESTIONS[:-1])
+    assert "object:dataset (--data) is not what it was" in complaint_of(run, longer, **others)
+    del others["dataset"]
+    assert "the data of this run is object:dataset" in complaint_of(run, longer, **others)
+    run(longer, **given)
+    assert main("--out files --resume --reward rewards.py:share --steps 3".split()) == 0
+    same_run(Path("run"), Path("files"))
+    assert audit("run", **given).wrong is None
+    capsys.readouterr()
+    for command in ("--out run --resume --reward rewards.py:share", "audit run",
+                    "eval run --reward rewards.py:share"):  # fmt: skip
+        assert main(command.split()) == 2
+        assert "object:" in capsys.readouterr().err
+
+
+def test_a_reward_that_fails_is_named_by_its_line(model):
+    config = config_of(f"{TINY} --max-new-tokens 12 --steps 1 --out run", model=model)
+    bad = [*QUESTIONS[:-1], {"answer": "2"}]
+    with left_as_it_was():
+        said = complaint_of(run, config, dataset=bad)
+        assert said.startswith("object:dataset line 40: it holds no question")
+        wrong = complaint_of(run, config, dataset=QUESTIONS, reward=lambda text: 1)
+        assert "cannot be called with (text, row)" in wrong
+        named = r"KeyError: 'gold' \(.*test_api.py, line \d+, in .*<lambda>\)"
+        with pytest.raises(TaskError, match=named):
+            run(config, dataset=QUESTIONS, reward=lambda text, row: row["gold"])
+        none = dict(dataset=QUESTIONS, reward=lambda text, row: None)
+        other = dataclasses.replace(config, out="none")
+        assert "gave None for" in complaint_of(run, other, **none)
+
+
+class Scorer:
+    def __call__(self, text, row):
+        return 1.0
+
+
+@pytest.mark.quick
+def test_the_file_of_any_callable_is_known():
+    """It is named in errors. A function of C has none."""
+    wrapped = functools.wraps(share)(lambda text, row: share(text, row))
+    bound = Scorer().__call__
+    for function in (share, functools.partial(share), wrapped, Scorer(), bound, Scorer):
+        assert file_of(function) == __file__
+    assert file_of(max) == repr(max)
+
+
+# The manual's loggers, and the notebook ------------------------------------------------------
+
+SECTION = Page("full/README.md").text.split("## From Python")[1].split("\n## ")[0]
+CODE = re.findall(r"^```python\n(.*?)^```$", SECTION, re.M | re.S)
+BLOCKS = dict(zip(("run", "wandb", "tensorboard"), CODE, strict=True))
+
+
+class Wandb(SimpleNamespace):
+    """wandb's two functions, with the first of their parameters."""
+
+    def init(self, entity=None, project=None, dir=None, id=None, name=None, notes=None, tags=None,
+             config=None):  # fmt: skip
+        self.made.append((project, config))
+
+    def log(self, data, step=None, commit=None):
+        assert all(isinstance(x, int | float) for x in data.values())
+        self.lines[step] = data
+
+
+class SummaryWriter:
+    """TensorBoard's writer, with the parameters of its method."""
+
+    scalars = {}
+
+    def __init__(self, log_dir=None):
+        assert log_dir == "runs/events"
+
+    def add_scalar(self, tag, scalar_value, global_step=None):
+        self.scalars[tag, global_step] = float(scalar_value)
+
+
+def test_the_loggers_of_the_manual_get_each_step(monkeypatch):
+    wandb = Wandb(made=[], lines={})
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard",
+                        SimpleNamespace(SummaryWriter=SummaryWriter))  # fmt: skip
+    config = config_of(STEPS)
+    lines = []
+    for name in ("wandb", "tensorboard"):
+        assert BLOCKS[name].count("\n") == 3
+        exec(BLOCKS[name], dict(run=run, config=config))
+        lines.append(json_lines(Path("run/metrics.jsonl")))
+        shutil.rmtree("run")
+    assert wandb.made == [("guess", config.given())] and "layers" in config.given()
+    assert [*wandb.lines.values()] == lines[0] and [*wandb.lines] == [0, 1, 2, 3]
+    expected = {(name, x["step"]): value for x in lines[1] for name, value in x.items()}
+    assert SummaryWriter.scalars == expected
+
+
+def test_tensorboard_itself_reads_what_the_manuals_logger_writes():
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    space = dict(run=run, config=config_of(STEPS))
+    exec(BLOCKS["tensorboard"], space)
+    space["writer"].close()
+    events = EventAccumulator("runs/events").Reload()
+    lines = json_lines(Path("run/metrics.jsonl"))
+    values = [event.value for event in events.Scalars("reward/mean")]
+    assert values == pytest.approx([line["reward/mean"] for line in lines])
+
+
+def test_the_example_of_the_manual_runs(capsys):
+    space = {}
+    exec(Page("full/README.md").code("python")[0], space)
+    small = "steps=2, layers=1, hidden=16, heads=2, prompts=2, group=4, eval_prompts=4"
+    text = BLOCKS["run"].replace("steps=20", small)
+    assert text != BLOCKS["run"]
+    exec(text, space)
+    assert "audit of step 0: ok" in capsys.readouterr().out
+    assert space["result"].out == Path("runs/Majority-0")
+
+
+NOTEBOOK = ROOT / "assets" / "first_run.ipynb"
+
+
+@pytest.mark.parametrize("steps", [2, pytest.param(None, marks=pytest.mark.slow)])
+def test_the_cells_of_the_notebook_run_and_print_what_it_shows(steps, capsys):
+    """In two steps the same lines of tables, and in all of its steps what was learned."""
+    plt = pytest.importorskip("matplotlib.pyplot")
+    plt.switch_backend("agg")
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    space, pictures = {"__name__": "a notebook"}, 0
+    for cell in cells:
+        if cell["cell_type"] != "code":
+            continue
+        source = "".join(cell["source"])
+        if steps:
+            source = re.sub(r"\bsteps=\d+", f"steps={steps}", source)
+            source = re.sub(r"\bgroup=\d+", "group=4", source)
+        exec(compile(source, f"<cell {cell['execution_count']}>", "exec"), space)
+        out, stored = capsys.readouterr().out, printed(cell)
+        shown = [data for output in cell["outputs"] for data in output.get("data", ())]
+        assert len(plt.get_fignums()) == shown.count("image/png")
+        pictures += len(plt.get_fignums())
+        plt.close("all")
+        for pattern in (r"^ *step  .*", r"^audit of step \d+: .*$", r"^\S+: [\d,]+ parameters, .*"):
+            found, there = (re.findall(pattern, text, re.M) for text in (out, stored))
+            if steps:
+                found, there = (re.sub(r"\d+", "N", f"{x}") for x in (found, there))
+            assert found == there
+        solved = [float(x) for x in re.findall(r"^eval/solved (\S+) after", stored, re.M)]
+        assert all(x >= 0.95 for x in solved)
+        if not steps:
+            solved = [float(x) for x in re.findall(r"^eval/solved (\S+) after", out, re.M)]
+            assert all(x >= 0.95 for x in solved)
+    assert pictures == 2 and NOTEBOOK.stat().st_size < 150_000
+    assert space["report"].wrong is None and space["other"].wrong == "rollouts/rewards"
+    assert re.search(r"^audit of step \d+: ok$", printed(*cells), re.M)
+
+
+def printed(*cells):
+    """What cells have printed, as the notebook holds it."""
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    return "".join("".join(output.get("text", ())) for output in outputs)
