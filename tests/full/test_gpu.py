@@ -37,15 +37,22 @@ NAMES = [name for name, _ in LISTED]
 COSTLY = "check-models", "check-ring", "check-grpo", "tree-chain", "memory-0.6b"
 
 
-def asked(name, folder, **environment):
-    """What gpu.sh gives to `record` and to Python, by a Python that prints what it is given."""
+def words_of(name, folder, code=0, **environment):
+    """What gpu.sh gives to measure_gpu.py, by a Python that prints what it is given and ends."""
     fake = folder / "python"
-    fake.write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\n" "$word"; done\n')
+    fake.write_text(f'#!/bin/sh\nfor word in "$@"; do printf "%s\\n" "$word"; done\nexit {code}\n')
     fake.chmod(0o755)
-    code, out, err = shell(name, PYTHON=str(fake), **environment)
-    assert code == 0, err
-    script, what, given, *words = out.splitlines()
-    assert (script, what, given) == (str(ROOT / "tests/bench/measure_gpu.py"), "record", name)
+    ended, out, err = shell(name, PYTHON=str(fake), **environment)
+    assert ended == code, err
+    script, *words = out.splitlines()
+    assert script == str(ROOT / "tests/bench/measure_gpu.py")
+    return words
+
+
+def asked(name, folder, **environment):
+    """What gpu.sh gives to `record` and to Python."""
+    what, given, *words = words_of(name, folder, **environment)
+    assert (what, given) == ("record", name)
     at = words.index("--")
     return words[:at], words[at + 2 :]  # without the interpreter
 
@@ -64,10 +71,11 @@ def test_the_list_names_each_command(tmp_path):
         assert words[words.index("--device") + 1] == "cuda", shlex.join(words)
 
 
-def test_without_a_gpu_and_under_a_wrong_name_it_says_so(tmp_path):
+def test_without_a_gpu_and_under_a_wrong_name_it_says_so(tmp_path, capsys):
+    words = words_of("ring", tmp_path, code=2, OUT=str(tmp_path / "out"), DEVICE="cuda")
     if not torch.cuda.is_available():
-        code, out, err = shell("ring", OUT=str(tmp_path / "out"), DEVICE="cuda")
-        assert code == 2 and "DEVICE=cpu SIZE=toy is the dry run" in err
+        assert measure_gpu.main(words) == 2
+        assert "DEVICE=cpu SIZE=toy is the dry run" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
     code, out, err = shell("rings")
     assert code == 2 and "no command is called rings" in err
@@ -222,12 +230,13 @@ def test_results_shows_what_was_run_and_names_what_was_not(tmp_path):
             measure_gpu.write_results(page, page, records, names)
 
 
-def test_the_page_has_the_section_of_what_lies_in_the_repository(tmp_path):
+def test_the_page_has_the_section_of_what_lies_in_the_repository(tmp_path, capsys):
     """Without records `results` gives the text that stands there; a dry run leaves it alone."""
     page = ROOT / "full" / "RESULTS.md"
     before = page.read_text()
-    code, out, err = shell("results", OUT=str(tmp_path), DEVICE="cpu", SIZE="toy")
-    assert code == 0 and str(tmp_path / "RESULTS.md") in out, err
+    words = words_of("results", tmp_path, OUT=str(tmp_path), DEVICE="cpu", SIZE="toy")
+    assert measure_gpu.main(words) == 0
+    assert str(tmp_path / "RESULTS.md") in capsys.readouterr().out
     assert page.read_text() == before
     if "Not run on a GPU yet" in before:
         assert (tmp_path / "RESULTS.md").read_text() == before
