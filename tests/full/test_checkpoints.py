@@ -8,7 +8,6 @@ import math
 import os
 import re
 import resource
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -17,9 +16,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, complaint_of, slow
+from conftest import complaint_of, slow
 from test_models import model_of
-from test_ranks import ranks
+from test_ranks import join, ranks, start
 
 from full import hf
 from full.__main__ import main
@@ -688,12 +687,15 @@ def test_inspect_says_what_would_be_loaded_or_in_one_line_what_is_wrong(tmp_path
     assert said.startswith("error: no ") and said.count("\n") == 1 and "Traceback" not in said
 
 
+def _inspect(rank, directory, log):
+    reader, writer = os.pipe()
+    os.close(reader)  # `| head` that has gone already
+    os.dup2(writer, 1)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    sys.exit(main(["inspect", str(directory)]))
+
+
 def test_a_closed_pipe_ends_inspect_quietly(tmp_path):
-    save_hf(model_of(num_hidden_layers=40), tmp_path)
-    end, start = os.pipe()
-    os.close(end)  # `| head` that has gone already
-    command = [sys.executable, "-m", "full", "inspect", str(tmp_path)]
-    pipes = dict(stdout=start, stderr=subprocess.PIPE, text=True)
-    done = subprocess.run(command, cwd=ROOT, timeout=120, **pipes)
-    os.close(start)
-    assert done.returncode == 141 and done.stderr == ""
+    save_hf(model_of(num_hidden_layers=40), tmp_path / "model")
+    assert join(start(1, _inspect, tmp_path / "model", tmp_path / "log")) == [141]
+    assert (tmp_path / "log").read_text() == ""
