@@ -404,7 +404,7 @@ def test_chunks_hold_each_token_once_and_joined_ones_hold_no_more(size):
         were = [chunk.parent for chunk in plain]
         kept = [x.start for x in plain if x.parent < 0 or were.count(x.parent) > 1]
         assert [chunk.start for chunk in joined] == kept
-        if seed < 8:
+        if seed < min(8, 1 + size):
             with torch.no_grad():
                 found = tree_logprobs(model, trie, max_tokens=size)
                 assert worst(found, tree_logprobs(model, trie)) < 1e-12
@@ -534,7 +534,7 @@ def worst_of_walks(model, name, chunks, **options):
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_are_those_of_every_sequence_by_itself(name):
     """A model with windows and soft caps; chunk by chunk, kept and run again."""
-    chunks = [(None, False), (3, False), (2, True), (5, True)]
+    chunks = [(None, False), (3, False), (5, True)]
     assert worst_of_walks(TinyModel(), name, chunks, temperature=0.7) < 1e-12
 
 
@@ -801,10 +801,10 @@ def small_model(kind="qwen3"):
 @pytest.mark.parametrize("recompute", shortened([False, True], True))
 def test_memory_does_not_depend_on_the_number_of_leaves(recompute, kind):
     model = small_model(kind)
-    few, many = (peak(model, star(n), max_tokens=32, recompute=recompute) for n in (8, 32))
+    few, many = (peak(model, star(n), max_tokens=32, recompute=recompute) for n in (4, 16))
     assert few <= many < 1.1 * few
     assert peak(model, star(64)) > 4 * many  # all at once, it does
-    few, many = (peak_of_scores(model, star(n), max_tokens=32) for n in (8, 32))
+    few, many = (peak_of_scores(model, star(n), max_tokens=32) for n in (4, 16))
     assert 0.9 * few < many < 1.1 * few < 0.5 * peak_of_scores(model, star(64))
 
 
@@ -1045,7 +1045,7 @@ def contiguous(order, world):
 
 
 @pytest.mark.parametrize("again", [0.0, 0.5])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", shortened(range(6), 0, 1))
 def test_dfs_partition_is_the_best_of_all_contiguous_ones(seed, again):
     sequences, cost = random_forest(seed, count=9, longest=12), Cost(1.0, 0.05, again)
 
