@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LOOKUP, ROOT, shortened
+from conftest import LOOKUP, ROOT, shortened, slow
 from oracles import LiveBytes
 from test_ranks import as_script
 from test_rollout import Chat, checkpoint, folder  # noqa: F401, two fixtures
@@ -37,7 +37,7 @@ from full.run import build, locked, shape_of
 from full.text import make_task
 from full.trainer import Trainer
 
-TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
+TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 4 "
 TINY += "--lr 0.02 --lr-warmup 0 --eval-every 3 --eval-prompts 6 --save-every 1 --keep 9 --out run"
 RUN = f"{TINY} --steps 4 --kl-coef 0.05 --clip-high 0.02 --clip-low 0.02"
 ONE = f"{RUN} --minibatches 1"  # with one update there is no second one to see what the first did
@@ -135,7 +135,7 @@ def test_the_command_says_what_it_needs_or_why_it_cannot(honest, tmp_path):
 def test_a_group_can_be_spelled_out_and_the_default_step_is_behind_a_checkpoint(honest, audit_of):
     """models.full_definition gives a group's tokens the same numbers; step 3 has an evaluation."""
     text, rows = audit_of(honest(RUN + " --dtype float64 --save-every 3 --steps 5"), "--group", "1")
-    assert "audit of step 3: ok" in text and text.count("group 1, rollout ") == 8
+    assert "audit of step 3: ok" in text and text.count("group 1, rollout ") == 4
     assert max(row[2] for row in rows.values()) < 1e-12
     assert all(row[3] < 1e-11 for row in rows.values())
     assert "not compared" in text and "parameters" not in rows
@@ -245,7 +245,8 @@ def test_settings_are_audited(honest, process_group, name):
             assert allowed["loss/token_mean"] < 1e-5
 
 
-@pytest.mark.parametrize("flags", ["--dtype float64", "--plan t2 --heads 4"])
+# The next test has a run under t2.
+@pytest.mark.parametrize("flags", ["--dtype float64", *slow(("--plan t2 --heads 4",))])
 def test_runs_of_several_ranks_are_audited_by_one(honest, process_group, flags):
     assert_right(audited(honest(f"{TINY} --steps 3 {flags}", 2), 2))
 
@@ -283,8 +284,8 @@ def test_it_goes_on_to_a_step_without_a_checkpoint(honest, process_group, copied
     (run / "gone").rename(run / "rollouts.jsonl")
 
     # Where one process makes another run, it says so.
-    edit_line(run, 1, "reward/mean", lambda x: x + 1e-3)
-    with pytest.raises(ValueError, match="reward/mean of step 1 is .* audit a step right after"):
+    edit_line(run, 2, "reward/mean", lambda x: x + 1e-3)
+    with pytest.raises(ValueError, match="reward/mean of step 2 is .* audit a step right after"):
         audited(run, 3)
 
 
@@ -298,12 +299,11 @@ def test_a_killed_and_resumed_run_is_audited(honest, tmp_path, process_group):
     text = (tmp_path / "run" / "rollouts.jsonl").read_text()
     assert text == (honest(flags) / "rollouts.jsonl").read_text()
     steps = [json.loads(line)["step"] for line in text.splitlines()]
-    assert {step: steps.count(step) for step in steps} == {0: 32, 2: 32, 4: 32}
+    assert {step: steps.count(step) for step in steps} == {0: 16, 2: 16, 4: 16}
     for step in (2, 4):
         assert audited(tmp_path / "run", step).wrong is None
 
 
-@pytest.mark.quick
 def test_rollouts_are_logged_all_or_none_or_some(honest):
     def counts(flags):
         path = honest(flags) / "rollouts.jsonl"
@@ -311,12 +311,11 @@ def test_rollouts_are_logged_all_or_none_or_some(honest):
         return {step: steps.count(step) for step in steps}
 
     flags = f"{TINY} --steps 3 --save-every 2 --eval-every 2"
-    assert counts(flags) == {0: 32, 1: 8, 2: 32}
-    assert counts(f"{flags} --log-rollouts all") == {0: 32, 1: 32, 2: 32}
+    assert counts(flags) == {0: 16, 1: 4, 2: 16}
+    assert counts(f"{flags} --log-rollouts all") == {0: 16, 1: 16, 2: 16}
     assert counts(f"{flags} --log-rollouts none") == {}
 
 
-@pytest.mark.quick
 def test_the_page_stands_alone(honest, tmp_path, audit_of):
     """No script, no address but its own; each trained token has its equations and a link."""
     page = tmp_path / "page.html"
@@ -332,7 +331,7 @@ def test_the_page_stands_alone(honest, tmp_path, audit_of):
     assert 0 < clips.count("yes") == sum("clips" in kinds for kinds, *_ in shown)
     assert len(trained) == text.count("(7) w l / Z = ") == text.count("(2) r = exp(now - old)")
     assert len(trained) == text.count("-min(r A, clip(r, ")
-    assert sum("shared" in kinds for kinds, *_ in shown) > 7
+    assert sum("shared" in kinds for kinds, *_ in shown) > 2
     assert text.count("clipped</div>") + text.count("clipped\n") == sum(
         "clips" in kinds for kinds, *_ in shown)  # fmt: skip
 
@@ -343,7 +342,7 @@ def test_a_summary_has_the_rows_that_are_outside(process_group, copied, capsys):
     out, err = capsys.readouterr()
     assert re.search(r"^(\d+) of \1 numbers are within what rounding explains; nearest", out, re.M)
     assert not rows_of(out) and "rollout 0" not in out and out.endswith("audit of step 2: ok\n")
-    said = r"32 rollouts of \d+ tokens, .*: about \d.\d minutes and 0.5 GB of memory\n"
+    said = r"16 rollouts of \d+ tokens, .*: about \d.\d minutes and 0.5 GB of memory\n"
     said += "comparing the parameters, entry by entry\n"
     assert re.fullmatch(said, err)
     edit_line(run, 2, "grad_norm", digit)
@@ -352,10 +351,13 @@ def test_a_summary_has_the_rows_that_are_outside(process_group, copied, capsys):
     assert list(rows_of(out)) == ["grad_norm"] and "audit of step 2: grad_norm is outside" in out
 
 
-@pytest.mark.parametrize("name", ["", "--kl-coef 0.05 --compute-dtype bfloat16"])
+MIXED = "--kl-coef 0.05 --compute-dtype bfloat16"
+
+
+@pytest.mark.parametrize("name", shortened(["", MIXED], MIXED))
 def test_memory_is_at_most_six_times_the_weights(honest, process_group, name):
     """In float64: weights, gradient, two moments, and room. Mixed precision has masters besides."""
-    few = "--prompts 4 --group 4 --minibatches 2"
+    few = "--prompts 2 --group 4 --minibatches 2"
     run = honest(f"{TINY} --steps 2 --layers 3 --hidden 128 {few} {name}")
     files = RunFiles(run)
     model = build(files.config, make_task(files.config))[0]
@@ -386,7 +388,7 @@ def test_what_the_audit_does_not_know_is_said_in_one_line(
         assert f"the audit does not know {name!r}: add it to {table} in full/byhand.py" in last
 
 
-PROXIMAL = "--device cpu --layers 2 --hidden 48 --heads 4 --prompts 4 --group 4 --eval-prompts 7 "
+PROXIMAL = "--device cpu --layers 2 --hidden 48 --heads 4 --prompts 2 --group 4 --eval-prompts 2 "
 PROXIMAL += "--lr-decay constant --lr-warmup 0 --steps 3 --save-every 2 --keep 9 --proximal "
 PROXIMAL += "--importance-cap 2 --out run"
 
@@ -538,7 +540,7 @@ CHANGES = {  # what is changed, and the first row that must be outside
     "a moment": (in_tensor(2, "optimizer.lm_head.weight.exp_avg", 1.01), "parameters"),
     "a weight behind": (in_tensor(3, "model.lm_head.weight", 1.001), "parameters"),
 }
-COMMON = "loss", "clipped", "norm", "a token", "--lr", "--entropy-coef", "a weight", "a moment"
+COMMON = "loss", "clipped", "a token", "--lr", "--entropy-coef", "a weight", "a moment"
 
 
 @pytest.mark.parametrize("name", shortened(CHANGES, *COMMON))
@@ -635,7 +637,6 @@ def test_tokens_past_the_end_and_missing_tokens_are_counted(tokens, differs):
     assert s.differs == differs
 
 
-@pytest.mark.quick
 def test_what_cannot_be_audited_says_why(copied, tmp_path, capsys):
     run, step = copied(), ("--step", 2)
     assert "no config.json" in refusal(capsys, tmp_path)
@@ -665,7 +666,6 @@ class Mine(Guess):
 """
 
 
-@pytest.mark.quick
 def test_no_file_that_the_run_names_is_imported(tmp_path, monkeypatch, capsys):
     """And nothing in the directory is written: it may be read-only, and in use."""
     (tmp_path / "mine.py").write_text(TASK)
