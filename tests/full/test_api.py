@@ -134,7 +134,7 @@ def _runs_of_a_rank(rank, world, port, flags):
     Path(f"solved-{rank}").write_text(f"{result.solved}")
 
 
-PLANS = "--plan t2 --heads 4", "--data-parallel fsdp"
+PLANS = "--data-parallel fsdp", "--plan t2 --heads 4"
 SIX = f"{STEPS} --size 6"
 
 
@@ -180,7 +180,7 @@ def _late(rank, world, port, flags):
     """Rank 0 exports for longer than --timeout; both ranks have the export when they go on."""
     as_torchrun(rank, world, port)
     if rank == 0:
-        at("full.run.save_hf", 1, lambda *args: time.sleep(5))
+        at("full.run.save_hf", 1, lambda *args: time.sleep(3))
     result = run(config_of(flags, timeout=2))
     assert Path(result.out, "hf", "model.safetensors").exists()
     assert dist.is_initialized() is False
@@ -193,16 +193,17 @@ def test_ranks_return_when_the_export_is_written():
 def _kept(rank, flags):
     """A run in a process group of the program's own, of two ranks: the groups that stay."""
     before = {*dist.distributed_c10d._world.pg_map}
+    config = config_of(flags)
     with pytest.warns(UserWarning, match="is used as it is"):
-        run(config_of(flags))
+        run(config, task=Sort(config))
     dist.barrier()
     return {*dist.distributed_c10d._world.pg_map} == before and dist.get_world_size()
 
 
 def test_a_process_group_of_the_program_is_used_and_kept(tmp_path, straight):
-    flags = f"{STEPS} {PLANS[0]}"
+    flags = f"{SIX} {PLANS[0]}"
     assert ranks(tmp_path, 2, _kept, flags) == [2, 2]
-    same_run(tmp_path / "run", straight(flags, 2))
+    same_run(tmp_path / "run", straight(f"{flags} --task {SORT}", 2))
 
 
 # Signals -------------------------------------------------------------------------------------
@@ -291,8 +292,7 @@ def test_a_run_with_objects_goes_on_from_python_alone(capsys, straight):
     # More steps: what was given wins, and all else is the run's own. An own file will do as well.
     again = Config(out=Path("run"), resume=True, steps=6)
     assert "layers" not in again.given() and run(again, task=Sort(config)).metrics[5]
-    longer = STEPS.replace("--steps 4", "--steps 6")
-    same_run(Path("run"), straight(f"{longer} --size 6 --task {SORT}"))
+    same_run(Path("run"), straight(f"{STEPS} --steps 6 --size 6 --task {SORT}"))
     assert main(["audit", "run", "--task", SORT]) == 0
 
 
