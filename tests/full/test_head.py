@@ -24,7 +24,7 @@ from full.trainer import keep_wide
 
 V, N = 49152, 64
 RUN = f"{TASK} --dtype float32 --compute-dtype bfloat16 --layers 2 --hidden 32 --heads 4 --steps 2"
-RUN += " --lr 0.01 --eval-every 2 --save-every 1"
+RUN += " --lr 0.01 --eval-every 2 --save-every 1 --prompts 3 --group 4"
 HEAD = "--head-dtype float32"
 
 
