@@ -10,7 +10,7 @@ import measure_parallel
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
+from conftest import ROOT, slow
 from measure_parallel import LENGTH, PUBLISHED, Rank, Step, build, memory, read_cases
 from oracles import bytes_of
 from test_ranks import ranks
@@ -316,8 +316,11 @@ def _kept(text, kind, dtype, layers, mixed):
     return sum(size for pointer, size in seen.items() if pointer not in own)
 
 
-@pytest.mark.parametrize("case", ["float32", "bfloat16", "mixed"])
-@pytest.mark.parametrize("text, kind", [("d1", "dense"), ("d1", "moe"), ("t2", "dense")])
+@pytest.mark.parametrize("text, kind, case", [
+    ("d1", "dense", "float32"), ("d1", "dense", "bfloat16"), ("d1", "dense", "mixed"),
+    ("d1", "moe", "bfloat16"), ("t2", "dense", "mixed"),
+    *slow(("d1", "moe", "float32"), ("d1", "moe", "mixed"), ("t2", "dense", "float32"),
+          ("t2", "dense", "bfloat16"))])  # fmt: skip
 def test_activations_are_what_is_kept(text, kind, case):
     """Of one layer more, within 5 %: the model leaves out norms' scales and experts' numbers."""
     plan, mixed = Plan.parse(text), case == "mixed"
