@@ -273,7 +273,7 @@ def covers(mask, tile):
         assert not (seen > 1).any() and not (dense & (seen == 0)).any()
 
 
-@pytest.mark.parametrize("tile", shortened([1, 2, 3, 5, 128], 2, 5, 128))
+@pytest.mark.parametrize("tile", shortened([1, 2, 3, 5, 128], 5, 128))
 @pytest.mark.parametrize("seed", shortened([0, 2], 0))
 def test_boxes_cover_every_visible_pair_once(seed, tile):
     for mask, _ in masks(23, seed).values():
