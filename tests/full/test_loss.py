@@ -275,8 +275,8 @@ def test_micro_batches_order_packing_and_calls_do_not_change_the_gradient(
     truth = gradient_by_definition(trainer, batch, Z)
     assert truth[1:].norm() > 1e-3
 
-    ways = [dict(micro_tokens=n) for n in ((1, 8, 13, 10**6) if options else (8,))]
-    ways += [dict(tree="sparse", micro_tokens=n) for n in (1, 30, 10000) if options]
+    ways = [dict(micro_tokens=n) for n in ((1, 13, 10**6) if options else (8,))]
+    ways += [dict(tree="sparse", micro_tokens=n) for n in (1, 30) if options]
     ways += [dict(tree="dta", chunk_tokens=5)] if options else []
     for n, way in enumerate(ways):
         trainer.config = replace(trainer.config, **way)
