@@ -379,6 +379,14 @@ def without_memory(pickled):
         return Transformer(pickle.loads(pickled))
 
 
+@functools.lru_cache(maxsize=8)
+def stage_without_memory(pickled, stage, stages):
+    """A stage of that model, made once for all rows of a table. Callers only read both."""
+    model = copy.deepcopy(without_memory(pickled))
+    keep_stage_and_ends(model, stage, stages, pickle.loads(pickled).tie_word_embeddings)
+    return model
+
+
 def layout_of(name):
     """The core's `layout` of a parameter in training, where sequence parallelism is on."""
     return layout(f".{name}", SimpleNamespace(fsdp=False, sequence=True))
@@ -409,13 +417,13 @@ class Rank:
         self.x = self.n * config.hidden_size * step.product  # bytes of n tokens' normed states
         self.states = self.n * config.hidden_size * step.size  # and of what layers add to
         self.again = int(step.ac == "full")
-        model = without_memory(pickle.dumps(config))
+        pickled = pickle.dumps(config)
+        model = without_memory(pickled)
         self.numbers = {name: p.numel() for name, p in model.named_parameters()}
         self.whole = sum(self.numbers.values())
         part = model
         if plan.pp > 1:
-            part = copy.deepcopy(model)
-            keep_stage_and_ends(part, stage, plan.pp, config.tie_word_embeddings)
+            part = stage_without_memory(pickled, stage, plan.pp)
         self.shapes = {name: [*p.shape] for name, p in part.named_parameters()}
         for name, shape in self.shapes.items():  # before fsdp
             for dim, parts, _ in self.cuts(name):
