@@ -359,7 +359,7 @@ def test_a_run_goes_on_with_another_generator_and_is_audited(
     run_of, tmp_path, capsys,  # noqa: F811
 ):  # fmt: skip
     """A step with each of three generators; the last one is split, and writes OUT/hf."""
-    flags = f"{FLAGS} --steps 3 --eval-every 1"
+    flags = f"{FLAGS} --prompts 4 --group 4 --steps 3 --eval-every 1"
     out = tmp_path / "run"
     (tmp_path / "ranks").mkdir()
     legs = [(2, "--plan d2|t2"), (1, "--plan d1 --resume"), (2, "--plan t2|d2 --resume")]
@@ -369,9 +369,8 @@ def test_a_run_goes_on_with_another_generator_and_is_audited(
     assert largest_difference(read_metrics(out), run_of(flags)) < 1e-8
 
     # One process reads it, whatever made it, and writes the same weights.
-    for step in (0, 2):
-        assert main(["audit", str(out), "--step", str(step)]) == 0
-        assert f"audit of step {step}: ok" in capsys.readouterr().out
+    assert main(["audit", str(out), "--step", "2"]) == 0
+    assert "audit of step 2: ok" in capsys.readouterr().out
     assert main(["export", str(out), str(tmp_path / "hf")]) == 0
     assert contents(tmp_path / "hf") == contents(out / "hf")
     assert not (out / "hf.tmp").exists()
