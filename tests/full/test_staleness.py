@@ -187,7 +187,7 @@ def test_a_checkpoint_with_other_batches_is_refused(finished, tmp_path, change):
     refused(tmp_path, "--resume --out run --steps 7", "its pending batches are damaged")
 
 
-@pytest.mark.parametrize("step", range(5))
+@pytest.mark.parametrize("step", shortened(range(5), 1, 3))
 def test_every_step_is_audited(finished, process_group, step):
     report = audited(finished, step)
     assert report.wrong is None, [row for row in report.rows if not row.ok]
