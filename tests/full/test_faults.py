@@ -683,8 +683,8 @@ def test_a_full_disk_in_the_last_export_says_what_it_says_elsewhere(tmp_path):
 
 
 def test_no_rank_waits_for_the_last_export(tmp_path):
-    late = (0, "full.run.save_hf", 1, sleep, 8)
-    codes, _, err = run(tmp_path, f"{FLAGS} 2 --timeout 4 --threads 1", late)
+    late = (0, "full.run.save_hf", 1, sleep, 5)
+    codes, _, err = run(tmp_path, f"{FLAGS} 2 --timeout 3 --threads 1", late)
     assert codes == [0, 0], err
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
 

@@ -169,7 +169,7 @@ def test_a_rollout_depends_on_seed_step_group_and_number_only(name, family):
 
 def test_truncation_keeps_what_was_played_until_then():
     for room in range(1, 13):  # in an answer, at its end, in a reply, at its end, ..
-        assert_by_hand(random_model(10), Chat(), range(4), 0.7, room=room, group=8)
+        assert_by_hand(random_model(10), Chat(), range(4), 0.7, room=room, group=4)
 
 
 # After the prompt 0 0 the model says `1 2 9`, `3 9`, `9`; what it says while Chat speaks is lost.
