@@ -254,7 +254,7 @@ def test_a_run_of_factors_goes_on_under_another_plan(base, tmp_path, chain):
     assert names and all("lora_" in name for name in names)
 
 
-def test_export_merges_and_an_adapter_is_read_by_peft_and_by_lora_from(tmp_path):
+def test_export_merges_and_an_adapter_is_read_by_peft_and_by_lora_from(process_group, tmp_path):
     """A dense model: transformers' logits of the export, and peft's of the adapter, to 1e-6."""
 
     folder = tmp_path / "dense"
@@ -285,7 +285,7 @@ def test_export_merges_and_an_adapter_is_read_by_peft_and_by_lora_from(tmp_path)
     refused(tmp_path, f"{again.replace('rank 3', 'rank 4')} --out {tmp_path}/third", "r 3, not 4")
 
 
-def test_a_base_that_changed_is_refused(base, tmp_path):
+def test_a_base_that_changed_is_refused(base, process_group, tmp_path):
     folder = tmp_path / "base"
     folder.mkdir()
     for file in base[0].iterdir():
