@@ -1,6 +1,7 @@
 """LoRA: factors beside a frozen base, under every plan, in files, in a sampler and in an audit."""
 
 import copy
+import functools
 import json
 from unittest import mock
 
@@ -255,12 +256,11 @@ def test_a_run_of_factors_goes_on_under_another_plan(base, tmp_path, chain):
 
 
 def test_export_merges_and_an_adapter_is_read_by_peft_and_by_lora_from(process_group, tmp_path):
-    """A dense model: transformers' logits of the export, and peft's of the adapter, to 1e-6."""
+    """A dense model in float64: transformers' logits of the export, and peft's of the adapter."""
 
     folder = tmp_path / "dense"
-    save_hf(tiny_model("qwen2", vocab_size=12, eos_token_id=(1,), dtype=torch.float32), folder)
-    flags = f"{TASK} --dtype float32 --model {folder} --lora-rank 3 --lora-alpha 7".replace(
-        "--dtype float64", "")  # fmt: skip
+    save_hf(tiny_model("qwen2", vocab_size=12, eos_token_id=(1,)), folder)
+    flags = f"{TASK} --model {folder} --lora-rank 3 --lora-alpha 7"
     small = "--steps 2 --lr 0.02 --entropy-coef 0.1 --prompts 2 --group 4"
     good(tmp_path, f"{flags} {small} --out {tmp_path}/run")
     model, _ = load_policy(tmp_path / "run")
@@ -269,13 +269,16 @@ def test_export_merges_and_an_adapter_is_read_by_peft_and_by_lora_from(process_g
     assert type(model) is Transformer
     assert (truth - load_hf(folder)(tokens)).abs().max() > 1e-3
 
-    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf")
-    assert (hf(tokens).logits - truth).abs().max() < 1e-5
+    load = functools.partial(
+        transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.float64)  # fmt: skip
+    # transformers has norms and RoPE in float32, so it is near to itself and less near to us.
+    whole = load(tmp_path / "run" / "hf")(tokens).logits
+    assert (whole - truth).abs().max() < 1e-5
 
     assert main(["export", f"{tmp_path}/run", f"{tmp_path}/adapter", "--adapters"]) == 0
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
-    assert (theirs(tokens).logits - truth).abs().max() < 1e-5
+    theirs = peft.PeftModel.from_pretrained(
+        load(folder), tmp_path / "adapter", autocast_adapter_dtype=False)  # fmt: skip
+    assert (theirs(tokens).logits - whole).abs().max() < 1e-6
 
     # The same factors again, by peft and by a run that begins with them.
     theirs.save_pretrained(tmp_path / "again")
