@@ -162,10 +162,9 @@ def add_factors(model, lora, dtype) -> "AdaptedTransformer":
         leaf = path.rpartition(".")[2]
         if type(module) is nn.Linear and leaf in lora.targets and path != "score":
             found |= shapes_of_factors(f"{path}.", module.weight.shape, lora.rank)
-        for target in lora.targets if isinstance(module, Experts) else ():
-            if hasattr(module, target):
-                shape = getattr(module, target).shape
-                found |= shapes_of_factors(f"{path}.{target}_", shape, lora.rank)
+        for name, p in module.named_parameters() if isinstance(module, Experts) else ():
+            if name in lora.targets:
+                found |= shapes_of_factors(f"{path}.{name}_", p.shape, lora.rank)
     for target in lora.targets:
         if target not in {matrix_of(name).removesuffix(".weight").split(".")[-1] for name in found}:
             tied = "; its head is its embedding" if target == "lm_head" else ""
@@ -211,16 +210,20 @@ def take_factors(model) -> dict:
 
 @contextlib.contextmanager
 def base_of(model):
-    """Compute with the base alone, for as long as the context lasts: the reference of a KL."""
-    parts = [part for part in model.modules() if hasattr(part, "lora_scale")]
-    scales = [part.lora_scale for part in parts]
-    for part in parts:
-        part.lora_scale = 0.0
+    """Compute with the base alone, for as long as the context lasts: the reference of a KL.
+
+    The votes of a router's bias are trained too, so the base has none.
+    """
+    factors = [(part, "lora_scale", part.lora_scale) for part in model.modules()
+               if hasattr(part, "lora_scale")]  # fmt: skip
+    biases = [(part, "rate", part.rate) for part in model.modules() if hasattr(part, "votes")]
+    for part, name, _ in factors + biases:
+        setattr(part, name, 0.0)
     try:
         yield
     finally:
-        for part, scale in zip(parts, scales):
-            part.lora_scale = scale
+        for part, name, value in factors + biases:
+            setattr(part, name, value)
 
 
 def merged(weight, A, B, scale, region=None):
@@ -309,7 +312,8 @@ def draw_factors(model, seed: int) -> None:
         if not is_factor(name):
             continue
         # Each factor has a generator of its own: a stage of a pipeline has some of them only.
-        generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+        key = seed * 2**32 + zlib.crc32(name.encode())
+        generator = torch.Generator().manual_seed(key % 2**64)
         whole = torch.zeros(shapes[name])
         if name.endswith("lora_A"):
             bound = 1 / math.sqrt(shapes[name][-1])
@@ -326,7 +330,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PLAINLY = dict(
     bias=("none",), use_dora=(False,), use_rslora=(False,), fan_in_fan_out=(False,),
     modules_to_save=(), rank_pattern=(), alpha_pattern=(), layers_to_transform=(),
-    layer_replication=(), lora_bias=(False,),
+    layer_replication=(), lora_bias=(False,), alora_invocation_tokens=(),
+    init_lora_weights=(True, "gaussian", "eva", "orthogonal"),  # the others change W
 )  # fmt: skip
 
 

@@ -551,16 +551,18 @@ def note_base(config, out):
     """Store the checksums of the frozen base; on --resume, raise ValueError if they differ."""
     if config.lora is None or not config.model:  # a base of random weights is drawn by the seed
         return
-    path = Path(out) / "base.json"
-    if config.resume and path.exists():
+    out = Path(out)
+    if config.resume and (out / "config.json").exists():
         require_base(config, out)
     else:
-        path.write_text(json.dumps(sums_of_base(config)) + "\n")
+        (out / "base.json").write_text(json.dumps(sums_of_base(config)) + "\n")
 
 
 def sums_of_base(config) -> dict:
-    files = sorted(Path(config.model).glob("*.safetensors"))
-    return sums_of_share(config.model, [file.name for file in files], alone=True)
+    """Return {name: [size, checksum]} of the files that say what a base computes."""
+    # Two bases of the same weights differ if their config.json has another epsilon, for example.
+    files = sorted(file.name for file in Path(config.model).glob("*.safetensors"))
+    return sums_of_share(config.model, ["config.json", *files], alone=True)
 
 
 def require_base(config, out):

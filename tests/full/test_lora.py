@@ -1,6 +1,7 @@
 """LoRA: factors beside a frozen base, under every plan, in files, in a sampler and in an audit."""
 
 import copy
+import dataclasses
 import functools
 import json
 from unittest import mock
@@ -15,7 +16,7 @@ from safetensors import safe_open
 from test_ranks import TASK, _train, largest_difference, ranks, read_metrics, trained
 from test_run import good, refused
 
-from full import lora, places
+from full import lora, places, run
 from full.audit import audited
 from full.batches import RolloutQueue
 from full.check import TINY, tiny, tiny_model
@@ -104,6 +105,40 @@ def test_the_first_factors_are_drawn_by_their_names_and_change_nothing(process_g
     assert len({p[0].item() for p in drawn}) == 14
     tokens = torch.tensor([[1, 2, 3]])
     assert torch.equal(models[0](tokens), models[1](tokens))
+
+
+@pytest.mark.quick
+def test_the_base_has_none_of_the_votes_that_a_run_has_counted():
+    """A KL's reference selects experts as the base does, whatever the bias has become."""
+    plain, model = adapted(router_bias_rate=0.05)
+    for votes in plain.buffers():
+        votes.zero_()
+    tokens = torch.randint(12, (2, 9))
+    for matrix, (_, B) in lora.factors_of(model).items():
+        model.get_parameter(B).data.zero_()
+    with_votes = model(tokens)
+    with lora.base_of(model):
+        assert torch.equal(model(tokens), plain(tokens))
+    assert torch.equal(model(tokens), with_votes)
+    assert not torch.equal(with_votes, plain(tokens))
+
+
+@pytest.mark.quick
+def test_the_largest_seed_draws_factors():
+    _, model = adapted("qwen2")
+    lora.draw_factors(model, Config.LARGEST[int])
+    assert model.get_parameter("model.layers.0.self_attn.q_proj.lora_A").abs().min() > 0
+
+
+@pytest.mark.quick
+def test_a_stage_without_anything_that_is_trained_has_an_optimizer():
+    """Such as the first of two stages, if only the head or a later router has factors."""
+    model = tiny_model("qwen2").requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = LocalOptimizer(model, lambda p: torch.optim.AdamW(p, lr=1.0, fused=True))
+    optimizer.step()
+    assert optimizer.param_groups[0]["params"] == []
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
 # Plans and trees -------------------------------------------------------------------------------
@@ -303,6 +338,28 @@ def test_a_base_that_changed_is_refused(base, process_group, tmp_path):
         load_policy(tmp_path / "run")
 
 
+@pytest.mark.quick
+def test_checksums_of_a_base_are_of_its_configuration_too_and_must_be_there(tmp_path):
+    folder, out = tmp_path / "base", tmp_path / "run"
+    save_hf(tiny_model("qwen2"), folder)
+    out.mkdir()
+    config = Config(model=f"{folder}", lora_rank=2, out=f"{out}")
+    run.note_base(config, out)
+    run.require_base(config, out)
+    text = (folder / "config.json").read_text()
+    raw = json.loads(text)
+    (folder / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": 0.5}))
+    with pytest.raises(ValueError, match="is not what it was when"):
+        run.require_base(config, out)
+
+    # A run that goes on never writes them anew.
+    (folder / "config.json").write_text(text)
+    (out / "base.json").unlink()
+    (out / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="base.json"):
+        run.note_base(dataclasses.replace(config, resume=True), out)
+
+
 AUDITED = {
     "float64": "--kl-coef 0.05 --minibatches 2",
     "float32": "--dtype float32 --kl-coef 0.05 --proximal",
@@ -369,6 +426,7 @@ def test_settings_that_factors_do_not_have_are_refused(more, text):
     ("qwen2", "", "no matrix to adapt called ''"),
     ("gemma3_text", "lm_head", "its head is its embedding"),
     ("qwen2", "score", "'score'"), ("qwen2", "embed_tokens", "'embed_tokens'"),
+    ("qwen3_moe", "act", "'act'"), ("qwen3_moe", "training", "'training'"),  # not matrices
 ])  # fmt: skip
 def test_targets_that_a_model_does_not_have_are_refused(family, target, text):
     with pytest.raises(ValueError, match=text):
@@ -378,6 +436,7 @@ def test_targets_that_a_model_does_not_have_are_refused(family, target, text):
 @pytest.mark.quick
 @pytest.mark.parametrize("key, value", [
     ("use_rslora", True), ("use_dora", True), ("bias", "all"), ("rank_pattern", {"q_proj": 4}),
+    ("init_lora_weights", "pissa"), ("alora_invocation_tokens", [1]),
     ("modules_to_save", ["score"]), ("r", 5), ("lora_alpha", 1), ("peft_type", "LOHA"),
 ])  # fmt: skip
 def test_an_adapter_that_means_something_else_is_refused(tmp_path, key, value):
