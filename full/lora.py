@@ -52,18 +52,20 @@ class Lora(NamedTuple):
         return self.alpha / self.rank
 
 
-class Linear(nn.Linear):
+class Adapted:
+    """Adds to a linear its factors: (13)."""
+
+    def forward(self, x, /):
+        y = super().forward(x)
+        return y + low_rank(self, x) if self.lora_scale else y
+
+
+class Linear(Adapted, nn.Linear):
     """A linear with factors, on a rank that has all of it."""
 
-    def forward(self, x, /):
-        return super().forward(x) + low_rank(self, x) if self.lora_scale else super().forward(x)
 
-
-class ColumnParallelLinear(parallel.ColumnParallelLinear):
+class ColumnParallelLinear(Adapted, parallel.ColumnParallelLinear):
     """A rank's rows of W and of B, and all of A."""
-
-    def forward(self, x, /):
-        return super().forward(x) + low_rank(self, x) if self.lora_scale else super().forward(x)
 
 
 class RowParallelLinear(parallel.RowParallelLinear):
