@@ -311,9 +311,10 @@ def draw_factors(model, seed: int) -> None:
     for name, p in model.named_parameters():
         if not is_factor(name):
             continue
-        # Each factor has a generator of its own: a stage of a pipeline has some of them only.
-        key = seed * 2**32 + zlib.crc32(name.encode())
-        generator = torch.Generator().manual_seed(key % 2**64)
+        # Each factor has a generator of its own: a stage of a pipeline has some of them only. torch's
+        # generator on a CPU reads the lower 32 bits of its seed, so the checksum has both.
+        key = zlib.crc32(name.encode(), seed % 2**32)
+        generator = torch.Generator().manual_seed(key)
         whole = torch.zeros(shapes[name])
         if name.endswith("lora_A"):
             bound = 1 / math.sqrt(shapes[name][-1])
