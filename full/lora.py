@@ -311,8 +311,8 @@ def draw_factors(model, seed: int) -> None:
     for name, p in model.named_parameters():
         if not is_factor(name):
             continue
-        # Each factor has a generator of its own: a stage of a pipeline has some of them only. torch's
-        # generator on a CPU reads the lower 32 bits of its seed, so the checksum has both.
+        # Each factor has a generator of its own: a stage of a pipeline has some of them only. On a
+        # CPU torch reads the lower 32 bits of a seed, so the checksum is of --seed and the name.
         key = zlib.crc32(name.encode(), seed % 2**32)
         generator = torch.Generator().manual_seed(key)
         whole = torch.zeros(shapes[name])

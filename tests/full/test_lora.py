@@ -430,6 +430,7 @@ AUDITED = {
     "float32": "--dtype float32 --kl-coef 0.05 --proximal",
     "bfloat16": "--dtype float32 --compute-dtype bfloat16",
     "critic": "--dtype float32 --advantage gae --tree sparse",
+    "votes": "--router-bias-rate 0.05 --kl-coef 0.05",
 }
 SLIPS = {  # name -> what it does, and the row of the audit that is outside
     "a push without factors": (
