@@ -1,5 +1,6 @@
 """LoRA: factors beside a frozen base, under every plan, in files, in a sampler and in an audit."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -24,7 +25,7 @@ from full.config import LORA_TARGETS, Config, parse_config
 from full.hf import load_hf, save_hf
 from full.logs import do_step
 from full.lora import Lora, add_factors, is_factor, matrix_of, merged
-from full.optimizer import LocalOptimizer, weights_to_store
+from full.optimizer import LocalOptimizer, replica_difference, weights_to_store
 from full.places import full
 from full.run import build
 from full.talk import load_policy, main
@@ -106,6 +107,17 @@ def test_the_first_factors_are_drawn_by_their_names_and_change_nothing(process_g
     tokens = torch.tensor([[1, 2, 3]])
     assert torch.equal(models[0](tokens), models[1](tokens))
 
+    # Another seed draws other factors and another base. A command that reads a checkpoint, which
+    # has the factors alone, draws the same base.
+    config = dataclasses.replace(config, seed=7)
+    task = make_task(config)
+    other = dict(Trainer(config, build(config, task)[0]).model.named_parameters())
+    assert all(p.equal(other[n]) == n.endswith("B") for n, p in factors.items())
+    with mock.patch("full.run.read_checkpoint"):
+        again = run.policy_in("", config, task, "float64", merged=False)
+    for name, p in again.named_parameters():
+        assert is_factor(name) or torch.equal(p, other[name]), name
+
 
 @pytest.mark.quick
 def test_the_base_has_none_of_the_votes_that_a_run_has_counted():
@@ -121,6 +133,41 @@ def test_the_base_has_none_of_the_votes_that_a_run_has_counted():
         assert torch.equal(model(tokens), plain(tokens))
     assert torch.equal(model(tokens), with_votes)
     assert not torch.equal(with_votes, plain(tokens))
+
+
+@pytest.mark.quick
+def test_a_critics_head_is_trained_too_in_the_factors_dtype():
+    model = tiny_model("qwen2", dtype=torch.bfloat16).add_value_head()
+    model = add_factors(model, Lora(2, 1.0, ("q_proj",)), torch.float32)
+    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 5 and {*trained.values()} == {torch.float32}
+    assert "score.weight" in trained
+
+
+@pytest.mark.quick
+def test_a_bias_is_added_once_after_the_sum_over_ranks(process_group):
+    plain, model = adapted("llama", o_bias=True)
+    linear = model.model.layers[0].self_attn.o_proj
+    x = torch.randn(3, linear.in_features, dtype=torch.float64)
+    truth = linear(x)
+    assert linear.bias.abs().max() > 0.01
+    linear.__class__ = lora.RowParallelLinear
+    linear.region = torch.distributed.group.WORLD, False
+    assert (linear(x) - truth).abs().max() < 1e-14
+
+
+@pytest.mark.quick
+def test_a_base_that_differs_between_replicas_is_named():
+    _, model = adapted("qwen2")
+
+    def two_ranks(digests):
+        flipped = {key: b"" if key[0] == "model.norm.weight" else x for key, x in digests.items()}
+        return [digests, flipped]
+
+    make = functools.partial(torch.optim.AdamW, lr=0.1)
+    with mock.patch("full.optimizer.all_gather_objects", two_ranks):
+        found = replica_difference(model, LocalOptimizer(model, make))
+    assert "replicas differ in model.norm.weight" in found
 
 
 @pytest.mark.quick
@@ -178,16 +225,15 @@ def _without_sums():
     """Each t rank trains an A of its own, from its part of the gradient."""
     ordinary = lora.place_of_factor
 
-    def slipped(name, shapes, grid, mode):
-        sums = places.place_of(matrix_of(name), shapes[matrix_of(name)], grid, mode, False).sums
-        return ordinary(name, shapes, grid, mode)._replace(sums=sums)
+    def slipped(name, shape, grid, mode):
+        sums = places.place_of(matrix_of(name), shape, grid, mode, False).sums
+        return ordinary(name, shape, grid, mode)._replace(sums=sums)
 
     return mock.patch("full.lora.place_of_factor", slipped)
 
 
 def _one_rank_updates():
     """Only rank 0 updates the factors."""
-
     ordinary = LocalOptimizer.step
 
     def slipped(self):
@@ -334,8 +380,9 @@ def test_a_base_that_changed_is_refused(base, process_group, tmp_path):
     save_hf(tiny_model("qwen3_moe", seed=5, vocab_size=12, num_experts=4, sparse_layers=(1,),
                        eos_token_id=(1,)), folder)  # fmt: skip
     refused(tmp_path, f"{flags} --resume", "is not what it was when")
-    with pytest.raises(ValueError, match="put the old files back"):
-        load_policy(tmp_path / "run")
+    for command in (load_policy, audited):
+        with pytest.raises(ValueError, match="put the old files back"):
+            command(tmp_path / "run")
 
 
 @pytest.mark.quick
@@ -360,11 +407,31 @@ def test_checksums_of_a_base_are_of_its_configuration_too_and_must_be_there(tmp_
         run.note_base(dataclasses.replace(config, resume=True), out)
 
 
+@pytest.mark.quick
+def test_a_start_that_was_killed_after_its_checksums_begins_again(process_group, tmp_path):
+    folder, out = tmp_path / "base", tmp_path / "run"
+    save_hf(tiny_model("qwen2"), folder)
+    config = Config(model=f"{folder}", lora_rank=2, out=f"{out}", resume=True)
+    with mock.patch("pathlib.Path.replace", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), contextlib.ExitStack() as stack:
+            run.prepare_out(config, stack)
+    assert {path.name for path in out.iterdir()} == {"base.json", "config.tmp", "lock"}
+    with contextlib.ExitStack() as stack:
+        run.prepare_out(config, stack)
+    assert {path.name for path in out.iterdir()} == {"base.json", "config.json", "lock"}
+
+    # A file of this name alone is a stranger's, and is not overwritten.
+    (out / "config.json").unlink()
+    with pytest.raises(ValueError, match="not a run's"), contextlib.ExitStack() as stack:
+        run.prepare_out(config, stack)
+
+
 AUDITED = {
     "float64": "--kl-coef 0.05 --minibatches 2",
     "float32": "--dtype float32 --kl-coef 0.05 --proximal",
     "bfloat16": "--dtype float32 --compute-dtype bfloat16",
     "critic": "--dtype float32 --advantage gae --tree sparse",
+    "votes": "--router-bias-rate 0.05 --kl-coef 0.05",
 }
 SLIPS = {  # name -> what it does, and the row of the audit that is outside
     "a push without factors": (
