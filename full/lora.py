@@ -15,7 +15,8 @@ are partial, and are summed over t too. Ranks that leave this out train differen
     router                       nothing            whole          whole
 
 A stack of experts (E, out, in) has stacks of factors, (E, r, in) and (E, out, r). e cuts all of
-them alike, and ffn's t cuts them as t does. Not here: dropout of x, DoRA, and factors of an embedding.
+them alike, and ffn's t cuts them as t does. Not here: dropout of x, DoRA, and factors of an
+embedding.
 
 References: LoRA arXiv:2106.09685, equation 3. The first values and the files are those of PEFT.
 """
