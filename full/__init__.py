@@ -23,6 +23,7 @@ Models:
     full/engine.py: Engine
     models.py: Row
     full/hf.py: load_hf, save_hf, full_definition
+    full/lora.py: add_factors, merge
     full/experts.py: Balance
 
 Parallel:

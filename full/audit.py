@@ -365,6 +365,8 @@ class Case:
             c = self.config
             model = policy_in(self.before, c, self.task, c.compute, merged=False)
             take_factors(model)
+            for votes in model.buffers():
+                votes.zero_()
             return widened(model, dtype)
         reference = build(self.config, self.task)[2].to_empty(device="cpu")
         read_reference(self.files.path, SimpleNamespace(model=None, reference=reference))

@@ -5,8 +5,8 @@
 
 B begins at 0, so a run begins with its base, and the base without factors is the reference of a KL.
 
-Under a plan a factor is cut where its matrix is, along the dimension that they share. A factor that
-has not this dimension is whole on each t rank, which sees a part of x or of dy only: its gradients
+Under a plan a factor is cut where its matrix is, along the dimension that they share. A factor
+without this dimension is whole on each t rank, which sees a part of x or of dy only: its gradients
 are partial, and are summed over t too. Ranks that leave this out train different factors.
 
     matrix                       cut by t along     A              B
@@ -14,8 +14,9 @@ are partial, and are summed over t too. Ranks that leave this out train differen
     o down                       in                 cut as W       whole
     router                       nothing            whole          whole
 
-A stack of experts (E, out, in) has stacks of factors, (E, r, in) and (E, out, r), cut by e as the
-matrices are. Not here: dropout of x, DoRA, and factors of an embedding.
+A stack of experts (E, out, in) has stacks of factors, (E, r, in) and (E, out, r). e cuts all of
+them alike, and ffn's t cuts them as t does. Not here: dropout of x, DoRA, and factors of an
+embedding.
 
 References: LoRA arXiv:2106.09685, equation 3. The first values and the files are those of PEFT.
 """
@@ -52,18 +53,20 @@ class Lora(NamedTuple):
         return self.alpha / self.rank
 
 
-class Linear(nn.Linear):
+class Adapted:
+    """Adds to a linear its factors: (13)."""
+
+    def forward(self, x, /):
+        y = super().forward(x)
+        return y + low_rank(self, x) if self.lora_scale else y
+
+
+class Linear(Adapted, nn.Linear):
     """A linear with factors, on a rank that has all of it."""
 
-    def forward(self, x, /):
-        return super().forward(x) + low_rank(self, x) if self.lora_scale else super().forward(x)
 
-
-class ColumnParallelLinear(parallel.ColumnParallelLinear):
+class ColumnParallelLinear(Adapted, parallel.ColumnParallelLinear):
     """A rank's rows of W and of B, and all of A."""
-
-    def forward(self, x, /):
-        return super().forward(x) + low_rank(self, x) if self.lora_scale else super().forward(x)
 
 
 class RowParallelLinear(parallel.RowParallelLinear):
@@ -162,10 +165,9 @@ def add_factors(model, lora, dtype) -> "AdaptedTransformer":
         leaf = path.rpartition(".")[2]
         if type(module) is nn.Linear and leaf in lora.targets and path != "score":
             found |= shapes_of_factors(f"{path}.", module.weight.shape, lora.rank)
-        for target in lora.targets if isinstance(module, Experts) else ():
-            if hasattr(module, target):
-                shape = getattr(module, target).shape
-                found |= shapes_of_factors(f"{path}.{target}_", shape, lora.rank)
+        for name, p in module.named_parameters() if isinstance(module, Experts) else ():
+            if name in lora.targets:
+                found |= shapes_of_factors(f"{path}.{name}_", p.shape, lora.rank)
     for target in lora.targets:
         if target not in {matrix_of(name).removesuffix(".weight").split(".")[-1] for name in found}:
             tied = "; its head is its embedding" if target == "lm_head" else ""
@@ -211,16 +213,20 @@ def take_factors(model) -> dict:
 
 @contextlib.contextmanager
 def base_of(model):
-    """Compute with the base alone, for as long as the context lasts: the reference of a KL."""
-    parts = [part for part in model.modules() if hasattr(part, "lora_scale")]
-    scales = [part.lora_scale for part in parts]
-    for part in parts:
-        part.lora_scale = 0.0
+    """Compute with the base alone, for as long as the context lasts: the reference of a KL.
+
+    The votes of a router's bias are trained too, so the base has none.
+    """
+    factors = [(part, "lora_scale", part.lora_scale) for part in model.modules()
+               if hasattr(part, "lora_scale")]  # fmt: skip
+    biases = [(part, "rate", part.rate) for part in model.modules() if hasattr(part, "votes")]
+    for part, name, _ in factors + biases:
+        setattr(part, name, 0.0)
     try:
         yield
     finally:
-        for part, scale in zip(parts, scales):
-            part.lora_scale = scale
+        for part, name, value in factors + biases:
+            setattr(part, name, value)
 
 
 def merged(weight, A, B, scale, region=None):
@@ -264,24 +270,23 @@ def definition(model, tokens, /):
 # Under a plan -----------------------------------------------------------------------------------
 
 
-def place_of_factor(name, shapes, grid, mode) -> Place:
-    """Return the place of a factor. shapes: of the whole model's parameters, by name."""
-    matrix = place_of(matrix_of(name), shapes[matrix_of(name)], grid, mode, False)
-    shape = shapes[name]
+def place_of_factor(name, shape, grid, mode) -> Place:
+    """Return the place of a factor with this shape of the whole: see the table above."""
+    # How the matrix is cut says how its factors are: by the numbers of the dimensions, whatever
+    # their sizes. One number means the rank r: that of the rows for A, of the columns for B.
+    matrix = place_of(matrix_of(name), shape, grid, mode, False)
+    of_rank = len(shape) - 2 if name.endswith("lora_A") else len(shape) - 1
     world = grid.plan.world // grid.plan.pp
     place = Place(matrix.mesh, (tuple(map(range, shape)),), holders=world)
-
-    # A lacks the dimension of the matrix's rows, and B that of its columns. FSDP cuts whatever a
-    # parameter has as its first dimension.
-    lacks = len(shape) - 2 if name.endswith("lora_A") else len(shape) - 1
     sums = list(matrix.sums)
     for dim, axis in matrix.cuts:
+        # FSDP, the last to cut, cuts the first dimension of every parameter. t, e and etp do not
+        # cut r. A factor that they leave whole has a partial gradient. But after the last norm all
+        # t ranks compute the same, and the head's product returns the whole gradient of its input.
         if axis == matrix.mesh.mesh_dim_names[-1]:
             place = place.cut_copies()
-        elif dim != lacks:
+        elif dim != of_rank:
             place = place.cut(dim, axis)
-        # After the last norm all t ranks compute the same, and the head's product gives each of
-        # them the whole gradient of its input.
         elif name.startswith("model."):
             sums.append(grid.group[axis])
     return place._replace(sums=tuple(sums))
@@ -289,27 +294,24 @@ def place_of_factor(name, shapes, grid, mode) -> Place:
 
 def shard_factors(factors, grid) -> dict:
     """Return this rank's part of each of a whole model's factors, cut by t and e."""
-    shapes = {name: p.shape for name, p in factors.items()}
-    for name, A in factors.items():
-        if name.endswith("lora_A"):
-            *stack, rows, _ = shapes[name[:-1] + "B"]
-            shapes[matrix_of(name)] = (*stack, rows, A.shape[-1])
     found = {}
     for name, p in factors.items():
-        region = place_of_factor(name, shapes, grid, "ddp").region
+        region = place_of_factor(name, p.shape, grid, "ddp").region
         found[name] = nn.Parameter(p.detach()[region].clone(), p.requires_grad)
     return found
 
 
 @torch.no_grad()
 def draw_factors(model, seed: int) -> None:
-    """Draw A evenly from within 1 / sqrt(in) of 0, and set B to 0, also on a rank's part."""
+    """Draw A uniformly from within 1 / sqrt(in) of 0 and set B to 0, also on a rank's part."""
     shapes = whole_shapes(model)
     for name, p in model.named_parameters():
         if not is_factor(name):
             continue
-        # Each factor has a generator of its own: a stage of a pipeline has some of them only.
-        generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+        # Each factor has a generator of its own: a stage of a pipeline has some of them only. On a
+        # CPU torch reads the lower 32 bits of a seed, so the checksum is of --seed and the name.
+        key = zlib.crc32(name.encode(), seed % 2**32)
+        generator = torch.Generator().manual_seed(key)
         whole = torch.zeros(shapes[name])
         if name.endswith("lora_A"):
             bound = 1 / math.sqrt(shapes[name][-1])
@@ -322,15 +324,17 @@ def draw_factors(model, seed: int) -> None:
 # adapter_config.json and adapter_model.safetensors, of dense layers.
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-# What an adapter_config.json may say that (13) is not, and the values that change nothing.
-PLAINLY = dict(
+# What an adapter_config.json may say that (13) does not, and the values that change nothing.
+NEUTRAL = dict(
     bias=("none",), use_dora=(False,), use_rslora=(False,), fan_in_fan_out=(False,),
     modules_to_save=(), rank_pattern=(), alpha_pattern=(), layers_to_transform=(),
-    layer_replication=(), lora_bias=(False,),
+    layer_replication=(), lora_bias=(False,), alora_invocation_tokens=(),
+    init_lora_weights=(True, "gaussian", "eva", "orthogonal"),  # the others change W
 )  # fmt: skip
 
 
 def name_in_peft(name) -> str:
+    """Return PEFT's name of a factor."""
     return f"base_model.model.{name}.weight"
 
 
@@ -367,7 +371,7 @@ def load_factors(directory, model, shapes) -> None:
     wanted = dict(peft_type="LORA", r=model.lora.rank, lora_alpha=model.lora.alpha)
     wrong = [f"{key} {raw.get(key)!r}, not {value!r}" for key, value in wanted.items()
              if raw.get(key) != value]  # fmt: skip
-    wrong += [f"{key} {raw[key]!r}" for key, plain in PLAINLY.items()
+    wrong += [f"{key} {raw[key]!r}" for key, plain in NEUTRAL.items()
               if raw.get(key) and raw[key] not in plain]  # fmt: skip
     if wrong:
         raise ValueError(f"--lora-from {directory}: {CONFIG} has {'; '.join(wrong)}")

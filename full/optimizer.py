@@ -192,7 +192,9 @@ class LocalOptimizer:
                 rounded.grad_dtype = p.dtype
                 set_tensor(model, name, rounded)
             self.mine[name] = nn.Parameter(rows)
-        self.inner = make([*self.mine.values()])
+        # torch refuses an empty list, and a stage of a pipeline may have nothing that is trained. A
+        # group of no parameters is accepted.
+        self.inner = make([dict(params=[*self.mine.values()])])
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
 

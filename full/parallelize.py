@@ -87,7 +87,7 @@ def parallelize(
     elif plan.pp > 1:
         keep_stage_and_ends(model, grid.group["p"].rank(), plan.pp, is_tied)
     places = {name: place_of(name, shapes[name], grid, mode, is_tied and schedule != "zbv")
-              if not lora.is_factor(name) else lora.place_of_factor(name, shapes, grid, mode)
+              if not lora.is_factor(name) else lora.place_of_factor(name, shapes[name], grid, mode)
               for name, _ in model.named_parameters()}  # fmt: skip
     model.part = Part(plan, grid.device, places, grid, mode, offload, compute_dtype, pipeline)
 

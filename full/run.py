@@ -502,11 +502,14 @@ def refuse_directory(config, out):
     """Raise ValueError if this run may not have the directory: nothing is overwritten unasked."""
     config_json = out / "config.json"  # Hugging Face checkpoints have one too
     holds_run = config_json.exists() and '"advantage"' in config_json.read_text()
-    # A start that was killed, or that is in flight, has left no more than these two files.
+    # A start that was killed, or that is in flight, has left no more than these files.
     found = {path.name for path in out.iterdir()} if out.exists() else set()
+    known = {"config.tmp", "lock"}
+    if "config.tmp" in found:
+        known |= {"data.json", "base.json"}
     if holds_run and not config.resume:
         raise ValueError(f"{out} holds a run: --resume to go on with it, or choose another --out")
-    if not holds_run and found - {"config.tmp", "lock"}:
+    if not holds_run and found - known:
         raise ValueError(f"{out} holds files that are not a run's; choose another --out")
 
 
@@ -551,16 +554,18 @@ def note_base(config, out):
     """Store the checksums of the frozen base; on --resume, raise ValueError if they differ."""
     if config.lora is None or not config.model:  # a base of random weights is drawn by the seed
         return
-    path = Path(out) / "base.json"
-    if config.resume and path.exists():
+    out = Path(out)
+    if config.resume and (out / "config.json").exists():
         require_base(config, out)
     else:
-        path.write_text(json.dumps(sums_of_base(config)) + "\n")
+        (out / "base.json").write_text(json.dumps(sums_of_base(config)) + "\n")
 
 
 def sums_of_base(config) -> dict:
-    files = sorted(Path(config.model).glob("*.safetensors"))
-    return sums_of_share(config.model, [file.name for file in files], alone=True)
+    """Return {name: [size, checksum]} of the files that say what a base computes."""
+    # Two bases of the same weights differ if their config.json has another epsilon, for example.
+    files = sorted(file.name for file in Path(config.model).glob("*.safetensors"))
+    return sums_of_share(config.model, ["config.json", *files], alone=True)
 
 
 def require_base(config, out):
@@ -590,14 +595,18 @@ def prepare_out(config, stack, objects=None) -> str:
         if config.resume and not (out / "config.json").exists():
             say(f"{out} holds no run to resume: one begins")
 
-        note_data(config, out, objects)
-        note_base(config, out)
-
-        # The settings last, and whole or not at all: a directory that has them is a run's.
+        # The settings get their name last, and whole or not at all: a directory that has them is a
+        # run's. Until then config.tmp says that the checksums are a start's, and not a stranger's.
         stored = dataclasses.asdict(config)
         stored |= {"resume": False, "out": str(out)}
         partial = out / "config.tmp"
         partial.write_text(json.dumps(stored, indent=2) + "\n")
+        try:
+            note_data(config, out, objects)
+            note_base(config, out)
+        except ValueError:  # a run that goes on, with other files
+            partial.unlink()
+            raise
         partial.replace(out / "config.json")
     return str(out)
 

@@ -104,6 +104,8 @@ routes - 3 2 --tree sparse --data-parallel fsdp : --advantage gae --proximal
 routes - 3 4 --plan d2t2e4|d4
 lora 2 - 2 --plan t2e2|d2e2
 lora - 4 2 --plan p2 : --advantage gae
+lora - 2 2 --plan p2 : --lora-targets gate
+dense-lora - 4 2 --plan p2 --pp-schedule zbv : --lora-targets lm_head,q_proj
 dense-lora - 4 2 --plan p2 --pp-schedule zbv
 dense-lora - 4 2 --plan p2 --pp-schedule interleaved1f1b
 dense-lora - 4 2 --plan d2 --data-parallel fsdp --ac op
