@@ -437,6 +437,12 @@ REFUSED = {
     "--stpes 3": "expected a flag that --help lists, got --stpes; did you mean --steps?",
     "--log_rolouts=all": "got --log_rolouts=all; did you mean --log-rollouts?",
     "--xyz": "expected a flag that --help lists, got --xyz\n", "--step 3": "mean --steps?",
+    "--learning-rate 3": "got --learning-rate; its name here is --lr\n",
+    "--num_generations=4": "its name here is --group\n",
+    "--task jsonl": "needs --data FILE.jsonl and --model DIR",
+    "--task jsonl --data FILE": "--task jsonl needs --model DIR", "--minibatches 3 --prompts 2":
+    "--minibatches 3 is over --prompts 2, so one would be empty: lower --minibatches",
+    "train": "expected a command that --help lists, got train; without a command, `python -m full`",
     "adit": "expected a command that --help lists, got adit; did you mean audit?",
     "--task nonsense": "expected --task guess, jsonl or FILE.py:Class, got 'nonsense'",
     "--task gone.py:Task": "--task gone.py:Task: gone.py: no such file", "--task ../gone": "gone",
