@@ -689,7 +689,9 @@ def read_settings(path, given=()) -> dict:
     wrong = []
     for name, value in found.items():
         if name not in fields:
-            wrong.append(f"expected a field of Config, got {name}{advice_on(name, shown)}")
+            here = OTHER_NAMES.get(name.replace("_", "-"))
+            advice = f"; as a flag, it is {here}" if here else advice_on(name, shown)
+            wrong.append(f"expected a field of Config, got {name}{advice}")
             continue
         kind, choices = fields[name].type, choices_of(fields[name])
         is_number = kind is float and type(value) is int and value <= Config.LARGEST[float]

@@ -486,6 +486,7 @@ WRONG_FILES = {  # a file of settings, its text, and what is said of it
     ("a.toml", "stpes = 3"): "expected a field of Config, got stpes; did you mean steps?",
     ("a.toml", "lr-decay = 'constant'"): "got lr-decay; did you mean lr_decay?",
     ("a.toml", "zzz = 1"): "expected a field of Config, got zzz",
+    ("a.toml", "learning_rate = 1"): "got learning_rate; as a flag, it is --lr",
     ("a.toml", "steps = '3'\nlr = true"):
         "--config a.toml: steps: expected int, got '3'; lr: expected float, got True",
     ("a.toml", "steps = 3.0"): "steps: expected int, got 3.0",
