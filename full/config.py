@@ -459,7 +459,8 @@ class Config(train_grpo.Config):
             (0 < self.dual_clip <= 1 + self.clip_high,
              f"--dual-clip must be over 1 + clip_high (papers: 3), got {self.dual_clip}"),
             (self.minibatches > self.prompts,
-             f"--minibatches {self.minibatches} is over --prompts {self.prompts}; one is empty"),
+             f"--minibatches {self.minibatches} is over --prompts {self.prompts}, so one would be "
+             f"empty: lower --minibatches or raise --prompts"),
             (self.balance_coef and self.tree != "disabled",
              "--tree has no --balance-coef, a loss of each sequence by itself; use "
              "--router-bias-rate, or leave --tree out"),
@@ -470,7 +471,9 @@ class Config(train_grpo.Config):
             (not self.model and self.heads % 2 and self.heads > 1,
              f"--heads must be 1 or even, got {self.heads}"),
             (self.task == "jsonl" and not (self.data and self.model),
-             "--task jsonl needs --data FILE.jsonl and --model DIR with a tokenizer.json"),
+             "--task jsonl needs " + " and ".join(
+                 ["--data FILE.jsonl"] * (not self.data)
+                 + ["--model DIR with a tokenizer.json"] * (not self.model))),
             (self.has_whole_template and "{question}" not in self.template,
              f"--template must be chat, raw or a text with {{question}}, got {self.template!r}"),
         ]  # fmt: skip
@@ -580,15 +583,32 @@ def add_flags(parser, fields):
 
 COMMANDS = "audit", "bench", "chat", "check", "eval", "export", "inspect", "plan", "plot"
 
+# Flags of TRL and other trainers whose names are not near ours. Each has one counterpart.
+OTHER_NAMES = {
+    "learning-rate": "--lr", "max-steps": "--steps", "num-generations": "--group",
+    "group-size": "--group", "beta": "--kl-coef", "output-dir": "--out",
+    "max-completion-length": "--max-new-tokens", "model-name-or-path": "--model",
+    "dataset": "--data", "resume-from-checkpoint": "--resume with --out",
+    "warmup-steps": "--lr-warmup",
+    "batch-size": "--prompts, the questions of a step, and --group, the answers to each",
+    "wandb": "the argument `log` of full.api.run",
+}  # fmt: skip
+
 
 def about_unknown(word) -> str:
     """Return the error about a word that is no flag and no command, with the nearest that is."""
     flags = ["--config", *(_flag(f.name) for f in dataclasses.fields(Config))]
     what, names = ("flag", flags) if word.startswith("-") else ("command", COMMANDS)
+    bare_word = word.strip("-").partition("=")[0].replace("_", "-")
+    if what == "flag" and bare_word in OTHER_NAMES:
+        here = OTHER_NAMES[bare_word]
+        return f"expected a {what} that --help lists, got {word}; its name here is {here}"
 
     # Without the dashes, which all flags share: `--log` is not near `--lr`.
     bare = {name.strip("-"): name for name in names}
     advice = advice_on(word.strip("-").partition("=")[0], bare)
+    if what == "command" and not advice:
+        advice = "; without a command, `python -m full` trains"
     return f"expected a {what} that --help lists, got {word}{advice}"
 
 
@@ -669,7 +689,9 @@ def read_settings(path, given=()) -> dict:
     wrong = []
     for name, value in found.items():
         if name not in fields:
-            wrong.append(f"expected a field of Config, got {name}{advice_on(name, shown)}")
+            here = OTHER_NAMES.get(name.replace("_", "-"))
+            advice = f"; as a flag, it is {here}" if here else advice_on(name, shown)
+            wrong.append(f"expected a field of Config, got {name}{advice}")
             continue
         kind, choices = fields[name].type, choices_of(fields[name])
         is_number = kind is float and type(value) is int and value <= Config.LARGEST[float]

@@ -171,7 +171,11 @@ def asker_of(task):
     def ask_one(episode):
         answer = episode.tokens[episode.turn :]
         with asking(task):
-            state, reply, reward = task.reply(episode.state, answer)
+            told = task.reply(episode.state, answer)
+            if not isinstance(told, tuple | list) or len(told) != 3:
+                raise TypeError(f"expected reply to return (state, tokens or None, reward), got "
+                                f"{told!r}")  # fmt: skip
+            state, reply, reward = told
         name = type(task).__name__
         where = f"in group {episode.group}, rollout {episode.number}"
         if not is_finite_number(reward):

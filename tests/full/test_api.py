@@ -365,7 +365,7 @@ WRONG = {  # a run that raises before it writes anything: what it is given, and 
     "no row": ((CONFIG,), dict(dataset=["2 + 2?"]), "expected dataset row 1 to be a dict"),
     "no JSON": ((CONFIG,), dict(dataset=[*ROWS, {"a": {1}}]), "dataset row 2 cannot be a line"),
     "two datasets": ((JSONL,), dict(dataset=ROWS), "expected one data, got Config(data='rows"),
-    "no model": ((CONFIG,), dict(dataset=ROWS), "--task jsonl needs --data FILE.jsonl and --model"),
+    "no model": ((CONFIG,), dict(dataset=ROWS), "--task jsonl needs --model DIR"),
     "no logger": ((CONFIG,), dict(log=5), "expected log to be a function"),
 }  # fmt: skip
 

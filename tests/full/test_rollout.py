@@ -455,7 +455,7 @@ def test_a_task_in_a_file_of_its_own_is_played_and_may_have_slots(tmp_path, monk
     task, model = task_of("mine.py:Echo", size=2), Script([2, 2, 3], vocab=4)
     [[t]] = play(task, model, groups=[0], group=1, temperature=0)
     assert (t.tokens, t.reward, task.show(t.tokens)) == ([2, 2, 3], 1.0, "2 2 3")
-    with pytest.raises(ValueError, match="TypeError: cannot unpack.*mine.py"):
+    with pytest.raises(ValueError, match="expected reply to return .state.* got 3.*mine.py"):
         play(task_of("mine.py:Slotted"), model, groups=[0], group=1, temperature=0)
     for name, message in NO_TASK.items():
         with pytest.raises(ValueError, match=message):

@@ -437,6 +437,12 @@ REFUSED = {
     "--stpes 3": "expected a flag that --help lists, got --stpes; did you mean --steps?",
     "--log_rolouts=all": "got --log_rolouts=all; did you mean --log-rollouts?",
     "--xyz": "expected a flag that --help lists, got --xyz\n", "--step 3": "mean --steps?",
+    "--learning-rate 3": "got --learning-rate; its name here is --lr\n",
+    "--num_generations=4": "its name here is --group\n",
+    "--task jsonl": "needs --data FILE.jsonl and --model DIR",
+    "--task jsonl --data FILE": "--task jsonl needs --model DIR", "--minibatches 3 --prompts 2":
+    "--minibatches 3 is over --prompts 2, so one would be empty: lower --minibatches",
+    "train": "expected a command that --help lists, got train; without a command, `python -m full`",
     "adit": "expected a command that --help lists, got adit; did you mean audit?",
     "--task nonsense": "expected --task guess, jsonl or FILE.py:Class, got 'nonsense'",
     "--task gone.py:Task": "--task gone.py:Task: gone.py: no such file", "--task ../gone": "gone",
@@ -480,6 +486,7 @@ WRONG_FILES = {  # a file of settings, its text, and what is said of it
     ("a.toml", "stpes = 3"): "expected a field of Config, got stpes; did you mean steps?",
     ("a.toml", "lr-decay = 'constant'"): "got lr-decay; did you mean lr_decay?",
     ("a.toml", "zzz = 1"): "expected a field of Config, got zzz",
+    ("a.toml", "learning_rate = 1"): "got learning_rate; as a flag, it is --lr",
     ("a.toml", "steps = '3'\nlr = true"):
         "--config a.toml: steps: expected int, got '3'; lr: expected float, got True",
     ("a.toml", "steps = 3.0"): "steps: expected int, got 3.0",
