@@ -207,8 +207,11 @@ class LocalOptimizer:
     def step(self) -> None:
         """Make one update from .grad, (7). A parameter without a gradient keeps its value."""
         for name, own in self.mine.items():
+            # NUMERICS: torch's fused AdamW reads the memory of a gradient as if it were contiguous.
+            # `backward` makes it so, but the zbv of torch leaves a gradient that is a view. Pinned
+            # by tests/full/test_precision.py::test_a_gradient_that_is_a_view_is_read_right.
             grad = self.model.get_parameter(name).grad
-            own.grad = None if grad is None else self.own_rows(name, local(grad))
+            own.grad = None if grad is None else self.own_rows(name, local(grad)).contiguous()
         self.inner.step()  # (7)
         self.copy_to_model()
 

@@ -421,3 +421,17 @@ def test_products_finer_than_the_weights_are_refused(process_group):
     for dtype in (torch.float32, torch.float64):
         with pytest.raises(ValueError, match="expected a coarser dtype than the weights'"):
             mixed_model(tiny_model(dtype=torch.float32), dtype)
+
+
+@pytest.mark.quick
+def test_a_gradient_that_is_a_view_is_read_right():
+    """AdamW's first step moves each entry by lr against the sign of its gradient."""
+    model = torch.nn.Linear(3, 7, bias=False)
+    before = model.weight.detach().clone()
+    make = lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.0, fused=True)  # noqa: E731
+    optimizer = LocalOptimizer(model, make)
+    model.weight.grad = torch.randn(7, 5)[:, 1:4]
+    assert not model.weight.grad.is_contiguous()
+    optimizer.step()
+    moved = (before - model.weight.detach()) / 0.01
+    assert (moved - model.weight.grad.sign()).abs().max() < 1e-3
