@@ -247,12 +247,11 @@ def merged(weight, A, B, scale, region=None):
 @torch.no_grad()
 def merge(model, dtype=None):
     """Make a whole model with factors a plain one with the merged weights, in place; return it."""
+    pairs = factors_of(model)
     factors = take_factors(model)
-    parameters = dict(model.named_parameters())
-    for name, A in factors.items():
-        if name.endswith("lora_A"):
-            p = parameters[matrix_of(name)]
-            p.data = merged(p, A, factors[name[:-1] + "B"], model.lora.scale).to(dtype or p.dtype)
+    for name, (A, B) in pairs.items():
+        p = model.get_parameter(name)
+        p.data = merged(p, factors[A], factors[B], model.lora.scale).to(dtype or p.dtype)
     return model.to(dtype) if dtype else model
 
 
