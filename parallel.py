@@ -6,6 +6,7 @@ computes some of its terms: a partial gradient. Ranks add partial gradients up, 
 them. If every term is added exactly once, a plan changes nothing but rounding.
 
     python parallel.py     # check every plan on 1, 2 and 4 ranks of this CPU against one process
+    torchrun --nproc-per-node 4 parallel.py   # the plans of 4 ranks, on their GPUs if there are any
 
     (1)  grad = sum over ranks and micro-batches of dL_r / dtheta, L_r = sum of (loss_n / Z)
     (2)  f: x_r = x             dx = sum_r dx_r   before column-parallel layers y_r = x W_r^T
@@ -31,6 +32,7 @@ import copy
 import datetime
 import functools
 import math
+import os
 import re
 import sys
 import tempfile
@@ -46,6 +48,20 @@ from torch.utils.checkpoint import checkpoint
 
 
 # 1. From a plan to process groups ---------------------------------------------------------------
+def join_ranks(kind, timeout):
+    """Join the ranks of torchrun, or a group of one. Return this rank's device: cpu or its GPU."""
+    # NCCL sends tensors of GPUs, and gloo those of CPUs. A group that knows its GPU connects all of
+    # its ranks at once. Otherwise the first message of two stages would wait for the other stages.
+    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    if kind == "cpu":
+        dist.init_process_group("gloo", timeout=timeout, **alone)
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", timeout=timeout, device_id=device, **alone)
+    return device
+
+
 class Grid:
     """The process groups of a plan such as "p2d2t2" or "t2 sp", seen from this rank.
 
@@ -547,7 +563,8 @@ def check_model():
         vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=8, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=4, scale_embedding=True,
         qkv_bias=True, o_bias=True, mlp_bias=True, sparse_layers=(1, 3), num_experts=4,
-        num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=6,
+        num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=6, sliding_window=3,
+        layer_types=(models.SLIDING, models.FULL) * 2, query_pre_attn_scalar=9,
     )  # fmt: skip
     return models.Transformer(config).double()
 
@@ -590,10 +607,12 @@ class Training:
 
 
 def check_plan(text, training_class, model):
-    """Train two steps under a plan and on one process. Return the largest error on this rank."""
+    """Train two steps under a plan and on one process. Return the largest error of all ranks."""
     torch.manual_seed(0)
+    weight = model.head_weight  # has the dtype and the device of all others
     tokens = torch.randint(VOCAB, (8, 9))
     batch = tokens[:, :-1], tokens[:, 1:], torch.rand(8, 8) < 0.7  # inputs, targets, loss mask
+    batch = [x.to(weight.device) for x in batch]
     Z = batch[2].sum()
     truth = copy.deepcopy(model)
     training = training_class(copy.deepcopy(model), text)
@@ -603,7 +622,8 @@ def check_plan(text, training_class, model):
     # t or p take the same rows.
     micro_batches = list(zip(*(own_chunk(x, grid.group["dc"]).split(2) for x in batch)))
     t = dist.get_world_size(grid.group["t"])
-    like = torch.empty(2, 8 // t if grid.sequence else 8, WIDTH)
+    like = weight.new_empty(2, 8 // t if grid.sequence else 8, WIDTH)
+    positions = torch.arange(8, device=weight.device)[None]
     errors = []
 
     def compare(found, expected):
@@ -613,7 +633,7 @@ def check_plan(text, training_class, model):
         tokens_BS, targets_BS, mask_BS = micro_batches[n]
         # With sequence parallelism, the states of a stage are a shard of the tokens, but attention
         # and RoPE run on all 8 tokens of a row.
-        x = model.hidden(tokens_BS if x is None else x, positions=torch.arange(8)[None])
+        x = model.hidden(tokens_BS if x is None else x, positions=positions)
         if hasattr(model, "lm_head"):
             compare(model.logits(x), truth.logits(x))
             x = check_loss(model, x, targets_BS, mask_BS, Z)
@@ -621,7 +641,7 @@ def check_plan(text, training_class, model):
         return x
 
     for _ in range(2):
-        losses = [torch.zeros(())]
+        losses = [weight.new_zeros(())]
         loss = check_loss(truth, truth.hidden(batch[0]), *batch[1:], Z)
         loss.backward()
         run_1f1b(forward, len(micro_batches), like, grid.group["p"])
@@ -635,7 +655,8 @@ def check_plan(text, training_class, model):
             compare(found, expected)
         truth.zero_grad()
         model.zero_grad()
-    return torch.stack(errors).max()  # NaN if any error is NaN
+    # NaN if any error of any rank is NaN.
+    return all_gather(torch.stack(errors).max()[None], None).max().item()
 
 
 def check_plans(plans, training_class, model):
@@ -650,8 +671,7 @@ def check_plans(plans, training_class, model):
         torch.set_default_dtype(torch.float64)
         dist.init_process_group("gloo", f"file://{folder}/{world}", PATIENCE, world, rank)
         for text in plans[world]:
-            error = check_plan(text, training_class, model)[None]
-            errors[names.index(text)] = all_gather(error, None).max()
+            errors[names.index(text)] = check_plan(text, training_class, model)
         dist.barrier()
         dist.destroy_process_group()
 
@@ -663,6 +683,8 @@ def check_plans(plans, training_class, model):
 
 def main(argv):
     """Print the largest error of each plan. Exit with 1 unless all are at most 1e-10."""
+    if {"-h", "--help"} & {*argv}:
+        return print(__doc__)
     if argv:
         sys.exit(f"expected no arguments, got {argv}")
     try:
@@ -671,9 +693,19 @@ def main(argv):
         reason = f"because the check splits its model: {missing}"
         print(f"expected models.py next to parallel.py, {reason}", file=sys.stderr)
         sys.exit(2)
-    errors = check_plans(PLANS, Training, model)
+    if "RANK" not in os.environ:
+        errors = check_plans(PLANS, Training, model)
+    else:
+        world = int(os.environ["WORLD_SIZE"])
+        if world not in PLANS:
+            sys.exit(f"expected {' or '.join(map(str, PLANS))} ranks, got {world}")
+        device = join_ranks("cuda" if torch.cuda.is_available() else "cpu", PATIENCE)
+        model = model.to(device)
+        errors = {text: check_plan(text, Training, model) for text in PLANS[world]}
+        dist.destroy_process_group()
     table = "  ".join(f"{text} {error:.0e}" for text, error in errors.items())
-    print(f"{table}  largest {max(errors.values()):.1e}")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{table}  largest {max(errors.values()):.1e}")
     if not all(error <= 1e-10 for error in errors.values()):  # NaN is not
         sys.exit(1)
 

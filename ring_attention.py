@@ -5,11 +5,12 @@ one rank per hop, and each rank attends to every block while it is there. Attent
 returns an output and a log-sum-exp (lse). With the lse, partial outputs merge exactly.
 
     python ring_attention.py                         # check it: 4 ranks on this CPU, float64, 10 s
-    torchrun --nproc-per-node 8 ring_attention.py    # check it on your own ranks
+    torchrun --nproc-per-node 8 ring_attention.py    # check it on your own ranks, or on their GPUs
 
-What it must equal, for a query i and the keys j that it sees. Causal attention sees j <= i.
+What it must equal, for a query i and the keys j that it sees. Causal attention sees j <= i. With a
+window w, as in Mistral and Gemma, it sees j > i - w only.
 
-    (1)  s_ij  = scale q_i . k_j                  scale = D ** -0.5
+    (1)  s_ij  = scale q_i . k_j                  scale = D ** -0.5 by default
          lse_i = log sum_j exp(s_ij)              out_i = sum_j exp(s_ij - lse_i) v_j
     (2)  lse   = log(exp(lse1) + exp(lse2))       out = exp(lse1 - lse) out1 + exp(lse2 - lse) out2
     (3)  P_ij  = exp(s_ij - lse_i)                dS_ij = P_ij (dout_i . v_j - dout_i . out_i)
@@ -32,15 +33,17 @@ from torch.multiprocessing import ProcessExitedException, start_processes
 # 1. Attention over one block of keys ----------------------------------------------------------
 
 
-def attention_definition(q_BHqD, k_BHkD, v_BHkD, visible_BHqk, /):
+def attention_definition(q_BHqD, k_BHkD, v_BHkD, visible_BHqk, /, scale=None):
     """Compute attention with all scores in memory: everything below must equal this.
 
     q: (B, H, q, D). k, v: (B, H, k, D).
     visible: bool, broadcastable to (B, H, q, k). True where query i sees key j.
+    scale: of (1). Default: D ** -0.5.
 
     Returns out (B, H, q, D) and lse (B, H, q). A query that sees no key has out 0 and lse -inf.
     """
-    s_BHqk = torch.einsum("bhqd,bhkd->bhqk", q_BHqD, k_BHkD) / math.sqrt(q_BHqD.shape[-1])  # (1)
+    scale = scale or 1 / math.sqrt(q_BHqD.shape[-1])
+    s_BHqk = scale * torch.einsum("bhqd,bhkd->bhqk", q_BHqD, k_BHkD)  # (1)
 
     # The softmax over no key is 0 / 0. Give such a query scores of 0, so that all stays finite, and
     # overwrite both results.
@@ -52,9 +55,16 @@ def attention_definition(q_BHqD, k_BHkD, v_BHkD, visible_BHqk, /):
     return torch.einsum("bhqk,bhkd->bhqd", p_BHqk, v_BHkD), lse_BHq
 
 
-def block_attention(q_BHqD, k_BHkD, v_BHkD, visible_qk):
+def visible_keys(query_q, key_k, window):
+    """Return from global positions, as (q, k) bool, which of k keys each of q queries sees."""
+    # The query at position 5 sees keys 3, 4 and 5 if the window is 3, and keys 0 to 5 without one.
+    behind_qk = query_q[:, None] - key_k
+    return (behind_qk >= 0) & (behind_qk < (window or math.inf))
+
+
+def block_attention(q_BHqD, k_BHkD, v_BHkD, visible_qk, scale):
     """Attend to the keys of one block: return out_BHqD and lse_BHq over these keys alone."""
-    scale = q_BHqD.shape[-1] ** -0.5
+    scale = scale or q_BHqD.shape[-1] ** -0.5
     s_BHqk = (q_BHqD @ k_BHkD.mT * scale).masked_fill(~visible_qk, -math.inf)  # (1)
     lse_BHq = torch.logsumexp(s_BHqk, -1)
 
@@ -65,12 +75,12 @@ def block_attention(q_BHqD, k_BHkD, v_BHkD, visible_qk):
     return p_BHqk @ v_BHkD, lse_BHq
 
 
-def block_backward(dout_BHqD, q_BHqD, k_BHkD, v_BHkD, out_BHqD, lse_BHq, visible_qk):
+def block_backward(dout_BHqD, q_BHqD, k_BHkD, v_BHkD, out_BHqD, lse_BHq, visible_qk, scale):
     """Return dq_BHqD, dk_BHkD, dv_BHkD of one block, given the final out and lse of all blocks."""
     # The gradient of a softmax needs two sums over all keys: the normalizer, which is in lse, and
     # sum_j P_ij (dout_i . v_j) = dout_i . sum_j P_ij v_j = dout_i . out_i. Both are known from the
     # final lse and out, so the gradients of blocks can be computed anywhere and simply added up.
-    scale = q_BHqD.shape[-1] ** -0.5
+    scale = scale or q_BHqD.shape[-1] ** -0.5
     s_BHqk = (q_BHqD @ k_BHkD.mT * scale).masked_fill(~visible_qk, -math.inf)
     p_BHqk = torch.exp(s_BHqk - lse_BHq[..., None])  # (3), computed again: no scores were stored
     delta_BHq = (dout_BHqD * out_BHqD).sum(-1)
@@ -110,10 +120,10 @@ def merge(out1, lse1, out2, lse2, /):
 # 2. Who holds which tokens, and who talks to whom ----------------------------------------------
 
 
-def zigzag_indices(length, rank, world):
+def zigzag_indices(length, rank, world, device=None):
     """Return the global indices of the tokens that a rank holds, int64 (length / world,).
 
-    length must be divisible by 2 * world.
+    length must be divisible by 2 * world. device: of the indices. Default: the CPU.
     """
     # A late query sees more keys than an early one, and the ring waits for its slowest rank at
     # every hop. So cut the sequence into 2 W chunks, and give rank r chunk r and its mirror image.
@@ -122,7 +132,7 @@ def zigzag_indices(length, rank, world):
     #
     #     rank 0 holds 0 1 . . . . 6 7, which see 1 + 2 + 7 + 8 = 18 keys
     #     rank 1 holds . . 2 3 4 5 . ., which see 3 + 4 + 5 + 6 = 18 keys
-    chunks = torch.arange(length).view(2 * world, -1)
+    chunks = torch.arange(length, device=device).view(2 * world, -1)
     return torch.cat((chunks[rank], chunks[2 * world - 1 - rank]))
 
 
@@ -181,11 +191,11 @@ class RingAttention(torch.autograd.Function):
     """Causal ring attention: out_BHsD of this rank's queries over the keys of all ranks."""
 
     @staticmethod
-    def forward(ctx, q_BHsD, k_BHsD, v_BHsD, group):
+    def forward(ctx, q_BHsD, k_BHsD, v_BHsD, group, scale, window):
         rank = dist.get_rank(group)
         world = dist.get_world_size(group)
         length = world * q_BHsD.shape[2]
-        positions = [zigzag_indices(length, r, world).to(q_BHsD.device) for r in range(world)]
+        positions = [zigzag_indices(length, r, world, q_BHsD.device) for r in range(world)]
 
         # Keys and values travel together: one message per hop.
         block_2BHsD = torch.stack((k_BHsD, v_BHsD))
@@ -193,11 +203,10 @@ class RingAttention(torch.autograd.Function):
             if hop + 1 < world:
                 next_2BHsD, wait_for_next = shift(block_2BHsD, 0, group)
 
-            # Our queries against the block that is here now. Query i sees key j if j <= i, by
-            # global position.
+            # Our queries against the block that is here now. The mask compares global positions.
             owner = (rank - hop) % world
-            visible_qk = positions[owner] <= positions[rank][:, None]
-            part = block_attention(q_BHsD, *block_2BHsD, visible_qk)
+            visible_qk = visible_keys(positions[rank], positions[owner], window)
+            part = block_attention(q_BHsD, *block_2BHsD, visible_qk, scale)
             so_far = part if hop == 0 else merge(*so_far, *part)  # (2): out_BHsD and lse_BHs
 
             # Only now must the next block be here.
@@ -208,15 +217,16 @@ class RingAttention(torch.autograd.Function):
         # Store this rank's tensors and nothing else: the backward sends the blocks around again,
         # so that memory per rank shrinks with the number of ranks.
         ctx.save_for_backward(q_BHsD, k_BHsD, v_BHsD, *so_far)
-        ctx.group = group
+        ctx.options = group, scale, window
         ctx.positions = positions
         return so_far[0]
 
     @staticmethod
     def backward(ctx, dout_BHsD):
         q_BHsD, k_BHsD, v_BHsD, out_BHsD, lse_BHs = ctx.saved_tensors
-        rank = dist.get_rank(ctx.group)
-        world = dist.get_world_size(ctx.group)
+        group, scale, window = ctx.options
+        rank = dist.get_rank(group)
+        world = dist.get_world_size(group)
 
         # dq stays, because the queries stay. The gradient of a block is a sum over all ranks, and
         # belongs to its owner. So the sum follows the block, one hop later: each rank computes its
@@ -231,27 +241,27 @@ class RingAttention(torch.autograd.Function):
         dq_BHsD = torch.zeros_like(q_BHsD)
         for hop in range(world):
             if hop + 1 < world:
-                next_2BHsD, wait_for_next = shift(block_2BHsD, 0, ctx.group)
+                next_2BHsD, wait_for_next = shift(block_2BHsD, 0, group)
 
             # out and lse are final, so these parts are final too.
             owner = (rank - hop) % world
-            visible_qk = ctx.positions[owner] <= ctx.positions[rank][:, None]
+            visible_qk = visible_keys(ctx.positions[rank], ctx.positions[owner], window)
             dq, dk, dv = block_backward(
-                dout_BHsD, q_BHsD, *block_2BHsD, out_BHsD, lse_BHs, visible_qk
+                dout_BHsD, q_BHsD, *block_2BHsD, out_BHsD, lse_BHs, visible_qk, scale
             )
             dq_BHsD += dq
             sum_2BHsD = torch.stack((dk, dv))
             if hop > 0:
                 wait_for_sum()
                 sum_2BHsD += arrived_2BHsD
-            arrived_2BHsD, wait_for_sum = shift(sum_2BHsD, 1, ctx.group)
+            arrived_2BHsD, wait_for_sum = shift(sum_2BHsD, 1, group)
 
             if hop + 1 < world:
                 wait_for_next()
                 block_2BHsD = next_2BHsD
         wait_for_sum()
         dk_BHsD, dv_BHsD = arrived_2BHsD
-        return dq_BHsD, dk_BHsD, dv_BHsD, None
+        return dq_BHsD, dk_BHsD, dv_BHsD, None, None, None
 
 
 def repeat_key_heads(q_BHsD, k_BGsD, v_BGsD):
@@ -260,17 +270,19 @@ def repeat_key_heads(q_BHsD, k_BGsD, v_BGsD):
     return k_BGsD.repeat_interleave(copies, 1), v_BGsD.repeat_interleave(copies, 1)
 
 
-def ring_attention(q_BHsD, k_BGsD, v_BGsD, /, *, group=None):
+def ring_attention(q_BHsD, k_BGsD, v_BGsD, /, *, group=None, scale=None, window=None):
     """Compute causal attention over a sequence of W s tokens, of which every rank holds s.
 
     q: (B, H, s, D). The tokens `zigzag_indices(W * s, rank, W)`. s must be even.
     k, v: (B, G, s, D). The same tokens; H must be divisible by G.
     group: the process group of the W ranks. Default: all ranks. All of them must call.
+    scale: of (1). Default: D ** -0.5.
+    window: how many tokens a token sees, itself included. Default: all tokens up to itself.
 
-    Returns out (B, H, s, D). The scale is D ** -0.5.
+    Returns out (B, H, s, D).
     """
     k_BHsD, v_BHsD = repeat_key_heads(q_BHsD, k_BGsD, v_BGsD)
-    return RingAttention.apply(q_BHsD, k_BHsD, v_BHsD, group or dist.group.WORLD)
+    return RingAttention.apply(q_BHsD, k_BHsD, v_BHsD, group or dist.group.WORLD, scale, window)
 
 
 # 4. Two variations: move the keys with one collective -------------------------------------------
@@ -312,7 +324,7 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(dx, *ctx.way_back), None, None, None
 
 
-def allgather_attention(q_BHsD, k_BGsD, v_BGsD, /, *, group=None):
+def allgather_attention(q_BHsD, k_BGsD, v_BGsD, /, *, group=None, scale=None, window=None):
     """Compute what `ring_attention` computes, with one all-gather of keys and values.
 
     One message in place of W - 1, but each rank holds the keys and values of the whole sequence.
@@ -322,12 +334,12 @@ def allgather_attention(q_BHsD, k_BGsD, v_BGsD, /, *, group=None):
     k_BHSD, v_BHSD = (AllGather.apply(x, group) for x in repeat_key_heads(q_BHsD, k_BGsD, v_BGsD))
 
     # The gathered tokens lie rank by rank. A mask of positions does not mind the order.
-    positions = [zigzag_indices(k_BHSD.shape[2], r, world) for r in range(world)]
-    visible_sS = torch.cat(positions) <= positions[rank][:, None]
-    return block_attention(q_BHsD, k_BHSD, v_BHSD, visible_sS.to(q_BHsD.device))[0]
+    positions = [zigzag_indices(k_BHSD.shape[2], r, world, k_BHSD.device) for r in range(world)]
+    visible_sS = visible_keys(positions[rank], torch.cat(positions), window)
+    return block_attention(q_BHsD, k_BHSD, v_BHSD, visible_sS, scale)[0]
 
 
-def ulysses_attention(q_BHsD, k_BGsD, v_BGsD, /, *, group=None):
+def ulysses_attention(q_BHsD, k_BGsD, v_BGsD, /, *, group=None, scale=None, window=None):
     """Compute what `ring_attention` computes, with all-to-alls (Ulysses, arXiv:2309.14509).
 
     Heads do not need each other. So trade our tokens of all heads for all tokens of H / W heads,
@@ -339,9 +351,10 @@ def ulysses_attention(q_BHsD, k_BGsD, v_BGsD, /, *, group=None):
     world = dist.get_world_size(group)
     qkv = (q_BHsD, *repeat_key_heads(q_BHsD, k_BGsD, v_BGsD))
     q_BhSD, k_BhSD, v_BhSD = (AllToAll.apply(x, 1, 2, group) for x in qkv)
-    order = torch.cat([zigzag_indices(q_BhSD.shape[2], r, world) for r in range(world)])
-    visible_SS = (order <= order[:, None]).to(q_BHsD.device)
-    out_BhSD, _ = block_attention(q_BhSD, k_BhSD, v_BhSD, visible_SS)
+    length = q_BhSD.shape[2]
+    order = torch.cat([zigzag_indices(length, r, world, q_BHsD.device) for r in range(world)])
+    visible_SS = visible_keys(order, order, window)
+    out_BhSD, _ = block_attention(q_BhSD, k_BhSD, v_BhSD, visible_SS, scale)
     return AllToAll.apply(out_BhSD, 2, 1, group)
 
 
@@ -371,43 +384,53 @@ def run_rank(rank, folder, world, function, args):
     dist.destroy_process_group()
 
 
-def check(group=None):
+def check(group=None, device="cpu"):
     """Return the largest error of out, dq, dk, dv of all three ways on this rank, in float64."""
     world = dist.get_world_size(group)
     generator = torch.Generator().manual_seed(0)
     length = 16 * world
     shapes = [(2, n, length, 6) for n in (2 * world, world, world, 2 * world)]
-    drawn = [torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes]
-
-    # The truth: all tokens on one process, and a random gradient of out.
-    q, k, v = (x.clone().requires_grad_() for x in drawn[:3])
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    copies = [x.repeat_interleave(2, 1) for x in (k, v)]
-    out, _ = attention_definition(q, *copies, causal)
-    truth = [out, *torch.autograd.grad(out, (q, k, v), drawn[3])]
-
-    # Each way gets this rank's tokens, and must return this rank's part of the truth.
+    drawn = [torch.randn(x, generator=generator, dtype=torch.float64).to(device) for x in shapes]
     mine = zigzag_indices(length, dist.get_rank(group), world)
     errors = []
-    for way in (ring_attention, allgather_attention, ulysses_attention):
-        local = [x[:, :, mine].clone().requires_grad_() for x in drawn[:3]]
-        found = way(*local, group=group)
-        found = [found, *torch.autograd.grad(found, local, drawn[3][:, :, mine])]
-        errors += [(a - b[:, :, mine]).abs().max() for a, b in zip(found, truth, strict=True)]
+
+    # A rank has two chunks of 8 tokens. A window of 11 hides whole chunks, and parts of others.
+    for options in ({}, dict(scale=0.7, window=11)):
+        # The truth: all tokens on one process, and a random gradient of out.
+        q, k, v = (x.clone().requires_grad_() for x in drawn[:3])
+        visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        visible = visible.triu(1 - options.get("window", length))
+        copies = [x.repeat_interleave(2, 1) for x in (k, v)]
+        out, _ = attention_definition(q, *copies, visible, options.get("scale"))
+        truth = [out, *torch.autograd.grad(out, (q, k, v), drawn[3])]
+
+        # Each way gets this rank's tokens, and must return this rank's part of the truth.
+        for way in (ring_attention, allgather_attention, ulysses_attention):
+            local = [x[:, :, mine].clone().requires_grad_() for x in drawn[:3]]
+            found = way(*local, group=group, **options)
+            found = [found, *torch.autograd.grad(found, local, drawn[3][:, :, mine])]
+            errors += [(a - b[:, :, mine]).abs().max() for a, b in zip(found, truth, strict=True)]
     return torch.stack(errors).max().item()  # NaN if any error is NaN
 
 
 def main(argv):
     """Check all three ways on 4 new processes, or on the ranks that torchrun has started."""
+    if {"-h", "--help"} & {*argv}:
+        return print(__doc__)
     if argv:
         sys.exit(f"expected no arguments, got {argv}")
-    # Every rank must learn the largest error of all ranks.
+    # Every rank must learn the largest error of all ranks. GPUs, one for each rank of a machine,
+    # send by NCCL, and CPUs by gloo.
     if "RANK" not in os.environ:
         errors = launch(4, check)
     else:
-        dist.init_process_group("gloo")
+        has_gpu = torch.cuda.is_available()
+        device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if has_gpu else "cpu")
+        if has_gpu:
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if has_gpu else "gloo")
         errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, check())
+        dist.all_gather_object(errors, check(device=device))
         dist.destroy_process_group()
     worst = torch.tensor(errors).max().item()
     if os.environ.get("RANK", "0") == "0":

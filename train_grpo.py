@@ -7,6 +7,7 @@ depends only on (seed, step, group, rollout)**, and never on the rank.
 
     python train_grpo.py                                   # learn `guess`, on one process
     torchrun --nproc-per-node 2 train_grpo.py --plan c2    # 2 ranks share each row's tokens
+    python train_grpo.py --model DIR --data FILE.jsonl --save NEW    # a released model learns
 
 A group is the rollouts, or games, of one prompt. Rollout i has the reward R_i and sampled tokens t.
 Their log-probs under softmax(logits / temperature) are lp_t now, and were old_t when sampled. H_t
@@ -29,9 +30,12 @@ import datetime
 import difflib
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -56,7 +60,10 @@ class Config:
     # the task
     size: int = 7  # guess: numbers
     turns: int = 4  # guess: answers allowed
+    data: str | None = None  # questions: a file of JSON lines
     # the model
+    model: str | None = None  # directory of a Hugging Face checkpoint. Default: random weights
+    save: str | None = None  # directory for the trained weights of such a model
     layers: int = 3  # decoder layers
     hidden: int = 96  # model width
     heads: int = 4  # query heads; half as many key heads
@@ -72,16 +79,21 @@ class Config:
     entropy_coef: float = 0.02  # weight of the entropy bonus
     # the optimizer
     minibatches: int = 2  # optimizer steps for each batch of rollouts
+    rows: int = 256  # rollouts of one forward and backward, which limit the memory of activations
     lr: float = 1e-3  # AdamW
     lr_warmup: int = 5  # steps of linear warm-up, at most --steps; 0: none
     beta2: float = 0.99  # AdamW
     max_grad_norm: float = 1.0  # clip the global norm
     plan: str = ""  # d: data, t: tensor, c: context (ring), and the number of ranks, such as d2
     tree: bool = False  # compute each prefix that rollouts share only once
+    device: str = "cpu"  # cpu, or cuda: a GPU for each rank
     # output
     eval_every: int = 10  # steps between evaluations; the last step always evaluates
     eval_prompts: int = 70  # prompts of one evaluation; guess repeats its few secrets
 
+
+# A released model has learned already: smaller steps, and fewer and longer rollouts than `guess`.
+RELEASED = dict(lr=1e-5, entropy_coef=0.0, prompts=8, group=8, rows=8, max_new_tokens=128)
 
 # A prompt is drawn by the key (seed, stream, step, group). Training and evaluation are two streams.
 ROLLOUT = 1
@@ -153,6 +165,69 @@ class Guess:
         return " ".join(self.names[t] if t < len(self.names) else f"<{t}>" for t in tokens)
 
 
+# The text of a prompt, which suits most models. Edit it, for example to the chat template of yours:
+# Qwen's and SmolLM2's is "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n".
+TEMPLATE = "Question: {question}\nAnswer:"
+
+
+def last_number(text) -> Decimal | None:
+    """Return the last number of a text, exactly: 1080 of `12 eggs are $1,080.` None without one."""
+    # The sign of -3 may be U+2212, as in a book, and is not the dash of 7-3.
+    numbers = re.findall(r"(?:(?<!\w)-)?\d[\d,]*(?:\.\d+)?", str(text).replace("\u2212", "-"))
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+
+
+class Questions:
+    """Answer a question of a file. Reward 1 if the last number of the answer is right.
+
+        {"question": "How many legs do 3 cats have?", "answer": "3 * 4 = 12 #### 12"}
+
+    A line's right number is the last one of its answer, in GSM8K what follows `####`. Every tenth
+    line is held out, for evaluation. An answer that reaches the limit of tokens has reward 0.
+    """
+
+    def __init__(self, config):
+        from tokenizers import Tokenizer
+
+        folder = Path(config.model)
+        self.seed = config.seed
+        self.tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text("utf-8"))
+        lines = []
+        for n, text in enumerate(Path(config.data).open(encoding="utf-8"), 1):
+            try:
+                line = json.loads(text)
+                prompt = TEMPLATE.replace("{question}", line["question"])
+                lines.append((last_number(line["answer"]), prompt))
+            except (LookupError, TypeError, ValueError):
+                lines.append((None, text))
+            if lines[-1][0] is None:
+                wanted = '{"question": TEXT, "answer": TEXT WITH A NUMBER}'
+                raise ValueError(f"{config.data}, line {n}: expected {wanted}, got {text[:60]!r}")
+        if len(lines) < 2:
+            raise ValueError(f"{config.data}: expected at least 2 lines, got {len(lines)}")
+        self.lines = {False: [x for n, x in enumerate(lines) if n % 10], True: lines[::10]}
+
+        # Both files may name end tokens, as a number or a list. Chat models often have several.
+        ends = []
+        for path in (folder / "config.json", folder / "generation_config.json"):
+            end = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+            ends += end if isinstance(end, list) else [end]
+        self.end = {end for end in ends if end is not None}
+
+    def prompt(self, rng, index, held_out):
+        lines = self.lines[held_out]
+        n = index % len(lines) if held_out else deal(self.seed, index, len(lines))
+        number, text = lines[n]
+        return number, self.tokenizer.encode(text).ids
+
+    def reply(self, state, answer):
+        # A task of one turn. The state is the right number.
+        return state, None, float(last_number(self.tokenizer.decode(answer)) == state)
+
+    def show(self, tokens):
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+
 # 3. Rollouts ------------------------------------------------------------------------------------
 # One rollout of `guess`, as `models.Row` keeps it. The policy samples `3 .` and `5 .`. The task's
 # reply waits in `queue` and is appended in place of a sampled token. The model reads token t at
@@ -215,7 +290,7 @@ class Source:
     """Plays the rollouts of a step, and evaluates."""
 
     config: Config
-    task: Guess
+    task: Guess | Questions
     trainer: "Trainer"
     shown: Episode | None = None  # a game of the latest evaluation
 
@@ -297,13 +372,15 @@ def score_rows(config, model, episodes, ring):
     c = dist.get_world_size(ring)
     S = max(len(episode.mask) for episode in episodes)
     S += -S % (2 * c)
-    positions_s = zigzag_indices(S, dist.get_rank(ring), c)
-    tokens = torch.tensor([e.tokens + [0] * (S + 1 - len(e.tokens)) for e in episodes])
-    mask_BS = torch.tensor([e.mask + [False] * (S - len(e.mask)) for e in episodes])
+    device = model.head_weight.device
+    positions_s = zigzag_indices(S, dist.get_rank(ring), c, device)
+    padded = [e.tokens + [0] * (S + 1 - len(e.tokens)) for e in episodes]
+    tokens = torch.tensor(padded, device=device)
+    mask_BS = torch.tensor([e.mask + [False] * (S - len(e.mask)) for e in episodes], device=device)
 
     # Keys and values travel around a ring. With one rank, it is plain causal attention.
-    def attention(q, k, v, /, *, layer, scale):
-        return ring_attention(q, k, v, group=ring)
+    def attention(q, k, v, /, *, layer, scale, window=None):
+        return ring_attention(q, k, v, group=ring, scale=scale, window=window)
 
     # RoPE needs each token's position in the full row. The head runs only where the policy sampled
     # the target, not at replies or padding.
@@ -318,7 +395,8 @@ def score_rows(config, model, episodes, ring):
 
 def score_tree(config, model, episodes, ring):
     """Return what `score_rows` returns, by one forward of the tree of all prefixes."""
-    sequences = [torch.tensor(episode.tokens) for episode in episodes]
+    device = model.head_weight.device
+    sequences = [torch.tensor(episode.tokens, device=device) for episode in episodes]
     scores = tree_logprobs(model, sequences, temperature=config.temperature)
 
     # The tree scores every token of a rollout. Take those that the policy sampled, in order.
@@ -347,20 +425,34 @@ class Trainer:
 
     def total(self, x, axes="d") -> float:
         """Return the sum of a number over ranks. Default: the ranks with different episodes."""
-        x = torch.tensor(x, dtype=torch.float64)
+        x = torch.tensor(x, dtype=torch.float64, device=self.model.head_weight.device)
         return parallel.all_reduce_sum(x, self.grid.group[axes]).item()
+
+    def whole(self, name, p):
+        """Return a parameter whole, on the CPU, of which each t rank may have a shard."""
+        shard = parallel.layout(name, self.grid)
+        group = self.grid.group[shard["over"]]
+        shards = [None] * dist.get_world_size(group)
+        dist.all_gather_object(shards, p.detach().cpu(), group)  # they may differ in size
+        return torch.cat(shards, shard["dim"])
 
     def prepare(self, batch) -> dict:
         """Set what has no gradient: A of (1), old of (2). Return metrics of all ranks."""
         # This policy sampled the tokens, so its sampling log-probs are the old ones.
         rewards = []
+        solved = equal = 0
         for episodes in batch.groups.values():
             rewards_G = np.array([episode.reward for episode in episodes])
             for episode, advantage in zip(episodes, advantages(rewards_G)):
                 episode.advantage = advantage
                 episode.old = episode.logprobs
             rewards += rewards_G.tolist()
-        return {"reward/mean": self.total(sum(rewards)) / self.total(len(rewards))}
+            solved += int((rewards_G >= 1).sum())
+            equal += bool((rewards_G == rewards_G[0]).all())
+        count = self.total(len(rewards))
+        return {"reward/mean": self.total(sum(rewards)) / count,
+                "reward/solved": self.total(solved) / count,
+                "reward/groups_equal": self.total(equal) / len(batch.kept)}  # fmt: skip
 
     def loss_denominator(self, episodes) -> int:
         """Count the sampled tokens of these episodes."""
@@ -377,13 +469,18 @@ class Trainer:
 
     def forward_backward(self, episodes, Z) -> dict:
         """Compute the gradient of this rank's part of the loss. Return the loss of all ranks."""
+        # The loss is a sum, so the gradients of its parts add up. Each part frees its activations.
         self.optimizer.zero_grad()
-        scores = self.score(self.config, self.model, episodes, self.grid.group["c"])
-        loss = grpo_loss(self.config, episodes, *scores, Z)
-        loss.backward()
+        total = 0.0
+        for first in range(0, len(episodes), self.config.rows):
+            part = episodes[first : first + self.config.rows]
+            scores = self.score(self.config, self.model, part, self.grid.group["c"])
+            loss = grpo_loss(self.config, part, *scores, Z)
+            loss.backward()
+            total += loss.item()
 
         # Sum over d, with different episodes, and c, with different tokens. t ranks have the same.
-        return {"loss": self.total(loss.item(), "dc")}
+        return {"loss": self.total(total, "dc")}
 
     def optim_step(self, lr) -> dict:
         """Sum the gradients over ranks, clip them by their global norm, and update the weights."""
@@ -400,7 +497,7 @@ class Trainer:
 
 def train(config, source, trainer, log, first_step=0):
     """Train, log each step, and return the fraction of prompts solved in the last evaluation."""
-    # first_step: where a resumed run goes on. Negative numbers are steps before the run's own.
+    # first_step: where to go on, if you resume a run from weights and an optimizer of your own.
     solved = None
     for step in range(first_step, config.steps):
         # Collect: the policy plays each prompt several times, and the task rewards each rollout.
@@ -410,7 +507,7 @@ def train(config, source, trainer, log, first_step=0):
         metrics = trainer.prepare(batch)
 
         # Take several optimizer steps on a batch. Ranks divide their parts of the loss by Z, so
-        # counts are summed first. Without a token to train on, there is no update.
+        # counts are summed first. If you leave out groups, a minibatch may be empty: 0 / 0 is NaN.
         updates = []
         for minibatch in batch.minibatches():
             Z = trainer.total(trainer.loss_denominator(minibatch))
@@ -431,6 +528,8 @@ class Log:
         # disable=None: the bar is for a terminal, and not for a pipe.
         self.file = file
         self.bar = tqdm(total=config.steps, unit="step", file=sys.stdout, disable=None)
+        self.idle = 0  # steps in a row in which all rollouts of each group had the same reward
+        self.warned = False
 
     def step(self, step, batch, metrics, updates, solved):
         """Log a step: the sum of its updates' losses, and the norm of the last update, if any."""
@@ -439,9 +538,16 @@ class Log:
         norm = updates[-1]["grad_norm"] if updates else None
         line = {"step": step, "loss": loss, "grad_norm": norm}
         print(json.dumps(line | metrics | {"solved": solved}), file=self.file, flush=True)
+        self.idle = self.idle + 1 if metrics["reward/groups_equal"] == 1 else 0
+        self.bar.clear()  # so that a line stands above the bar
+        sampled = metrics["reward/solved"]
+        if self.idle == 3 and not self.warned:
+            self.warned = True
+            print(f"after {step + 1:3} steps: in 3 steps no group had two different rewards, so "
+                  f"there was nothing to learn; {sampled:.2f} solved in training", flush=True)
         if solved is not None:
-            self.bar.clear()  # so that the line stands above the bar
-            print(f"after {step + 1:3} steps: reward {reward:.3f}, solved {solved:.2f}", flush=True)
+            print(f"after {step + 1:3} steps: reward {reward:.3f}, solved {solved:.2f} "
+                  f"({sampled:.2f} in training)", flush=True)  # fmt: skip
             self.bar.set_description(f"solved {solved:.2f}")
         self.bar.set_postfix(reward=f"{reward:.3f}", refresh=False)
         self.bar.update()
@@ -494,12 +600,15 @@ def check():
         episode.hear(*task.reply(episode.state, episode.tokens[episode.turn :]))
     game = "? 3 . lower 1 . higher 1 . higher 4 . <50>"  # token 50 has no name
     errors = [episode.reward - 0.1, task.show([*episode.tokens, 50]) != game]
+    errors += [last_number("7 eggs: $-1,080.50.") != Decimal("-1080.5"), bool(last_number("-"))]
 
-    config = Config(seed=8, steps=4, size=2, turns=2, prompts=3, group=6, max_new_tokens=7,
+    # An attention that drops a layer's window or scale shows, and so does a part of a minibatch.
+    family = dict(layer_types=[models.SLIDING], sliding_window=3, query_pre_attn_scalar=3)
+    config = Config(seed=8, steps=4, size=2, turns=2, prompts=3, group=6, max_new_tokens=7, rows=5,
                     layers=1, hidden=8, heads=2, dtype="float64", temperature=0.8, lr=0.03,
                     lr_warmup=2, max_grad_norm=0.1, eval_every=3, eval_prompts=2)  # fmt: skip
     for config.tree in (False, True):
-        alone = build_policy(config, Guess(config))
+        alone = build_policy(config, Guess(config), **family)
         for weight in alone.parameters():
             weight.data *= 20 if weight.dim() == 2 else 1  # far from equal probabilities
         trainer = Trainer(config, copy.deepcopy(alone), parallel.Grid("d1"))
@@ -522,12 +631,14 @@ def check():
 # 8. The program ---------------------------------------------------------------------------------
 
 
-def build_policy(config, task):
-    """Return a model with random weights for a task, the same ones on every rank."""
+def build_policy(config, task, **family):
+    """Return the model of --model, or a small one with random weights, the same on every rank."""
+    if config.model:
+        return models.load(config.model).to(getattr(torch, config.dtype))
     shape = models.ModelConfig(
         vocab_size=task.vocab_size, num_hidden_layers=config.layers, hidden_size=config.hidden,
         intermediate_size=3 * config.hidden, head_dim=config.hidden // config.heads,
-        num_attention_heads=config.heads, num_key_value_heads=config.heads // 2,
+        num_attention_heads=config.heads, num_key_value_heads=config.heads // 2, **family,
     )  # fmt: skip
     model = models.Transformer(shape).to(getattr(torch, config.dtype))
     generator = torch.Generator().manual_seed(config.seed)
@@ -549,17 +660,30 @@ def refuse(reason):
 def parse_config(argv):
     """Return a command line's settings, and the open file of --metrics. Refuse what cannot run."""
     world = int(os.environ.get("WORLD_SIZE", 1))
-    parser = argparse.ArgumentParser(description="Learn `guess`.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Learn a task.", allow_abbrev=False)
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.error = refuse
     add = parser.add_argument
     add("--seed", type=int, default=Config.seed, help="of weights, data and sampling")
     add("--steps", type=int, default=Config.steps, help="batches of rollouts")
+    add("--model", metavar="DIR", help="a Hugging Face checkpoint")
+    add("--data", metavar="FILE", help="a line: {question, answer}")
+    add("--save", metavar="DIR", help="gets the trained weights of --model")
+    add("--lr", type=float, default=Config.lr, help="of AdamW")
+    add("--prompts", type=int, metavar="N", default=Config.prompts, help="groups of a step")
+    add("--group", type=int, metavar="N", default=Config.group, help="rollouts of a prompt")
+    add("--max-new-tokens", type=int, metavar="N", default=Config.max_new_tokens, help="limit")
+    add("--temperature", type=float, metavar="T", default=Config.temperature, help="of sampling")
+    add("--rows", type=int, metavar="N", default=Config.rows, help="rollouts of a forward")
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    add("--device", choices=devices, metavar="D", default=devices[-1], help=" or ".join(devices))
     dtypes = "float32", "float64"
     add("--dtype", choices=dtypes, metavar="DTYPE", default=Config.dtype, help=" or ".join(dtypes))
     add("--plan", default=f"d{world}", help="d2, t2 or c2: a letter and all ranks")
     add("--tree", action="store_true", help="compute shared prefixes once")
     add("--metrics", metavar="FILE", default=os.devnull, help="gets a JSON line for each step")
+    if any(word.startswith("--model") for word in argv):
+        parser.set_defaults(**RELEASED)
     known, unknown = parser.parse_known_args(argv)
     given = vars(known)
     if unknown:
@@ -570,15 +694,29 @@ def parse_config(argv):
     config = Config(**given)
     if config.steps < 1 or not 0 <= config.seed < 2**63:
         refuse(f"expected --steps >= 1, 0 <= --seed < 2**63, got {config.steps} and {config.seed}")
+    if bool(config.model) != bool(config.data):
+        refuse("expected --model and --data together")
+    if config.save and (not config.model or Path(config.save).exists()):
+        refuse(f"expected --save with --model, and a new directory, got {config.save}")
 
     # Which plans fit? Each d rank needs a group in every minibatch, and t must divide the key
     # heads. A tree runs on whole sequences and whole layers, so only d goes with it.
+    key_heads = config.heads // 2
+    if config.model:
+        key_heads = models.read_config(config.model).num_key_value_heads
     fits = {"d": world <= config.prompts // config.minibatches, "c": not config.tree}
-    fits["t"] = not config.tree and config.heads // 2 % world == 0
+    fits["t"] = not config.tree and key_heads % world == 0
     plans = [f"{letter}{world}" for letter in fits if fits[letter]]
     if config.plan not in plans:
         expected = " or ".join(plans) or "of fewer ranks, because no plan fits"
-        refuse(f"expected --plan {expected}, got {config.plan!r} on {world} ranks")
+        letter, ranks = config.plan[:1], config.plan[1:]
+        reason = {"d": "each rank needs a group of a minibatch: ",
+                  "t": f"ranks cannot share {key_heads} key heads: "}.get(letter, "")  # fmt: skip
+        if config.tree and letter in ("t", "c"):
+            reason = "--tree runs on whole rows and whole layers: "
+        if letter in fits and ranks != str(world):
+            reason = f"start it with torchrun --nproc-per-node {ranks}: "
+        refuse(f"{reason}expected --plan {expected}, got {config.plan!r} on {world} ranks")
 
     # Rank 0 alone writes the file.
     try:
@@ -588,12 +726,18 @@ def parse_config(argv):
 
 
 def main(argv):
-    """Check this file, then learn `guess`. Print a game and what is solved in the end."""
+    """Check this file, then learn a task. Print a game and what is solved in the end."""
     if os.environ.get("RANK", "0") != "0":
         sys.stdout = open(os.devnull, "w")  # all ranks do the same, and rank 0 alone prints
-    config, file = parse_config(argv)
-    torch.set_num_threads(1)  # more threads do not help a small model
-    timeout = datetime.timedelta(seconds=60)  # the longest wait for another rank
+    try:
+        config, file = parse_config(argv)
+        task = Questions(config) if config.model else Guess(config)
+        model = build_policy(config, task)
+    except (OSError, ValueError) as error:  # a file of --model or --data is not as it should be
+        refuse(error)
+    if not config.model:
+        torch.set_num_threads(1)  # more threads do not help a small model
+    timeout = datetime.timedelta(seconds=600 if config.model else 60)  # of waits for other ranks
 
     # Each rank runs the check alone, in a process group of size 1.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -603,20 +747,23 @@ def main(argv):
         refuse(f"expected an error of at most 1e-10, got {error:.1e}")
 
     # Then the ranks of torchrun meet. One process goes on by itself.
-    if "RANK" in os.environ:
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", timeout=timeout)
-    grid = parallel.Grid(config.plan, timeout)
-    task = Guess(config)
-    trainer = Trainer(config, build_policy(config, task), grid)
+    dist.destroy_process_group()
+    device = parallel.join_ranks(config.device, timeout)
+    trainer = Trainer(config, model.to(device), parallel.Grid(config.plan, timeout))
     source = Source(config, task, trainer)
-    log = Log(config, file)
     try:
+        if config.model:  # a random one solves nothing yet
+            print(f"before training: solved {source.evaluate():.2f}", flush=True)
+        log = Log(config, file)
         solved = train(config, source, trainer, log.step)
     except (BrokenPipeError, KeyboardInterrupt) as error:  # `| head` has read enough, or Ctrl-C
         print(f"\ntrain_grpo.py: ended by {type(error).__name__}", file=sys.stderr)
         os._exit(130)
     log.bar.close()
+    if config.save:
+        weights = {name: trainer.whole(name, p) for name, p in trainer.model.named_parameters()}
+        if dist.get_rank() == 0:
+            models.save(weights, config.save, config.model)
     print(f"sample: {source.task.show(source.shown.tokens)}\nsolved {solved:.2f}", flush=True)
     dist.barrier()  # no rank leaves while another one still needs its connections
     dist.destroy_process_group()

@@ -13,6 +13,7 @@ sequence, and the gradient is the gradient of training on every sequence by itse
 What it must equal, for sequences x^1 .. x^R of L_i tokens and a loss f_i of each:
 
     (1)  token i of the tree sees token j  iff  j is an ancestor of i, or i itself
+         and, in a layer with a window w,       depth of i - depth of j < w
     (2)  lp^i_s     =  log p[x^i_s],  p = softmax(W h),  where h is the state of the token before it
          H^i_s      =  -sum_v p[v] log p[v]
     (3)  loss       =  sum_i f_i(lp^i, H^i)
@@ -26,6 +27,7 @@ segment and of the path above it   B rows   S tokens of a row   H query heads   
 size   M width   V vocabulary
 """
 
+import math
 import sys
 
 import torch
@@ -40,7 +42,8 @@ def definition(model, sequences, loss_fn, /, **options):
 
     model: has .hidden(tokens (1, n), positions=, attention=) -> (1, n, M) and .logprobs(states
         (n, M), targets (n,)) -> (log-probs, entropies), (n,) each. Each layer calls attention(q
-        (1, H, n, D), k, v (1, G, n, D), layer=, scale=) -> (1, H, n, D) once, after RoPE.
+        (1, H, n, D), k, v (1, G, n, D), layer=, scale=) -> (1, H, n, D) once, after RoPE. Sliding
+        layers add window=.
     sequences: 1-D int64 tensors of L_i tokens.
     loss_fn: loss_fn(i, logprobs, entropies), (L_i - 1,) each, returns the loss of sequence i.
     options: for model.logprobs, for example temperature=.
@@ -74,6 +77,18 @@ class Node:
         self.ends = []
 
 
+def depth_first(call):
+    """Run a generator that yields the recursive calls to make: recursion of any depth."""
+    # Python allows a thousand nested calls. A chain of 1,500 chunks needs more.
+    calls = [call]
+    while calls:
+        inner = next(calls[-1], None)
+        if inner is None:
+            calls.pop()
+        else:
+            calls.append(inner)
+
+
 def radix_tree(sequences):
     """Return the root of the tree of all prefixes, an empty segment.
 
@@ -99,11 +114,11 @@ def radix_tree(sequences):
                 stop += 1
             child = Node(sequences[some[0]][end:stop], end)
             node.children.append(child)
-            grow(child, some, stop)
+            yield grow(child, some, stop)
 
     sequences = [x.tolist() for x in sequences]
     root = Node([], 0)
-    grow(root, range(len(sequences)), 0)
+    depth_first(grow(root, range(len(sequences)), 0))
     return root
 
 
@@ -122,7 +137,8 @@ def radix_tree(sequences):
 def pack(root):
     """Return the tokens in preorder, the path to each, and {sequence: path to its last token}.
 
-    A path is a list of indices, from the first token of a sequence to the token itself.
+    A path is a list of indices, from the first token of a sequence to the token itself. Each token
+    has a list, so memory grows with tokens times depth. The mask grows with tokens times tokens.
     """
     tokens = []
     paths = []
@@ -137,29 +153,34 @@ def pack(root):
         for i in node.ends:
             last_path[i] = path
         for child in node.children:
-            visit(child, path)
+            yield visit(child, path)
 
-    visit(root, [])
+    depth_first(visit(root, []))
     return tokens, paths, last_path
 
 
 def tree_logprobs(model, sequences, **options):
     """Return (log-probs, entropies) of each sequence, (L_i - 1,) each: one forward of the tree."""
     tokens, paths, last_path = pack(radix_tree(sequences))
+    device = sequences[0].device
+    tokens_N = torch.tensor(tokens, device=device)
+    depth_N = torch.tensor([len(path[:-1]) for path in paths], device=device)  # of its ancestors
+    behind_NN = depth_N[:, None] - depth_N
     visible_NN = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
     for t, path in enumerate(paths):
         visible_NN[t, path] = True  # (1)
+    visible_NN = visible_NN.to(device)
 
-    def attention(q, k, v, /, *, layer, scale):
-        return scaled_dot_product_attention(q, k, v, visible_NN, scale=scale, enable_gqa=True)
+    def attention(q, k, v, /, *, layer, scale, window=None):
+        near_NN = visible_NN & (behind_NN < (window or math.inf))  # (1)
+        return scaled_dot_product_attention(q, k, v, near_NN, scale=scale, enable_gqa=True)
 
-    positions = torch.tensor([[len(path[:-1]) for path in paths]])  # as many as it has ancestors
-    hidden_NM = model.hidden(torch.tensor([tokens]), positions=positions, attention=attention)[0]
+    hidden_NM = model.hidden(tokens_N[None], positions=depth_N[None], attention=attention)[0]
 
     # Token t is scored from the state of its parent, so a token at a fork predicts several. The
     # first token of a path has no parent: take any state, since nobody reads its score.
     parents = [path[-2] if len(path) > 1 else 0 for path in paths]
-    scores = model.logprobs(hidden_NM[parents], torch.tensor(tokens), **options)  # (2)
+    scores = model.logprobs(hidden_NM[parents], tokens_N, **options)  # (2)
 
     # Every sequence reads the scores on its path. Autograd sums over those that read one (4).
     return [tuple(x_N[last_path[i][1:]] for x_N in scores) for i in range(len(sequences))]
@@ -198,7 +219,7 @@ def tree_backward(model, sequences, loss_fn, max_tokens=None, **options):
     recompute = max_tokens is not None
     root = radix_tree(sequences)
     if recompute:
-        cut_segments(root, max_tokens)
+        depth_first(cut_segments(root, max_tokens))
     losses = []
     found = {}
     stack = {}  # layer -> [(k, v) of each segment from the root down], all leaves
@@ -210,15 +231,17 @@ def tree_backward(model, sequences, loss_fn, max_tokens=None, **options):
         path_above: [leaf (2, n) of the log-probs and entropies of each segment above].
         """
         own_kv = {}
+        tokens_n = torch.tensor(node.tokens, device=sequences[0].device)
+        given = tokens_n, node.depth, state_above
 
-        def attention(q, k, v, /, *, layer, scale):
+        def attention(q, k, v, /, *, layer, scale, window=None):
             own_kv[layer] = (k, v)
             pairs = [*stack.get(layer, []), (k, v)]
             keys, values = (torch.cat(x, 2) for x in zip(*pairs, strict=True))
-            return path_attention(q, keys, values, scale)
+            return path_attention(q, keys, values, scale, window)
 
         with torch.set_grad_enabled(not recompute):
-            scores_2n, state_1M = run_segment(model, node, state_above, attention, **options)
+            scores_2n, state_1M = run_segment(model, *given, attention, **options)
 
         # Detach what others read: the keys and values, the last state, the scores.
         for layer, kv in own_kv.items():
@@ -234,14 +257,14 @@ def tree_backward(model, sequences, loss_fn, max_tokens=None, **options):
                 loss.backward()  # (4): sequences with a common token add to the same leaf
             losses.append(loss.item())
         for child in node.children:
-            visit(child, state, path)
+            yield visit(child, state, path)
 
         # Everything below is done, so the leaves have all of their gradient. Pop them before the
         # second run, which must read the keys above the segment, and not its own keys as well.
         # (The loss would stay right, and only the gradient would be wrong.)
         leaves = {layer: stack[layer].pop() for layer in own_kv}
         if recompute:
-            scores_2n, state_1M = run_segment(model, node, state_above, attention, **options)
+            scores_2n, state_1M = run_segment(model, *given, attention, **options)
 
         # Backpropagate from the tensors that the leaves copy, all in one call, with the gradients
         # that the leaves have collected. A leaf that nobody read has no gradient.
@@ -254,7 +277,7 @@ def tree_backward(model, sequences, loss_fn, max_tokens=None, **options):
             torch.autograd.backward(tensors, gradients)  # (5)
 
     for child in root.children:
-        visit(child, None, [])
+        depth_first(visit(child, None, []))
     return sum(losses), [found[i].detach() for i in range(len(sequences))]  # (3)
 
 
@@ -263,29 +286,32 @@ def leaf_of(x):
     return x.detach().requires_grad_()
 
 
-def run_segment(model, node, state_above, attention, **options):
+def run_segment(model, tokens_n, depth, state_above, attention, **options):
     """Return log-probs and entropies of a segment's tokens, (2, n), and its last state (1, M)."""
-    depths = torch.arange(node.depth, node.depth + len(node.tokens))
-    tokens = torch.tensor(node.tokens)
-    hidden_nM = model.hidden(tokens[None], positions=depths[None], attention=attention)[0]
+    depth_n = torch.arange(depth, depth + len(tokens_n), device=tokens_n.device)
+    hidden_nM = model.hidden(tokens_n[None], positions=depth_n[None], attention=attention)[0]
 
     # Each token is scored from the state before it. The first token of a sequence has none.
     if state_above is None:
-        scores = model.logprobs(hidden_nM[:-1], tokens[1:], **options)
+        scores = model.logprobs(hidden_nM[:-1], tokens_n[1:], **options)
     else:
-        scores = model.logprobs(torch.cat([state_above, hidden_nM[:-1]]), tokens, **options)  # (2)
+        states_nM = torch.cat([state_above, hidden_nM[:-1]])
+        scores = model.logprobs(states_nM, tokens_n, **options)  # (2)
     return torch.stack(scores), hidden_nM[-1:]
 
 
-def path_attention(q_1HnD, k_1GmD, v_1GmD, scale):
+def path_attention(q_1HnD, k_1GmD, v_1GmD, scale, window):
     """Attend causally from the last n of m consecutive tokens of a path to all m."""
-    # Query i is token m - n + i, and sees the keys up to there. With n = 2 and m = 5:
+    # Query i is token m - n + i, and sees the keys up to there, or the last `window` of them. With
+    # n = 2 and m = 5, without a window and with a window of 3:
     #
-    #     x x x x .
-    #     x x x x x
+    #     x x x x .        . x x x .
+    #     x x x x x        . . x x x
     n = q_1HnD.shape[2]
     m = k_1GmD.shape[2]
-    visible_nm = torch.ones(n, m, dtype=torch.bool).tril(m - n)  # (1)
+    place_m = torch.arange(m, device=q_1HnD.device)
+    behind_nm = place_m[m - n :, None] - place_m
+    visible_nm = (behind_nm >= 0) & (behind_nm < (window or math.inf))  # (1)
     return scaled_dot_product_attention(
         q_1HnD, k_1GmD, v_1GmD, visible_nm, scale=scale, enable_gqa=True
     )
@@ -303,7 +329,7 @@ def cut_segments(node, max_tokens):
         node.children = [rest]
         node.ends = []
     for child in node.children:
-        cut_segments(child, max_tokens)
+        yield cut_segments(child, max_tokens)
 
 
 # 5. The check -----------------------------------------------------------------------------------
@@ -330,8 +356,10 @@ class CheckModel(nn.Module):
         return check_logprobs(self, states_nM, targets_n, temperature)
 
     @staticmethod
-    def plain_attention(q, k, v, /, *, layer, scale):
-        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    def plain_attention(q, k, v, /, *, layer, scale, window=math.inf):
+        S = q.shape[2]
+        seen = torch.tensor([[j <= i < j + window for j in range(S)] for i in range(S)])
+        return scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
 
 
 def check_hidden(model, tokens_BS, positions_BS, attention):
@@ -351,8 +379,9 @@ def check_hidden(model, tokens_BS, positions_BS, attention):
     for layer in range(len(model.qkv)):
         heads = (x_BSM @ model.qkv[layer].T).unflatten(2, (8, 4)).transpose(1, 2)
         q, k, v = heads.split([4, 2, 2], 1)
-        # The scale is not D ** -0.5, so an attention that does not pass it on shows.
-        out = attention(turned(q).flatten(3), turned(k).flatten(3), v, layer=layer, scale=0.4)
+        # The scale is not D ** -0.5, and layer 0 has a window: an attention that drops them shows.
+        kind = dict(layer=layer, scale=0.4) | (dict(window=3) if layer == 0 else {})
+        out = attention(turned(q).flatten(3), turned(k).flatten(3), v, **kind)
         x_BSM = x_BSM + out.transpose(1, 2).flatten(2) @ model.out[layer].T
         x_BSM = x_BSM + torch.tanh(x_BSM @ model.up[layer].T) @ model.down[layer].T
     return x_BSM
@@ -408,8 +437,11 @@ def check():
 
 def main(argv):
     """Check every way. Exit with 1 unless the largest error is at most 1e-10."""
+    if {"-h", "--help"} & {*argv}:
+        return print(__doc__)
     if argv:
         sys.exit(f"expected no arguments, got {argv}")
+    torch.set_num_threads(1)  # more threads do not help a small model
     worst = check()
     print(f"packed, depth first, in chunks: largest error {worst:.1e}")
     if not worst <= 1e-10:

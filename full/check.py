@@ -231,7 +231,7 @@ class TinyModel(CheckModel):
         self.forwarded += tokens_BS.numel()
         attend = attention or self.plain_attention
 
-        def attention_of_layer(q, k, v, /, *, layer, scale):
+        def attention_of_layer(q, k, v, /, *, layer, scale, window=None):
             return attend(q, k, v, layer=layer, scale=scale, **self.layer_options(layer))
 
         return super().hidden(tokens_BS, positions=positions, attention=attention_of_layer)

@@ -15,7 +15,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
@@ -177,6 +177,8 @@ class Config(train_grpo.Config):
     chunk_tokens: int = 0  # tokens of a chunk, with --tree dta
     recompute: bool = False  # with --tree dta: run the chunks of a path again, not keep them
     micro_tokens: int = 16384  # tokens of a micro-batch, or of its tree; a longer one runs alone
+    rows: ClassVar[int] = 0  # not a flag here: micro_tokens limits what train_grpo's rows limits
+    save: ClassVar[None] = None  # not a flag here: `export` writes the weights
     batch_rows: int = 1024  # rollouts that a rank decodes at a time; a new one enters as one ends
     ac: Literal["none", "full", "op"] = "none"  # recompute activations; op: not products, messages
     offload: bool = False  # fsdp: shards, gradients and optimizer stay on the CPU

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import models
-from full.model_config import ModelConfig, read_json, require_same_numbers, rope_frequencies
+from full.model_config import ModelConfig, read_json, require_same_numbers
 from full.ranks import raise_on_all_ranks
 from full.transformer import Transformer, local_part, whole_shapes
 
@@ -389,11 +389,8 @@ def copy_text_files(source, target) -> list[str]:
 # The definition of a model ----------------------------------------------------------------------
 
 
-def full_definition(model, tokens, /, frequencies=None):
-    """Return `logits_definition`, (S, V), with a `Transformer`'s soft cap, router bias and RoPE.
-
-    frequencies: frequencies(rope, head_dim) -> f of (5). Default: from `rope_frequencies`.
-    """
+def full_definition(model, tokens, /):
+    """Return `logits_definition`, (S, V), with a `Transformer`'s soft cap and router bias."""
     config = model.config
     weights = dict(model.named_parameters())
     for name, votes_E in model.named_buffers():
@@ -404,7 +401,6 @@ def full_definition(model, tokens, /, frequencies=None):
     scalar = (config.query_pre_attn_scalar or config.head_dim) / factor**4
     config_alike = dataclasses.replace(config, query_pre_attn_scalar=scalar)
     alike = SimpleNamespace(config=config_alike, named_parameters=weights.items)
-    frequencies = frequencies or (lambda rope, head_dim: rope_frequencies(rope, head_dim)[0])
-    z_SV = models.logits_definition(alike, tokens, frequencies)
+    z_SV = models.logits_definition(alike, tokens)
     cap = config.final_logit_softcapping
     return cap * torch.tanh(z_SV / cap) if cap else z_SV  # (7')

@@ -135,6 +135,10 @@ class ModelConfig(models.ModelConfig):
         except ValueError as error:  # whatever is wrong with a field, say in which file
             raise ValueError(f"{path}: {error}") from error
 
+    def frequencies(self, kind):
+        """Return the D / 2 frequencies of (5), scaled, in a type of layer."""
+        return rope_frequencies(self.rope_parameters[kind], self.head_dim)[0]
+
     def to_hf(self) -> dict:
         """Return the config.json that transformers 4 and 5 and `from_hf` read back to this."""
         return write_config(self)
@@ -157,8 +161,8 @@ def rope_frequencies(rope, head_dim, /):
         the training, by turning more slowly.
     """
     with torch.device("cpu"):
-        f_d = models.rope_frequencies(rope, head_dim)
         n_d = torch.arange(head_dim // 2, dtype=torch.float64)
+    f_d = rope["rope_theta"] ** (-2 * n_d / head_dim)
     factor = rope.get("factor")
     if rope["rope_type"] == "linear":
         return f_d / factor, 1.0

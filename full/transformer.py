@@ -78,9 +78,15 @@ class Layer(models.Layer):
         extend_parts(self)
 
     def forward(self, x_BSM, ropes, attention, on_routing=None, /):
-        # A dense MLP has no router, and takes no option.
+        # The lines of `models.Layer.forward`. A dense MLP has no router, and takes no option.
         options = {"on_routing": on_routing} if hasattr(self.mlp, "experts") else {}
-        return super().forward(x_BSM, ropes, attention, **options)
+        h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
+        if not self.post_norms:
+            y_BSM = x_BSM + h_BSM  # (2)
+            return y_BSM + self.mlp(self.post_attention_layernorm(y_BSM), **options)  # (3)
+        y_BSM = x_BSM + self.post_attention_layernorm(h_BSM)  # (2), Gemma
+        h_BSM = self.mlp(self.pre_feedforward_layernorm(y_BSM), **options)
+        return y_BSM + self.post_feedforward_layernorm(h_BSM)  # (3), Gemma
 
 
 class Transformer(models.Transformer):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import slow
 from test_cores import copy_the_five
 from test_ranks import as_script
@@ -47,7 +48,8 @@ def run(folder, ranks, *words, file="train_grpo.py", **environment):
 
 # In a pipe there is no bar: the check, an evaluation, a game, what is solved.
 PRINTED = r"two runs .*: largest error \S+e-\d\d\n"
-PRINTED += r"after +5 steps: reward 0\.\d{3}, solved ([01]\.\d\d)\nsample: \? .*\nsolved \1\n"
+PRINTED += r"after +5 steps: reward 0\.\d{3}, solved ([01]\.\d\d) \(0\.\d\d in training\)\n"
+PRINTED += r"sample: \? .*\nsolved \1\n"
 
 
 @functools.cache
@@ -123,17 +125,23 @@ def test_a_tree_runs_a_shared_prefix_once(process_group):
 
 STEPS = "got --stpes; did you mean --steps?"
 REFUSED = [  # ranks, a command line, and the end of the line that refuses it
-    (2, "--tree --plan c2", "expected --plan d2, got 'c2' on 2 ranks"),
+    (2, "--tree --plan c2", "whole layers: expected --plan d2, got 'c2' on 2 ranks"),
+    (2, "--plan d4", "--nproc-per-node 4: expected --plan d2 or c2 or t2, got 'd4' on 2 ranks"),
+    (4, "--plan t4", "share 2 key heads: expected --plan d4 or c4, got 't4' on 4 ranks"),
+    (1, "--save new", "expected --save with --model, and a new directory, got new"),
     (1, "--plan p1", "expected --plan d1 or c1 or t1, got 'p1' on 1 ranks"),
     (1, "--stpes 9", STEPS), (1, "--stpes=9", STEPS.replace("stpes", "stpes=9")),
     (1, "--step 9", "got --step; did you mean --steps?"), (1, "steps", "did you mean --steps?"),
     (1, "--log run.jsonl", "got --log"), (1, "--steps", "--steps: expected one argument"),
     (1, "--metrics gone/run.jsonl", "got --metrics gone/run.jsonl: No such file or directory"),
     (1, "--tree --plan t2", "got 't2' on 1 ranks"), (2, "--tree --plan t2", "on 2 ranks"),
-    (1, "--plan d2", "on 1 ranks"), (3, "--plan d2", "on 3 ranks"), (4, "--plan t4", "on 4 ranks"),
+    (1, "--plan d2", "on 1 ranks"), (3, "--plan d2", "on 3 ranks"),
     (15, "--tree", "of fewer ranks, because no plan fits, got 'd15' on 15 ranks"),
     (1, "--steps x", "value: 'x'"),
     (1, "--dtype float16", "(choose from 'float32', 'float64')"), (1, "--steps 0", "got 0 and 0"),
+    (1, "--data questions.jsonl", "--model and --data together"),
+    (1, "--model gone", "--model and --data together"),
+    (1, "--model gone --data gone", "No such file or directory: 'gone/config.json'"),
 ]  # fmt: skip
 
 
@@ -162,7 +170,7 @@ def test_torchrun_ends_with_the_line_of_rank_0(folder, words):
     done = run(folder, 2, *words.split())
     assert done.returncode == 1 and not done.stdout
     said, report = re.split(r"(?m)^[WE]\d{4} ", done.stderr, maxsplit=1)
-    assert re.fullmatch("train_grpo.py: error: expected .*\n", said) and "error: " not in report
+    assert re.fullmatch("train_grpo.py: error: .*expected .*\n", said) and "error: " not in report
 
 
 @pytest.mark.parametrize("name", ["KeyboardInterrupt", "BrokenPipeError"])
@@ -188,10 +196,26 @@ def test_help_has_one_line_a_flag_with_its_default(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         train_grpo.main(["--help"])
     _, options = capsys.readouterr().out.split("options:\n")
-    flags = re.findall(r"  --(\w+) .* \(default: (\S+)\)\n", options)
+    flags = re.findall(r"  --([\w-]+) .* \(default: (\S+)\)\n", options)
     assert options.count("\n") == 1 + len(flags)  # -h, --help
     expected = {"seed": "0", "steps": "150", "dtype": "float32", "plan": "d1", "tree": "False"}
+    expected |= {"model": "None", "data": "None", "save": "None", "lr": "0.001"}
+    expected |= {"prompts": "28", "group": "16"}
+    expected |= {"max-new-tokens": "16", "temperature": "1.0", "rows": "256"}
+    expected |= {"device": "cuda" if torch.cuda.is_available() else "cpu"}
     assert dict(flags) == expected | {"metrics": os.devnull}
+
+
+METRICS = {"reward/mean": 0.125, "reward/solved": 0.25, "reward/groups_equal": 0.5}
+
+
+@pytest.mark.quick
+def test_three_steps_without_two_different_rewards_are_said_once(capsys):
+    log = train_grpo.Log(train_grpo.Config(steps=9), io.StringIO())
+    for step, equal in enumerate((1, 1, 0.5, 1, 1, 1, 1, 1)):
+        log.step(step, None, METRICS | {"reward/groups_equal": equal}, [], None)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("after   6 steps: in 3 steps no group had two different rewards")
 
 
 class Stream(io.StringIO):
@@ -210,15 +234,15 @@ def test_a_bar_is_below_the_evaluations_on_a_terminal(monkeypatch, is_terminal):
     log = train_grpo.Log(train_grpo.Config(steps=2), file)
     updates = [{"loss": 0.5, "grad_norm": 3.0}, {"loss": 0.25, "grad_norm": 2.0}]
     for step, solved in ((0, None), (1, 0.5)):
-        log.step(step, None, {"reward/mean": 0.125}, updates, solved)
+        log.step(step, None, METRICS, updates, solved)
     log.bar.close()
     lines = [json.loads(line) for line in file.getvalue().splitlines()]
     assert lines[1] == {
-        "step": 1, "loss": 0.75, "grad_norm": 2.0, "reward/mean": 0.125, "solved": 0.5,
+        "step": 1, "loss": 0.75, "grad_norm": 2.0, **METRICS, "solved": 0.5,
     }  # fmt: skip
 
     # The bar is drawn again after the line, each time over itself.
-    row = "after   2 steps: reward 0.125, solved 0.50\n"
+    row = "after   2 steps: reward 0.125, solved 0.50 (0.25 in training)\n"
     shown = sys.stdout.getvalue()
     if not is_terminal:
         assert shown == row

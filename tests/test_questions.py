@@ -1,0 +1,126 @@
+"""train_grpo.py --model DIR --data FILE: a checkpoint learns by rows, trees and plans."""
+
+import functools
+import json
+
+import pytest
+import torch
+from conftest import ROOT, complaint_of
+from safetensors.torch import save_file
+from test_cut_system import json_lines, run
+
+import models
+import train_grpo
+
+WORDS = ["[UNK]", *"0123", "Question", ":", "Answer", "end", "stop"]
+SAID = dict(
+    model_type="gemma3_text", vocab_size=len(WORDS), hidden_size=16, intermediate_size=20,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
+    rms_norm_eps=1e-6, query_pre_attn_scalar=2, sliding_window=3, sliding_window_pattern=2,
+    rope_theta=1e4, eos_token_id=8, tie_word_embeddings=False,
+    hidden_activation="gelu_pytorch_tanh",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a tiny Gemma of random weights, its tokenizer, and a file of questions."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(SAID))
+    ends = dict(eos_token_id=[8, 9])
+    (folder / "generation_config.json").write_text(json.dumps(ends))
+    torch.manual_seed(0)
+    model = models.Transformer(models.read_config(folder))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    save_file(dict(model.state_dict()), folder / "model.safetensors")
+    tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(WORDS)}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    pairs = [(f"1 more than {n % 3}", f"so #### {n % 3 + 1}") for n in range(30)]
+    lines = [json.dumps(dict(question=question, answer=answer)) for question, answer in pairs]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.mark.quick
+def test_a_question_is_asked_answered_and_rewarded(folder):
+    config = train_grpo.Config(model=str(folder), data=str(folder / "data.jsonl"))
+    task = train_grpo.Questions(config)
+    assert task.end == {8, 9} and len(task.lines[False]) == 27
+    assert [number for number, _ in task.lines[True]] == [1, 2, 3]  # lines 0, 10, 20
+    state, prompt = task.prompt(None, 4, True)
+    assert task.show(prompt) == "Question : 1 [UNK] [UNK] 1 Answer :" and state == 2
+    asked = [task.prompt(None, n, False)[0] for n in range(27)]
+    assert sorted(asked) == sorted(n % 3 + 1 for n in range(30) if n % 10)
+    for text, reward in (("3 end", 1.0), ("3 more than 2 stop", 0.0), ("end", 0.0)):
+        answer = task.tokenizer.encode(text).ids
+        assert task.reply(3, answer) == (3, None, reward), text
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("text, number", [
+    ("12 eggs cost $1,080.", 1080), ("it is -3.50", -3.5), ("7", 7), (7, 7), ("1. 2, then 3,", 3),
+    ("She has 5 + 4 = 9\n#### 9", 9), ("**42**", 42), ("\u22123", -3), ("7-3", 3), ("4.50", 4.5),
+    ("121932631112635269", 121932631112635269)])  # fmt: skip
+def test_the_last_number_of_a_text(text, number):
+    assert train_grpo.last_number(text) == number
+
+
+@pytest.mark.quick
+def test_large_numbers_are_compared_exactly():
+    a, b = (train_grpo.last_number(f"12193263111263526{n}") for n in (8, 9))
+    assert a != b and float(a) == float(b)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("line", [
+    "{", "[1]", '{"question": "1?"}', '{"question": "1?", "answer": "none"}', "",
+    '{"question": null, "answer": "1"}'])  # fmt: skip
+def test_a_line_without_a_question_or_a_number_is_named(folder, tmp_path, line):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "1 and 1?", "answer": 2}\n' + line + "\n")
+    config = train_grpo.Config(model=str(folder), data=str(data))
+    assert "data.jsonl, line 2: expected" in complaint_of(train_grpo.Questions, config)
+
+
+def test_what_is_saved_is_what_was_trained(folder, tmp_path):
+    """One process and 2 ranks that share layers save the same weights, with the files of text."""
+    words = f"--model {folder} --data {folder}/data.jsonl --steps 2 --dtype float64 --lr 1e-2"
+    words += " --max-new-tokens 6 --prompts 4 --save"
+    for ranks, name, plan in ((0, "d1", ""), (2, "t2", "--plan t2")):
+        done = run(ROOT, ranks, *words.split(), f"{tmp_path}/{name}", *plan.split())
+        assert done.returncode == 0, done.stderr
+    one, two, before = (models.load(x) for x in (tmp_path / "d1", tmp_path / "t2", folder))
+    for a, b, c in zip(one.parameters(), two.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+        assert not a.equal(c)
+    names = {path.name for path in (tmp_path / "d1").iterdir()}
+    assert {"tokenizer.json", "generation_config.json"} <= names
+    assert json.loads((tmp_path / "d1" / "config.json").read_text())["dtype"] == "float64"
+
+
+PLANS = [(0, "--tree"), (0, "--rows 3"), (0, "--rows 5 --tree"), (2, "--plan d2"), (2, "--plan t2")]
+
+
+@functools.cache
+def logged(folder, ranks, words):
+    """Return the losses, norms and rewards of three steps in float64."""
+    given = f"--model {folder} --data {folder}/data.jsonl --steps 3 --dtype float64 --lr 1e-2"
+    given += f" --max-new-tokens 6 --prompts 4 --metrics {folder}/metrics.jsonl {words}"
+    done = run(ROOT, ranks, *given.split())
+    assert done.returncode == 0, done.stderr
+    assert "before training: solved " in done.stdout
+    lines = json_lines(folder / "metrics.jsonl")
+    return [line[name] for line in lines for name in ("loss", "grad_norm", "reward/mean")]
+
+
+@pytest.mark.parametrize("ranks, words", [*PLANS, (2, "--plan c2"), (2, "--tree")])
+def test_a_plan_logs_the_losses_and_norms_of_one_process(folder, ranks, words):
+    expected = logged(folder, 0, "--rows 64")
+    assert any(norm > 0 for norm in expected[1::3])
+    assert logged(folder, ranks, words) == pytest.approx(expected, rel=0, abs=1e-9)
