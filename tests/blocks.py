@@ -114,9 +114,15 @@ def instrumented(text, file, folder):
     return "\n".join(lines)
 
 
+def ignored(root):
+    """Return the patterns of names that git ignores: environments, runs, results and caches."""
+    lines = (root / ".gitignore").read_text().splitlines()
+    return {".git", *(line.rstrip("/") for line in lines)}
+
+
 def copied(root, folder):
-    """Copy the project into a folder."""
-    left_out = shutil.ignore_patterns(".git", "__pycache__", ".pytest_cache", ".venv", "runs")
+    """Copy the project into a folder, without what git ignores."""
+    left_out = shutil.ignore_patterns(*ignored(root))
     return Path(shutil.copytree(root, folder, ignore=left_out, dirs_exist_ok=True))
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from blocks import ignored
 from conftest import ROOT
 
 pytestmark = pytest.mark.quick
@@ -26,7 +27,6 @@ MOST_LINES |= {"train_grpo": 772}
 MOST_LINES_OF_FOLDER = 900
 OPTIONAL = {"fcntl", "jinja2", "matplotlib", "resource", "safetensors", "tensorboard"}
 OPTIONAL |= {"tokenizers", "torch", "transformers"}  # of torch what takes seconds to import
-CACHES = {".git", ".venv", "runs", "__pycache__", ".pytest_cache", ".ruff_cache"}
 IN_THE_MODULES = {
     "float64 becomes float32": r"\.float\(\)",
     "masked is -math.inf": r"nan_to_num|finfo\(.*\)\.min|-1e\+?([4-9]|\d\d)|float\(['\"]-",
@@ -66,7 +66,7 @@ def test_no_line_breaks_a_rule(rules, files):
 
 
 def test_nothing_else_stands_at_the_top():
-    names = {path.name for path in ROOT.iterdir()} - CACHES
+    names = {path.name for path in ROOT.iterdir()} - ignored(ROOT)
     if (ROOT / ".git").exists():  # what is not committed is nobody's
         files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n")
         names = {file.split("/")[0] for file in files if file}

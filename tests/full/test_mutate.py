@@ -5,6 +5,7 @@ import shutil
 
 import mutate
 import pytest
+from blocks import copied
 from conftest import ROOT, shortened
 
 # before, after, kind
@@ -82,6 +83,17 @@ def test_shifted():
 """
 
 
+@pytest.mark.quick
+def test_a_copy_has_no_environment_no_runs_and_no_results(tmp_path):
+    files = "a.py", "tests/a.py", ".venv/lib/a.py", "runs/a/a.json", "gpu-results/a.jsonl"
+    for path in (tmp_path / "project" / file for file in files):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    shutil.copy(ROOT / ".gitignore", tmp_path / "project")
+    copy = copied(tmp_path / "project", tmp_path / "copy")
+    assert {path.name for path in copy.iterdir()} == {".gitignore", "a.py", "tests"}
+
+
 @pytest.mark.parametrize("again", shortened([False, True], False))
 def test_a_slip_is_caught_or_listed(tmp_path, monkeypatch, capsys, again):
     """The sum is tested in another process, the difference too weakly, the quotient not at all."""
@@ -91,6 +103,7 @@ def test_a_slip_is_caught_or_listed(tmp_path, monkeypatch, capsys, again):
     (root / "tiny.py").write_text(TINY)
     (root / "tests" / "test_tiny.py").write_text(TESTS)
     shutil.copy(ROOT / "tests" / "blocks.py", root / "tests")
+    shutil.copy(ROOT / ".gitignore", root)
     assert mutate.main(["tiny.py", "--jobs", "1"], root=root) == 1
     out = capsys.readouterr().out
     assert "tests run 2 of 3 blocks" in out

@@ -6,6 +6,7 @@ reach it, and nothing that a test changed in one rank reaches another. What rank
 apart from how they exit.
 """
 
+import ast
 import contextlib
 import json
 import math
@@ -25,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from blocks import copied
 from conftest import LOOKUP, ROOT, batch_of, shortened, slow
 
 from full.config import parse_config
@@ -37,6 +39,9 @@ from full.trainer import Trainer
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["rank_server"])
+# The project's own files. An environment may be in the same folder.
+OWN = [ROOT.glob(x) for x in ("*.py", "full/*.py", "tests/**/*.py", "conformance/**/*.py")]
+OWN = {str(path) for paths in OWN for path in paths}
 TASK = "--size 3 --turns 3 --dtype float64 --device cpu --prompts 5 --group 8"
 TASK += " --lr-warmup 0 --lr-decay constant"
 TINY = f"{TASK} --layers 2 --hidden 16 --heads 2 --lr 0.01"
@@ -108,7 +113,7 @@ def _script(rank, file, argv, cwd, log, environment):
         if Path(path).resolve() in (ROOT, ROOT / "tests", ROOT / "tests" / "full"):
             sys.path.remove(path)
     for name, module in [*sys.modules.items()]:
-        if str(getattr(module, "__file__", None) or "").startswith(f"{ROOT}{os.sep}"):
+        if getattr(module, "__file__", None) in OWN:
             del sys.modules[name]
     sys.argv = [file, *argv]
     if file == "full":
@@ -121,13 +126,46 @@ def _script(rank, file, argv, cwd, log, environment):
 def as_script(file, *argv, cwd, **environment):
     """`python FILE ARGV` in a process that has imported the libraries: its code, stdout, stderr.
 
-    file: relative to cwd, or whole. "full": `python -m full ARGV`. What lies in this repository is
-        imported anew, from beside it.
+    file: relative to cwd, or whole. "full": `python -m full ARGV`. The project's own files are
+        imported anew, from the folder of the file.
     """
     log = Path(tempfile.mkdtemp(dir=cwd.parent)) / "script"
     (code,) = join(start(1, _script, str(file), argv, cwd, log, environment))
     out, err = (Path(f"{log}-{name}").read_text() for name in ("out", "err"))
     return code, out, err
+
+
+LIBRARY = """
+import sys
+assert not hasattr(sys, "library"), "as torch, the library cannot be imported twice"
+sys.library = True
+"""
+CLONE = """
+import sys
+sys.path[:0] = ["clone/tests", "clone/tests/full", "clone/.venv/lib"]
+import library, test_ranks
+test_ranks._script(0, "program.py", [], ".", "log", {})
+"""
+PROGRAM = """
+import sys
+import library
+files = [getattr(module, "__file__", None) or "" for module in sys.modules.values()]
+print([file for file in files if "clone" in file])
+"""
+
+
+def test_a_script_imports_an_environment_inside_the_clone_once(tmp_path):
+    """And nothing that the clone itself has: the modules of its tests are gone."""
+    clone = copied(ROOT, tmp_path / "here" / "clone")
+    texts = {"clone/.venv/lib/library.py": LIBRARY, "clone.py": CLONE, "program.py": PROGRAM}
+    for name, text in texts.items():
+        path = clone.parent / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    code, _, err = as_script("clone.py", cwd=clone.parent)
+    assert code == 0, err
+    (kept,) = ast.literal_eval((clone.parent / "log-out").read_text())
+    assert kept == f"{clone}/.venv/lib/library.py"
 
 
 UNEQUAL = "seconds/", "memory/"  # metrics that cannot be equal in two runs
