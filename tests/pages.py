@@ -7,13 +7,8 @@ from conftest import ROOT
 
 FIVE = ("train_grpo", "models", "parallel", "ring_attention", "tree_attention")
 STARTS = r"(python3?|pip|torchrun|grep|sh) "  # a name in backticks that begins so is a command
-INSTALL = "-m pip install -q --no-compile -r"
-BY_CI = {  # a command, and what stands for it in .ci/run or in a list that it installs
-    "python3 -m venv .venv": "python3 -m venv ",
-    ". .venv/bin/activate": 'export PATH="$venv/bin:$PATH"',
-    "pip install -r requirements.txt": f"{INSTALL} requirements.txt",
-    "pip install -r tests/requirements.txt": f"{INSTALL} tests/requirements.txt",
-    "pip install transformers": "transformers>=",
+INSTALLED = {  # a command, and the line of tests/requirements.txt that replaces it
+    "pip install transformers": "\ntransformers>=",
     "pip install trl": "\ntrl>=",
 }
 
@@ -30,9 +25,9 @@ class Page:
         self.blocks = re.findall(r"^```(\w*)\n(.*?)^```$", self.text, flags=re.S | re.M)
         self.prose = re.sub(r"^```.*?^```$", "", self.text, flags=re.S | re.M)
         self.spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", self.prose)]
-        lines = [line for language, text in self.blocks if not language for line in lines_of(text)]
-        lines += [span for span in self.spans if re.match(STARTS, span)]
-        self.commands = {command for line in lines for command in line.split(" && ")}
+        texts = [text for language, text in self.blocks if not language]
+        texts += [span for span in self.spans if re.match(STARTS, span)]
+        self.commands = {command for text in texts for command in commands_of(text)}
 
     def code(self, language):
         """Return the blocks of a language, in order."""
@@ -44,13 +39,19 @@ def lines_of(block):
     return [" ".join(line.split()) for line in block.replace("\\\n", "").splitlines()]
 
 
+def commands_of(block):
+    """Return the commands of a block: its lines, those that && joins one by one."""
+    return [command for line in lines_of(block) for command in line.split(" && ")]
+
+
 def require_whole_table(commands, table):
     """A table has every command of a page, and each test that it names exists.
 
     table: {command: FILE::NAME of a test, tests/test_FILE.py::test_NAME, or more flags for it}.
-    Commands of BY_CI, and python -m pytest, are what CI runs.
+    What CI runs, and what its environment has, needs no test.
     """
-    by_ci = {command for command in commands if command.startswith("python -m pytest")} | {*BY_CI}
+    by_ci = {command for command in commands if command.startswith("python -m pytest")}
+    by_ci |= {*INSTALLED} | commands_of_ci()
     assert commands - by_ci == {*table} - by_ci
     for file, name in {tuple(how.split("::")) for how in table.values() if "::" in how}:
         (path,) = ROOT.glob(f"tests/**/test_{file}.py")
@@ -58,9 +59,14 @@ def require_whole_table(commands, table):
     for path in re.findall(r"\btests/[\w/]+\.(?:py|sh)", " ".join(commands)):
         assert (ROOT / path).exists(), path
 
-    files = (".ci/run", "requirements.txt", "tests/requirements.txt")
-    installed = "\n".join((ROOT / file).read_text() for file in files)
-    assert [command for command in commands & {*BY_CI} if BY_CI[command] not in installed] == []
+    installed = (ROOT / "tests/requirements.txt").read_text()
+    assert [x for x in commands & {*INSTALLED} if INSTALLED[x] not in installed] == []
+
+
+def commands_of_ci():
+    """Return the commands that .ci/run takes from the README: those of its first two blocks."""
+    blocks = [text for language, text in Page("README.md").blocks if not language]
+    return {command for text in blocks[:2] for command in commands_of(text)}
 
 
 def require_names_exist(page, folder, elsewhere):

@@ -1,6 +1,8 @@
 """README.md: its commands run, its names and letters exist, its numbers are those of the files."""
 
 import re
+import shutil
+import subprocess
 
 import pytest
 from conftest import ROOT
@@ -42,6 +44,36 @@ def test_every_command_is_run_by_a_test():
     require_whole_table(README.commands, TABLE)
     assert len(BLOCKS) == 3 and BLOCKS[0].endswith(f"&& {RUN}\n")
     assert BLOCKS[1].endswith("&& python -m pytest\n")
+
+
+CI = """
+```text
+A text.
+```
+```
+echo first && echo first again{broken}
+```
+
+```
+{second}
+```
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("page, code, out", [
+    (CI.format(broken="", second="echo second"), 0, "first\nfirst again --steps 2\nsecond\n"),
+    (CI.format(broken=" && false", second="echo second"), 1, "first\nfirst again\n"),
+    (CI.format(broken="", second="false && echo second"), 1, "first\nfirst again --steps 2\n"),
+    (CI.split("\n\n")[0], 1, ""),
+])  # fmt: skip
+def test_ci_runs_the_first_two_blocks_of_commands(tmp_path, page, code, out):
+    """And it fails if a command of theirs fails, or if a block is gone."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    (tmp_path / "README.md").write_text(page)
+    done = subprocess.run([tmp_path / ".ci" / "run"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, out), done.stderr
 
 
 @pytest.mark.quick
