@@ -46,7 +46,11 @@ def config_of(flags, **more):
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
+    """Python's own handler of Ctrl-C, too: a shell's background job begins with SIGINT ignored."""
     monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def state_of_the_process():
