@@ -454,18 +454,22 @@ class Displaced(State):
             x.copy_(state[0] + moves.sum(0))
 
             # An entry moves by its own gradients alone. It may go as far astray as it does if one
-            # of them is larger or smaller: near a gradient of 0 by up to 2 lr. The distances of all
-            # moves are summed, so that none cancels another. Besides, each update rounds a weight
-            # twice, and the length of its step a few times.
+            # of them is larger or smaller: near a gradient of 0 by up to 2 lr. The gradient of an
+            # update's longest move may be within reach too, between two of the sizes. The distances
+            # of all moves are summed, so that none cancels another. Besides, each update rounds a
+            # weight twice, and the length of its step a few times.
             far.copy_(len(changes) * unit * (state[0].abs() + TIMES * lr))
+            then = state
             for n, sizes in enumerate(changes):
-                astray = []
-                for by in [by for size in sizes for by in (size, -size)]:
+                astray = torch.zeros_like(far)
+                turn = longest_of(c, *then[1:]).sub_(gradients[n]).clamp_(-sizes[-1], sizes[-1])
+                for by in [turn, *(by for size in sizes for by in (size, -size))]:
                     changed = [*gradients]
                     changed[n] = changed[n] + by * uncertain[n]
                     other = moves_of(c, lr, steps, state, changed)
-                    astray.append((other - moves).abs().sum(0))
-                far += torch.stack(astray).amax(0)
+                    astray = torch.maximum(astray, (other - moves).abs().sum(0))
+                far += astray
+                then = adamw_of(c, lr, steps + n + 1, *then, gradients[n])
         return weight, distance
 
 
@@ -480,3 +484,11 @@ def moves_of(c, lr, steps, state, gradients):
         found.append(then[0] - state[0])
         state = then
     return torch.stack(found)
+
+
+def longest_of(c, m, v):
+    """Return the gradient with which AdamW's next step moves each entry furthest."""
+    # With a gradient g the move is as (0.9 m + 0.1 g) / sqrt(b v + (1 - b) g^2), b = beta2. Its
+    # derivative is 0 where 0.1 b v = (1 - b) g 0.9 m. If m is 0, the move grows with g.
+    g = 0.1 * c.beta2 * v / ((1 - c.beta2) * 0.9 * m)
+    return g.masked_fill_(m == 0, math.inf)

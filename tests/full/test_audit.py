@@ -30,7 +30,7 @@ from full.audit import Case, RunFiles, audited, groups_again, play_again
 from full.byhand import Recorded, State, step_by_hand
 from full.checkpoint import write_checkpoint
 from full.config import Config
-from full.expected import Exact, Rounding, clip_margins, order
+from full.expected import Exact, Rounding, clip_margins, longest_of, moves_of, order
 from full.metrics import METRICS
 from full.optimizer import training_tensors
 from full.run import build, locked, shape_of
@@ -180,6 +180,17 @@ def test_adamw_by_hand_computes_in_float32_and_stores_in_bfloat16():
         # Two orders of float32 operations may fall on two sides of where bfloat16 rounds.
         assert found.dtype == torch.bfloat16
         assert (found != exact.bfloat16()).double().mean() < 0.01
+
+
+@pytest.mark.quick
+def test_no_gradient_moves_an_entry_further_than_the_longest_move():
+    """One with small m and v, as after gradients of 0; 4000 gradients on both sides of 0."""
+    m, v = (torch.tensor([x], dtype=torch.float64) for x in (-8e-8, 5e-15))
+    state, c = (torch.zeros_like(m), m, v), SimpleNamespace(beta2=0.95, weight_decay=0.0)
+    gradients = torch.logspace(-12, -3, 2000, dtype=torch.float64)
+    moves = moves_of(c, 0.01, 2, state, [torch.cat([gradients, -gradients])])
+    most = moves_of(c, 0.01, 2, state, [longest_of(c, m, v)])
+    assert abs(moves).max().item() == pytest.approx(abs(most).item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("key, value", [("tokens", [0, 99]), ("logprobs", [0.0]), ("sampled", None),
