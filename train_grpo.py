@@ -539,13 +539,14 @@ class Log:
         line = {"step": step, "loss": loss, "grad_norm": norm}
         print(json.dumps(line | metrics | {"solved": solved}), file=self.file, flush=True)
         self.idle = self.idle + 1 if metrics["reward/groups_equal"] == 1 else 0
-        self.bar.clear()  # so that a line stands above the bar
         sampled = metrics["reward/solved"]
         if self.idle == 3 and not self.warned:
             self.warned = True
+            self.bar.clear()  # so that the line stands above the bar
             print(f"after {step + 1:3} steps: in 3 steps no group had two different rewards, so "
                   f"there was nothing to learn; {sampled:.2f} solved in training", flush=True)
         if solved is not None:
+            self.bar.clear()
             print(f"after {step + 1:3} steps: reward {reward:.3f}, solved {solved:.2f} "
                   f"({sampled:.2f} in training)", flush=True)  # fmt: skip
             self.bar.set_description(f"solved {solved:.2f}")

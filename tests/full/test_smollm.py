@@ -167,16 +167,21 @@ def test_runs_of_both_tasks_are_drawn(tmp_path, capsys):
 def test_the_commands_of_the_pages_run(directory, tmp_path):
     """Those of README and RECIPES, in order, with fewer rollouts; the checkpoint is made above."""
     pages = Page("README.md", "full/RECIPES.md")
-    (words, sums) = [text for _, text in pages.blocks if "--model runs/smollm" in text]
-    lines = [x for x in lines_of(words + sums) if x.startswith("python -m full")]
-    assert len(lines) == 6
+    texts = [text for _, text in pages.blocks if "--model runs/smollm" in text]
+    starts = ("python -m full", "python train_grpo.py")
+    lines = [x for x in lines_of("".join(texts)) if x.startswith(starts)]
+    assert len(texts) == 3 and len(lines) == 7
     shutil.copytree(directory, tmp_path / "runs" / "smollm")
     for name in ("sums", "words"):
         shutil.copy(directory.parent / f"{name}.jsonl", tmp_path / "runs" / "smollm")
-    less = dict(train="--steps 1 --prompts 2 --group 2 --eval-prompts 2", eval="--samples 1")
+    less = {"the five": "--steps 1 --prompts 2 --group 2"}
+    less |= dict(train="--steps 1 --prompts 2 --group 2 --eval-prompts 2", eval="--samples 1")
     for line in lines:
         words = shlex.split(line.replace("tests/", f"{ROOT}/tests/"))[1:]
-        words += shlex.split(less.get("train" if "--steps" in words else words[2], ""))
-        code, out, err = as_script(*words[1:], cwd=tmp_path)
+        kind = "the five" if words[0] != "-m" else "train" if "--steps" in words else words[2]
+        words += shlex.split(less.get(kind, ""))
+        file, *words = words[1:] if words[0] == "-m" else (f"{ROOT}/{words[0]}", *words[1:])
+        code, out, err = as_script(file, *words, cwd=tmp_path)
         assert code == 0, out + err
+    assert (tmp_path / "runs" / "adder" / "model.safetensors").exists()
     assert (tmp_path / "runs" / "reverser" / "model.safetensors").exists()
