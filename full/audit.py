@@ -803,7 +803,7 @@ def main(argv) -> int:
             report = audited(o.run, o.step, o.group, o.task, o.reward, tell=say)
         print(as_text(report, o.all, o.all or o.group is not None))
         if o.html:
-            Path(o.html).write_text(as_page(report))
+            Path(o.html).write_text(as_page(report), encoding="utf-8")
             print(f"wrote {o.html}")
         return 0 if report.wrong is None else 1
 

@@ -24,6 +24,25 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 
+@contextlib.contextmanager
+def replacing_characters():
+    """Print ? for a character that standard output cannot encode, while the context lasts.
+
+    A text of a model may hold any character, and no print of it may end a run that has trained.
+    Standard error of Python does so by itself. A notebook's output takes every character.
+    """
+    stream = sys.stdout
+    before = getattr(stream, "errors", None)
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, ValueError):  # its reader has gone, or it is closed
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors=before)
+
+
 def quietly(command, argv) -> int:
     """Return the exit code of a command whose output may go to `| head`."""
     try:
@@ -406,7 +425,7 @@ def flags_to_resume(out) -> str:
     # No command imports a file because a run's directory names it, so the user names it again.
     flags = ["--resume", "--out", str(out)]
     path = Path(out) / "config.json"
-    stored = json.loads(path.read_text()) if path.exists() else {}
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if any(stored.get(name, "").startswith(OBJECT) for name in MAY_BE_OBJECTS):
         return f"full.api.run(Config(out={str(out)!r}, resume=True), ..)"
     for name in ("task", "reward"):

@@ -484,7 +484,7 @@ def locked(out):
     """Hold a run's directory by the kernel's lock on OUT/lock, which ends with its process."""
     # "a" makes the file where there is none and changes nothing in it. LOCK_NB: refuse at once if
     # another process has it, and do not wait for that process to end.
-    with (Path(out) / "lock").open("a") as file:
+    with (Path(out) / "lock").open("a", encoding="utf-8") as file:
         try:
             import fcntl  # not on Windows
 
@@ -501,7 +501,7 @@ def locked(out):
 def refuse_directory(config, out):
     """Raise ValueError if this run may not have the directory: nothing is overwritten unasked."""
     config_json = out / "config.json"  # Hugging Face checkpoints have one too
-    holds_run = config_json.exists() and '"advantage"' in config_json.read_text()
+    holds_run = config_json.exists() and b'"advantage"' in config_json.read_bytes()
     # A start that was killed, or that is in flight, has left no more than these files.
     found = {path.name for path in out.iterdir()} if out.exists() else set()
     known = {"config.tmp", "lock"}
@@ -534,7 +534,7 @@ def note_data(config, out, objects=None):
     sums = {name: zlib.crc32(content_of(name, x, objects)) for name, x in files.items() if x}
     path = out / "data.json"
     if not (config.resume and path.exists()):
-        path.write_text(json.dumps(sums) + "\n")
+        path.write_text(json.dumps(sums) + "\n", encoding="utf-8")
         return
     stored = read_json(path)
     for name, checksum in sums.items():
@@ -558,7 +558,8 @@ def note_base(config, out):
     if config.resume and (out / "config.json").exists():
         require_base(config, out)
     else:
-        (out / "base.json").write_text(json.dumps(sums_of_base(config)) + "\n")
+        text = json.dumps(sums_of_base(config)) + "\n"
+        (out / "base.json").write_text(text, encoding="utf-8")
 
 
 def sums_of_base(config) -> dict:
@@ -600,7 +601,7 @@ def prepare_out(config, stack, objects=None) -> str:
         stored = dataclasses.asdict(config)
         stored |= {"resume": False, "out": str(out)}
         partial = out / "config.tmp"
-        partial.write_text(json.dumps(stored, indent=2) + "\n")
+        partial.write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
         try:
             note_data(config, out, objects)
             note_base(config, out)
