@@ -398,6 +398,14 @@ TEXT_FILES = (
 )  # fmt: skip
 
 
+def text_files(directory) -> list[str]:
+    """Return the names of a checkpoint's text files, its templates for other uses included."""
+    names = [*TEXT_FILES]
+    names += sorted(f"{x.parent.name}/{x.name}" for x in
+                    directory.glob("additional_chat_templates/*.jinja"))  # fmt: skip
+    return [name for name in names if (directory / name).is_file()]
+
+
 def copy_text_files(source, target) -> list[str]:
     """Replace a checkpoint's text files by another checkpoint's. Return the names copied.
 
@@ -406,16 +414,17 @@ def copy_text_files(source, target) -> list[str]:
     """
     source = Path(source)
     target = Path(target)
-    present = [name for name in TEXT_FILES if (source / name).is_file()]
+    present = text_files(source)
     target.mkdir(parents=True, exist_ok=True)
     if source.resolve() == target.resolve():
         return present  # nothing to do, and nothing to lose
 
-    for name in set(TEXT_FILES) - set(present):
-        (target / name).unlink(missing_ok=True)
+    for name in set(text_files(target)) - set(present):
+        (target / name).unlink()
     for name in present:
         # Under another name first: after a kill each file is the old one or the new one, whole.
         partial = target / f"{name}.partial"
+        partial.parent.mkdir(exist_ok=True)
         partial.write_bytes((source / name).read_bytes())
         os.replace(partial, target / name)
     return present

@@ -47,7 +47,7 @@ from full.model_config import ModelConfig, read_json
 from full.optimizer import persistent_buffers
 from full.ranks import (
     OBJECT, Interrupted, Progress, Stop, advice_of, agree, current_device, flags_to_resume,
-    is_error_of_rank_0, joined, raise_on_all_ranks, say, warn,
+    is_error_of_rank_0, is_one_of_several, is_rank_0, joined, raise_on_all_ranks, say, warn,
 )  # fmt: skip
 from full.tasks import Task, TaskError, asking
 from full.text import make_task
@@ -443,8 +443,7 @@ def one_process(command, device="cpu", threads=1):
 
 def require_one_process(command):
     """Raise ValueError if this process is one of several ranks."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if (dist.get_world_size() if dist.is_initialized() else world) > 1:
+    if (dist.get_world_size() > 1) if dist.is_initialized() else is_one_of_several():
         raise ValueError(f"{command} is one process: start it without torchrun")
 
 
@@ -626,13 +625,13 @@ def report(error, alike=False) -> int:
     """
     # torchrun ends all ranks when one ends, so the others leave rank 0 the time to print.
     alike = alike or is_error_of_rank_0(error)
-    if alike and os.environ.get("RANK", "0") != "0":
+    if alike and not is_rank_0():
         time.sleep(PATIENCE)
         return leave(2)
     if isinstance(error, TaskError) and error.__cause__ is not None:
         traceback.print_exception(error.__cause__)
     # One write, so that the lines of two ranks do not run into each other.
-    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    who = f"rank {os.environ['RANK']}: " if os.environ.get("RANK") else ""
     sys.stderr.write(f"{who}error: {error}\n")
     sys.stderr.flush()
     return leave(2)  # a clean teardown would wait for ranks that may be gone or stuck
@@ -640,7 +639,7 @@ def report(error, alike=False) -> int:
 
 def leave(code, at_once=False) -> int:
     """Return the exit code. Of several ranks, or at_once, exit here: gloo may abort at an end."""
-    if at_once or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if at_once or is_one_of_several():
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(code)

@@ -17,10 +17,15 @@ import train_grpo
 from full.ranks import OBJECT
 
 
+def bare(x):
+    """Return what a task has returned, or the one entry of an array or a tensor of one."""
+    return x.item() if hasattr(x, "item") else x
+
+
 def is_finite_number(x) -> bool:
     """Return whether x, which a task has returned, is a finite number, or an array of one."""
     try:
-        return math.isfinite(x.item() if hasattr(x, "item") else x)
+        return math.isfinite(bare(x))
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return False
 

@@ -427,6 +427,8 @@ def test_a_pipe_is_answered_a_line_a_line(talker, chat):
     assert "no chat template, so each line is plain text" in err and "> " not in out
     unended = "What is 1?\n\nAnd 2?\nAnd 3?"  # the last line without its end
     assert chat(talker, unended, *greedy)[:2] == (0, out)
+    of_windows = "\ufeffWhat is 1?\r\n\r\nAnd 2?\r\nAnd 3?\r\n"
+    assert chat(talker, of_windows, *greedy)[:2] == (0, out)
     short = "--max-new-tokens", 4, "--seed"
     told = [chat(talker, "?\n?\n?\n", *short, seed)[1] for seed in (0, 0, *range(1, 5))]
     assert told[0] == told[1] and len(set(told)) > 2

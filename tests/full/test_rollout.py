@@ -480,6 +480,14 @@ def reward(text, row):
 """
 
 
+@pytest.mark.parametrize("one", [np.array([0.5]), np.array([[0.5]]), torch.tensor([0.5])])
+def test_a_reward_may_be_an_array_of_one_number(one):
+    task = Chat()
+    task.reply = lambda state, answer: (state, None, one)
+    [[t]] = play(task, Script([0, 0, 5, END]), groups=[0], group=1, temperature=0)
+    assert t.reward == 0.5 and isinstance(t.reward, float)
+
+
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_function_of_a_file_reaches_its_workers_and_a_file_next_to_it(
     tmp_path, monkeypatch, method
