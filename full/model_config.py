@@ -85,7 +85,12 @@ class ModelConfig(models.ModelConfig):
         if wrong:
             raise ValueError(f"a {self.model_type} config needs {'; '.join(wrong)}; got {self}")
         for kind, rope in self.rope_parameters.items():
-            self.rope_parameters[kind] = self._complete_rope(rope)
+            self.rope_parameters[kind] = rope = self._complete_rope(rope)
+
+            # YaRN is for positions up to factor x original, whatever length a file repeats.
+            if rope["rope_type"] == "yarn":
+                reach = min(rope["factor"] * rope["original_max_position_embeddings"], 2**28)
+                self.max_position_embeddings = max(self.max_position_embeddings, int(reach))
 
     def _complete_rope(self, rope):
         """Return RoPE parameters with their defaults; ValueError for what (5) does not cover."""

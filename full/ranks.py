@@ -33,14 +33,18 @@ def replacing_characters():
     """
     stream = sys.stdout
     before = getattr(stream, "errors", None)
-    if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")
+
+    def reconfigure(errors):
+        # A stream may be closed by now, its reader may have gone, or another file took its place.
+        with contextlib.suppress(OSError, ValueError):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors=errors)
+
+    reconfigure("replace")
     try:
         yield
     finally:
-        with contextlib.suppress(OSError, ValueError):  # its reader has gone, or it is closed
-            if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors=before)
+        reconfigure(before)
 
 
 def quietly(command, argv) -> int:

@@ -260,6 +260,11 @@ MEANINGS = [  # fields of a config.json, what they mean, and other spellings of 
           rope_parameters=..., rope_scaling={"rope_type": "linear", "factor": 8.0})),
     (dict(rope_parameters=YARN), dict(rope_parameters={FULL: YARN | {"rope_theta": 1e4}}),
      dict(rope_scaling={"type": "yarn", "factor": 4.0}, original_max_position_embeddings=16)),
+    # YaRN reaches factor x original, and no less than the config says.
+    *((dict(rope_parameters=YARN | {"rope_theta": 1e4}, max_position_embeddings=said),
+       dict(max_position_embeddings=room)) for said, room in ((16, 64), (40, 64), (80, 80))),
+    (dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.5},
+          max_position_embeddings=100), dict(max_position_embeddings=250)),
     (dict(model_type="llama", rope_parameters=LONG | {"rope_theta": 5e5}),
      dict(rope_parameters={FULL: LONG | {"rope_theta": 5e5}}),
      dict(rope_theta=5e5, rope_scaling=LONG, rope_parameters=...)),
