@@ -22,7 +22,9 @@ from full.audit import Report, audited
 from full.checkpoint import newest_checkpoint
 from full.config import Config, resumed_config
 from full.files import whole_lines
-from full.ranks import Interrupted, Progress, agree, joined, naming_lost_ranks
+from full.ranks import (
+    Interrupted, Progress, agree, joined, naming_lost_ranks, replacing_characters,
+)  # fmt: skip
 from full.run import require_one_process, start_run
 from full.tasks import Task, TaskError, names_of
 from full.text import require_task
@@ -49,6 +51,7 @@ class Result:
         return os.fspath(self.out)
 
 
+@replacing_characters()
 def run(
     config, *, task=None, reward=None, dataset=None, eval_dataset=None, log=None
 ) -> Result:  # fmt: skip

@@ -47,7 +47,7 @@ from full.rollouts import Sampler, Trajectory, at_once, draw_prompts, play_held_
 from full.run import (
     ERRORS, ONE_PROCESS, build, build_teacher, one_process, policy_in, require_base, shape_of,
 )  # fmt: skip
-from full.tasks import TaskError, asking, names_of
+from full.tasks import TaskError, asking, bare, names_of
 from full.text import make_task
 from full.trainer import Trainer, keep_wide
 from train_grpo import ROLLOUT
@@ -162,8 +162,9 @@ def play_again(config, task, state, prompt, s):
         # the run adds them, since two sums may be compared: 0.1 + 0.2 + 0.3 is more than 0.3 + 0.3.
         with asking(task):
             state, reply, reward = task.reply(state, tokens[turn:place])
-        s.rewards.append((place - 2, float(reward)))
-        s.reward += float(reward)
+        reward = float(bare(reward))
+        s.rewards.append((place - 2, reward))
+        s.reward += reward
         ended = reply is None
         reply = reply or ()
         s.differs += len([token for token, said in zip(reply, tokens[place:]) if token != said])
@@ -803,7 +804,7 @@ def main(argv) -> int:
             report = audited(o.run, o.step, o.group, o.task, o.reward, tell=say)
         print(as_text(report, o.all, o.all or o.group is not None))
         if o.html:
-            Path(o.html).write_text(as_page(report))
+            Path(o.html).write_text(as_page(report), encoding="utf-8")
             print(f"wrote {o.html}")
         return 0 if report.wrong is None else 1
 

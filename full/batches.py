@@ -183,7 +183,10 @@ class RolloutQueue:
         self.next = first_step + len(self.pending)
         self.last = last
         self.clock = StepClock(trainer.device)
-        self.start = getattr(trainer.sampler, "start", at_once)
+        # A sampler's own `start` asks the task from another thread, where Python allows no signal
+        # handler. A task that is for one thread is asked by this one, and the trainer waits.
+        is_safe = getattr(task, "threads", True)
+        self.start = getattr(trainer.sampler, "start", at_once) if is_safe else at_once
         self.idle_since = time.perf_counter()
         self.pushed = None  # version of the weights that the sampler has got
         self.shown = None  # a trajectory of the latest evaluation

@@ -34,6 +34,7 @@ from full.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradients
 from full.parallelize import MODES, parallelize
 from full.places import local
 from full.plans import Grid, Plan
+from full.ranks import is_rank_0
 from full.ring import LAYOUTS, METHODS, gather_objects, ring_attention, ring_of, shard, unshard
 from full.transformer import Transformer
 from full.trie import TokenTrie
@@ -178,7 +179,7 @@ def rows_of_rank(tokens, device):
 def check_ring() -> bool:
     """Print every error with its budget; return whether all are in it. 4 ranks, or torchrun's."""
     # 23 tokens divide by no number of ranks, so that shards are unequal.
-    if "RANK" not in os.environ:
+    if not os.environ.get("RANK"):
         rows = launch(4, rows_of_rank, 23, "cpu")[0]
     else:
         # NCCL where there is CUDA, gloo elsewhere.
@@ -194,7 +195,7 @@ def check_ring() -> bool:
         dist.destroy_process_group()
 
     # Every rank has the errors of all ranks; the first one prints them.
-    if os.environ.get("RANK", "0") != "0":
+    if not is_rank_0():
         return True
 
     # One table per world and dtype, one row per mask, one column per method and layout.

@@ -61,7 +61,7 @@ def write_checkpoint(path, tensors, state) -> None:
         partial.mkdir(parents=True)
 
     def finish():
-        with (partial / "state.json").open("w") as file:
+        with (partial / "state.json").open("w", encoding="utf-8") as file:
             json.dump(sealed(state | {"files": sums}), file)
             file.flush()
             os.fsync(file.fileno())
@@ -148,7 +148,7 @@ def sealed_state(path) -> dict:
     """Return a checkpoint's JSON state. `Damaged` unless all files are there, by their sizes."""
     path = Path(path)
     try:
-        state = json.loads((path / "state.json").read_text())
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if state != sealed(state):
             raise ValueError("its checksum differs")
         sizes = {name: size for name, (size, _) in state["files"].items()}

@@ -10,7 +10,6 @@ import difflib
 import functools
 import inspect
 import itertools
-import os
 import re
 import tomllib
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from full.metrics import glossary
 from full.model_config import read_json
 from full.objectives import AGGREGATIONS, OBJECTIVES
 from full.plans import Plan, letters_table, plans_on_same_ranks
-from full.ranks import MAY_BE_OBJECTS, OBJECT
+from full.ranks import MAY_BE_OBJECTS, OBJECT, is_rank_0
 from full.weights import require_generator_plan
 
 # What --help ends with. full/RECIPES.md has the settings of other code bases that mean the same.
@@ -652,7 +651,7 @@ def parse_config(argv) -> Config:
 
     # Flags that were not typed are absent from `given`: a resumed run has its own values for them.
     parser.error = refuse
-    if os.environ.get("RANK", "0") != "0":
+    if not is_rank_0():
         parser.print_help = lambda: None  # rank 0 prints it for all
     known, unknown = parser.parse_known_args(argv)
     if unknown:

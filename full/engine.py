@@ -40,7 +40,7 @@ import torch.distributed as dist
 import models
 from full.generate import KVCache, forward_with_cache, give_draws, prefill
 from full.hf import load_hf, save_hf
-from full.ranks import agree, raise_on_all_ranks, warn
+from full.ranks import agree, raise_on_all_ranks, replacing_characters, warn
 from full.weights import gather_weights
 
 THREADS = 256  # turns that a rank asks for at a time; vLLM and SGLang decode about as many
@@ -727,6 +727,7 @@ class Server(ThreadingHTTPServer):
         """Say nothing of a client that has gone."""
 
 
+@replacing_characters()
 def main(argv) -> int:
     """Serve a model until Ctrl-C."""
     parser = argparse.ArgumentParser("python -m full.engine", allow_abbrev=False)

@@ -13,7 +13,7 @@ from full.ranks import advice_of
 
 def append_lines(path, lines):
     """Append lines of JSON to a file of a run. JSON has no NaN: such a number becomes null."""
-    with writing(path, advice_of(path.parent)), path.open("a") as file:
+    with writing(path, advice_of(path.parent)), path.open("a", encoding="utf-8") as file:
         for line in lines:
             for key, value in line.items():
                 if isinstance(value, float) and not math.isfinite(value):
@@ -81,5 +81,6 @@ def cut_lines(path, step):
             raise ValueError(f"{path} has a line without a step: {json.dumps(line)[:60]}")
     # A kill between the two last lines leaves the old file and a .tmp that nobody reads.
     partial = path.with_suffix(".tmp")
-    partial.write_text("".join(json.dumps(x) + "\n" for x in lines if x["step"] < step))
+    kept = "".join(json.dumps(x) + "\n" for x in lines if x["step"] < step)
+    partial.write_text(kept, encoding="utf-8")
     partial.replace(path)

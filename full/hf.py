@@ -33,6 +33,10 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 INDEX = "model.safetensors.index.json"
 
+# The files of weights that some program would read: transformers takes model.safetensors before an
+# index, and adds an adapter of PEFT's to its base by itself. vLLM without an index takes all files.
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|adapter_model\.(safetensors|bin)")
+
 
 def _safetensors():
     """Return the library, with its submodule for torch. Only checkpoints need it."""
@@ -69,7 +73,12 @@ def open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
             raise ValueError(f"{directory / INDEX}: weight_map: expected names of files in this "
                              f"directory, got {wrong[0]!r}")  # fmt: skip
     tensors = {}
-    for file in sorted(set(files.values())) or ["model.safetensors"]:
+    read = sorted(set(files.values())) or ["model.safetensors"]
+    others = sorted({x.name for x in directory.glob("*") if WEIGHTS.fullmatch(x.name)} - {*read})
+    if others:
+        raise ValueError(f"{directory}: expected one set of weights, got {read[0]} and "
+                         f"{others[0]}; other programs read the other set: remove one of the two")
+    for file in read:
         path = directory / file
         module = _safetensors()
         try:
@@ -87,8 +96,13 @@ def open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
     # Frequencies of RoPE, which Llama 2's files hold, follow from the config.
     text = {n: x for n, x in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
     if any("language_model." in name for name in text):
-        text = {name.replace("language_model.", ""): x for name, x in text.items()
-                if "language_model." in name or name == "lm_head.weight"}  # fmt: skip
+        names = {name: name.replace("language_model.", "") for name in text
+                 if "language_model." in name or name == "lm_head.weight"}  # fmt: skip
+        twice = [x for x in names.values() if [*names.values()].count(x) > 1]
+        if twice:
+            raise ValueError(f"{directory}: expected one {twice[0]} of the language model, got "
+                             f"{[x for x in names if names[x] == twice[0]]}")  # fmt: skip
+        text = {own: text[name] for name, own in names.items()}
     return text, len(tensors) - len(text)
 
 
@@ -154,7 +168,7 @@ def _load(directory, model, dtype, device, whole) -> Transformer:
     config = ModelConfig.from_hf(directory)
     stored, _ = open_checkpoint(directory)
     if config.tie_word_embeddings:
-        stored.pop("lm_head.weight", None)  # some writers store the tied matrix twice
+        drop_tied_head(stored)
 
     # A model on the meta device has shapes and no memory. Whatever sizes a damaged config asks for,
     # they are compared with the stored tensors before anything is allocated.
@@ -194,6 +208,27 @@ def _load(directory, model, dtype, device, whole) -> Transformer:
     for buffer in model.buffers():
         buffer.zero_()
     return model
+
+
+def drop_tied_head(stored) -> None:
+    """Remove the head of a tied model, which some writers store next to the embedding, in place.
+
+    ValueError if it is another matrix than the embedding. Whether it is meant is for the user.
+    """
+    head = stored.pop("lm_head.weight", None)
+    embedding = stored.get("model.embed_tokens.weight")
+    if head is None or embedding is None:
+        return
+    shapes = [tuple(x.part.get_shape()) for x in (head, embedding)]
+    is_same = shapes[0] == shapes[1]
+    for n in range(0, shapes[0][0] if is_same else 0, 1024):  # 1024 rows at a time
+        rows = [x.part[n : n + 1024].to(torch.float64) for x in (head, embedding)]
+        is_same = is_same and torch.equal(*rows)
+    if not is_same:
+        raise ValueError(f"{head.path}: expected lm_head.weight {shapes[0]} to equal "
+                         f"model.embed_tokens.weight {shapes[1]}, as tie_word_embeddings is true, "
+                         f"got another matrix; to use it, set tie_word_embeddings to false in "
+                         f"config.json")  # fmt: skip
 
 
 def _checkpoint_dtype(directory, stored):
@@ -363,6 +398,14 @@ TEXT_FILES = (
 )  # fmt: skip
 
 
+def text_files(directory) -> list[str]:
+    """Return the names of a checkpoint's text files, its templates for other uses included."""
+    names = [*TEXT_FILES]
+    names += sorted(f"{x.parent.name}/{x.name}" for x in
+                    directory.glob("additional_chat_templates/*.jinja"))  # fmt: skip
+    return [name for name in names if (directory / name).is_file()]
+
+
 def copy_text_files(source, target) -> list[str]:
     """Replace a checkpoint's text files by another checkpoint's. Return the names copied.
 
@@ -371,16 +414,17 @@ def copy_text_files(source, target) -> list[str]:
     """
     source = Path(source)
     target = Path(target)
-    present = [name for name in TEXT_FILES if (source / name).is_file()]
+    present = text_files(source)
     target.mkdir(parents=True, exist_ok=True)
     if source.resolve() == target.resolve():
         return present  # nothing to do, and nothing to lose
 
-    for name in set(TEXT_FILES) - set(present):
-        (target / name).unlink(missing_ok=True)
+    for name in set(text_files(target)) - set(present):
+        (target / name).unlink()
     for name in present:
         # Under another name first: after a kill each file is the old one or the new one, whole.
         partial = target / f"{name}.partial"
+        partial.parent.mkdir(exist_ok=True)
         partial.write_bytes((source / name).read_bytes())
         os.replace(partial, target / name)
     return present

@@ -38,6 +38,7 @@ from full.experts import Experts, grouped_linear
 from full.hf import _safetensors, _write_tensors, full_definition
 from full.model_config import read_json
 from full.places import Place, place_of, set_tensor
+from full.ranks import warn
 from full.transformer import Transformer, local_part, whole_shapes
 
 
@@ -332,9 +333,10 @@ NEUTRAL = dict(
 )  # fmt: skip
 
 
-def name_in_peft(name) -> str:
-    """Return PEFT's name of a factor."""
-    return f"base_model.model.{name}.weight"
+def name_in_peft(name, is_multimodal=False) -> str:
+    """Return PEFT's name of a factor. In a multimodal model the language model is a part."""
+    part = name.replace("model.", "model.language_model.", 1) if is_multimodal else name
+    return f"base_model.model.{part}.weight"
 
 
 def save_factors(model, directory, base) -> None:
@@ -346,10 +348,18 @@ def save_factors(model, directory, base) -> None:
     if any(".experts." in name for name in tensors):
         raise ValueError("PEFT's format has no factors of experts: leave --adapters out, and the "
                          "weights are merged")  # fmt: skip
-    stored = {name_in_peft(name): p.cpu().contiguous() for name, p in tensors.items()}
+    is_multimodal = bool(base and read_json(Path(base) / "config.json").get("text_config"))
+    stored = {name_in_peft(name, is_multimodal): p.cpu().contiguous()
+              for name, p in tensors.items()}  # fmt: skip
+
+    # PEFT adapts each matrix whose last name is listed. A vision tower has a q_proj too, so for a
+    # multimodal base this is a pattern of whole names.
+    targets = list(model.lora.targets)
+    if is_multimodal:
+        targets = rf"(model\.language_model\..*\.)?({'|'.join(targets)})"
     raw = dict(
         peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=model.lora.rank,
-        lora_alpha=model.lora.alpha, target_modules=list(model.lora.targets), lora_dropout=0.0,
+        lora_alpha=model.lora.alpha, target_modules=targets, lora_dropout=0.0,
         bias="none", fan_in_fan_out=False, inference_mode=True,
     )  # fmt: skip
     directory = Path(directory)
@@ -382,7 +392,18 @@ def load_factors(directory, model, shapes) -> None:
         raise ValueError(f"{path} is missing or not a safetensors file: {error}") from error
 
     # Strict both ways: no factor keeps its first values, and no stored one is lost.
-    stored = {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}
+    # In an adapter of a multimodal model the language model's factors have other names, as its
+    # weights have in `open_checkpoint`. A vision tower is not loaded, nor are its factors.
+    files = {name: name.replace("language_model.", "") for name in reader.keys()}
+    if any("language_model." in name for name in files):
+        text = {name: own for name, own in files.items()
+                if name != own or ".lm_head." in name}
+        if len(text) < len(files):
+            warn(f"--lora-from {directory}: {len(files) - len(text)} tensors are not of the "
+                 f"language model, and are left out")  # fmt: skip
+        files = text
+    names = {own: name for name, own in files.items()}
+    stored = {own: tuple(reader.get_slice(names[own]).get_shape()) for own in names}
     own = {name_in_peft(name): tuple(shape) for name, shape in shapes.items()}
     for name in sorted(stored.keys() | own.keys()):
         if stored.get(name) != own.get(name):
@@ -391,4 +412,4 @@ def load_factors(directory, model, shapes) -> None:
     for name, p in model.named_parameters():
         if is_factor(name):
             local, region = local_part(model, name, p)
-            local.copy_(reader.get_slice(name_in_peft(name))[region])
+            local.copy_(reader.get_slice(names[name_in_peft(name)])[region])

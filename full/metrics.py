@@ -177,7 +177,7 @@ class StepClock:
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
             with contextlib.suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")
+                Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
     def read(self) -> dict:
         """Return the seconds of all phases, and the peak of memory, as metrics. Collective.
@@ -210,7 +210,7 @@ def resident_peak() -> float:
     """Return the most megabytes that this process has had in memory; 0 if the system hides it."""
     # Linux says it in kB, other systems in a unit of their own.
     with contextlib.suppress(OSError):
-        found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+        found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))
         return int(found[1]) * 1024 / 1e6 if found else 0.0
     with contextlib.suppress(ImportError):
         import resource  # not on Windows

@@ -17,8 +17,11 @@ import dataclasses
 import json
 import math
 import reprlib
+import sys
+import typing
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType, UnionType
 
 import torch
 
@@ -47,14 +50,7 @@ class ModelConfig(models.ModelConfig):
             "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
         )  # fmt: skip
         for name in sizes:
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {reprlib.repr(size)}")
-
-            # Bytes of a matrix must fit into 63 bits, and RoPE allocates head_dim / 2 frequencies.
-            most = 2**16 if name in ("num_hidden_layers", "head_dim") else 2**28
-            if size > most:
-                raise ValueError(f"{name}: expected at most {most}, got {size}")
+            require_size(name, getattr(self, name))
         given = self.rope_parameters
         super().__post_init__()
 
@@ -89,7 +85,12 @@ class ModelConfig(models.ModelConfig):
         if wrong:
             raise ValueError(f"a {self.model_type} config needs {'; '.join(wrong)}; got {self}")
         for kind, rope in self.rope_parameters.items():
-            self.rope_parameters[kind] = self._complete_rope(rope)
+            self.rope_parameters[kind] = rope = self._complete_rope(rope)
+
+            # YaRN is for positions up to factor x original, whatever length a file repeats.
+            if rope["rope_type"] == "yarn":
+                reach = min(rope["factor"] * rope["original_max_position_embeddings"], 2**28)
+                self.max_position_embeddings = max(self.max_position_embeddings, int(reach))
 
     def _complete_rope(self, rope):
         """Return RoPE parameters with their defaults; ValueError for what (5) does not cover."""
@@ -142,6 +143,17 @@ class ModelConfig(models.ModelConfig):
     def to_hf(self) -> dict:
         """Return the config.json that transformers 4 and 5 and `from_hf` read back to this."""
         return write_config(self)
+
+
+def require_size(name, size) -> None:
+    """Raise a ValueError unless a size of a model is a positive integer, and not absurd."""
+    if not is_a(size, int) or size < 1:
+        raise ValueError(f"{name}: expected a positive integer, got {reprlib.repr(size)}")
+
+    # Bytes of a matrix must fit into 63 bits, and RoPE allocates head_dim / 2 frequencies.
+    most = 2**16 if name in ("num_hidden_layers", "head_dim") else 2**28
+    if size > most:
+        raise ValueError(f"{name}: expected at most {most}, got {size}")
 
 
 ROPE_TYPES = {  # rope_type -> the keys that it needs, and those that it may have
@@ -266,18 +278,85 @@ MAYBE = (  # the same, in families whose defaults have them; ignored in others, 
 REFUSED = "attention_dropout", "use_bidirectional_attention", "quantization_config"
 
 
+# The types of config.json's fields. ModelConfig's annotations say the types of the fields that mean
+# the same there. ModelConfig has the fields of this list in another form, or not at all.
+FILE_TYPES = typing.get_type_hints(ModelConfig) | dict(
+    head_dim=int | None, num_key_value_heads=int | None, eos_token_id=int | list[int] | None,
+    text_config=dict | None, dtype=str | None, torch_dtype=str | None, hidden_act=str | None,
+    hidden_activation=str | None, attention_bias=bool, layer_types=list[str] | None,
+    use_sliding_window=bool | None, max_window_layers=int, sliding_window_pattern=int | None,
+    _sliding_window_pattern=int | None, num_local_experts=int | None, decoder_sparse_step=int,
+    mlp_only_layers=list[int] | None, rope_theta=float, rope_local_base_freq=float,
+    rope_scaling=dict | None, rope_parameters=dict | None, partial_rotary_factor=float | None,
+    original_max_position_embeddings=int | None, attention_dropout=float | None,
+    use_bidirectional_attention=bool | None, quantization_config=dict | None,
+)  # fmt: skip
+
+# And of the fields of rope_scaling and rope_parameters, which may hold an object for each type of
+# layer. The other fields are numbers.
+ROPE_FIELDS = {
+    **{name: float | None for pair in ROPE_TYPES.values() for names in pair for name in names},
+    FULL: dict | None, SLIDING: dict | None, "partial_rotary_factor": float | None,
+    "rope_theta": float, "rope_type": str, "type": str,
+}  # fmt: skip
+
+TYPE_NAMES = {int: "an integer", float: "a finite number", str: "a string", bool: "true or false",
+              dict: "an object", NoneType: "null"}  # fmt: skip
+
+
+def is_a(value, kind) -> bool:
+    """Return whether a value of a JSON file has the type of an annotation."""
+    # true is not the number 1, and 2.0 is not an integer, but 2 is a float.
+    args = typing.get_args(kind)
+    if isinstance(kind, UnionType):
+        return any(is_a(value, one) for one in args)
+    if args:
+        return isinstance(value, list | tuple) and all(is_a(x, args[0]) for x in value)
+    if kind is float:
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return type(value) is kind
+
+
+def name_of_type(kind) -> str:
+    """Return an annotation as a reader of a JSON file knows it."""
+    args = typing.get_args(kind)
+    if isinstance(kind, UnionType):
+        return " or ".join(map(name_of_type, args))
+    return f"a list (each {name_of_type(args[0])})" if args else TYPE_NAMES[kind]
+
+
+def require_types(raw, kinds, where="") -> None:
+    """Raise a ValueError that names the first field of another type than `kinds`, {field: type}."""
+    for name, value in raw.items():
+        if name in kinds and not is_a(value, kinds[name]):
+            raise ValueError(f"{where}{name}: expected {name_of_type(kinds[name])}, got "
+                             f"{reprlib.repr(value)}")  # fmt: skip
+
+
 def read_config(raw) -> ModelConfig:
     """Return the `ModelConfig` of a config.json's dict, in either spelling of transformers."""
-    if raw.get("text_config"):
-        # Multimodal: the language model's part. The ends of turns, and tying, may stand outside.
-        outer = {key: raw[key] for key in ("eos_token_id", "tie_word_embeddings")
-                 if raw.get(key) is not None}  # fmt: skip
-        raw = {"model_type": f"{raw.get('model_type')}_text"} | raw["text_config"] | outer
+    # Multimodal: the language model's part. The ends of turns, and tying, may stand outside.
+    outer = {key: raw[key] for key in ("eos_token_id", "tie_word_embeddings", "text_config")
+             if raw.get(key) is not None}  # fmt: skip
+    require_types(outer, FILE_TYPES)
+    if inner := outer.pop("text_config", None):
+        raw = {"model_type": f"{raw.get('model_type')}_text"} | inner | outer
+    require_types(raw, {"model_type": str})
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"model_type: expected one of {', '.join(FAMILIES)}, got {family!r}")
     _, fixed, defaults = FAMILIES[family]
     raw = defaults | raw
+    # A field of another family may have any value, as transformers does not read it either.
+    foreign = {*MAYBE, "decoder_sparse_step"} - {"value_head", *defaults}
+    require_types(raw, {name: FILE_TYPES[name] for name in FILE_TYPES.keys() - foreign})
+    for name in ("rope_scaling", "rope_parameters"):
+        ropes = raw.get(name) or {}
+        require_types(ropes, ROPE_FIELDS, f"{name}.")
+        for kind in (FULL, SLIDING):
+            require_types(ropes.get(kind) or {}, ROPE_FIELDS, f"{name}.{kind}.")
+    for name in ("num_hidden_layers", "num_attention_heads"):  # with which this computes
+        require_size(name, raw[name])
     asked = [name for name in REFUSED if raw.get(name)]
     if asked:
         raise ValueError(f"config asks for {', '.join(asked)}: not implemented here")
@@ -304,18 +383,20 @@ def read_config(raw) -> ModelConfig:
     if "num_experts" in defaults:
         experts = raw.get("num_local_experts") or raw["num_experts"]
     dense = raw.get("mlp_only_layers") or ()
-    step = raw.get("decoder_sparse_step")
+    step = raw["decoder_sparse_step"] if experts else 1
+    require_size("decoder_sparse_step", step)
     sparse = tuple(n for n in layers if experts and n not in dense and (n + 1) % step == 0)
 
     heads = raw["num_attention_heads"]
+    groups = heads if raw["num_key_value_heads"] is None else raw["num_key_value_heads"]
+    width = raw["hidden_size"] // heads if raw.get("head_dim") is None else raw["head_dim"]
     eos = raw.get("eos_token_id")
     ends = eos if isinstance(eos, list | tuple) else [eos]
     fields = {name: raw[name] for name in SAME}
     known = {"value_head", *defaults}
     fields |= {name: raw[name] for name in MAYBE if name in known and raw.get(name) is not None}
     fields |= dict(
-        num_key_value_heads=raw["num_key_value_heads"] or heads, num_experts=experts,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        num_key_value_heads=groups, head_dim=width, num_experts=experts,
         qkv_bias=raw["attention_bias"], o_bias=raw["attention_bias"],
         hidden_act=raw.get("hidden_activation") or raw["hidden_act"],
         layer_types=kinds, sparse_layers=sparse,

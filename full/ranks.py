@@ -24,6 +24,29 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 
+@contextlib.contextmanager
+def replacing_characters():
+    """Print ? for a character that standard output cannot encode, while the context lasts.
+
+    A text of a model may hold any character, and no print of it may end a run that has trained.
+    Standard error of Python does so by itself. A notebook's output takes every character.
+    """
+    stream = sys.stdout
+    before = getattr(stream, "errors", None)
+
+    def reconfigure(errors):
+        # A stream may be closed by now, its reader may have gone, or another file took its place.
+        with contextlib.suppress(OSError, ValueError):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors=errors)
+
+    reconfigure("replace")
+    try:
+        yield
+    finally:
+        reconfigure(before)
+
+
 def quietly(command, argv) -> int:
     """Return the exit code of a command whose output may go to `| head`."""
     try:
@@ -73,8 +96,8 @@ def connect(device="", *, timeout=60, threads=1) -> str:
 
     patience = datetime.timedelta(seconds=timeout)
     where = dict(store=dist.HashStore(), rank=0, world_size=1)
-    if "RANK" in os.environ:
-        store, rank, world = next(dist.rendezvous("env://", timeout=patience))
+    if os.environ.get("RANK"):
+        store, rank, world = meet(patience)
         store = store_of_this_attempt(store, rank, world, timeout)
         where = dict(store=store, rank=rank, world_size=world)
     # gloo in addition to NCCL, because Python objects and checkpoints travel as CPU tensors.
@@ -82,6 +105,33 @@ def connect(device="", *, timeout=60, threads=1) -> str:
     dist.init_process_group(backend, **where, timeout=patience)
     wait_for_all()
     return device
+
+
+def is_rank_0() -> bool:
+    """Return whether torchrun has told this process that it is rank 0, or nothing."""
+    return os.environ.get("RANK") in (None, "", "0")
+
+
+def is_one_of_several() -> bool:
+    """Return whether torchrun has told this process that there are other ranks."""
+    return os.environ.get("WORLD_SIZE") not in (None, "", "1")
+
+
+def meet(patience):
+    """Return the store in which the ranks meet, this rank, and how many ranks there are."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not re.fullmatch("[0-9]+", os.environ.get(name, "")):
+            raise ValueError(f"{name}: expected a number, as torchrun sets it, got "
+                             f"{os.environ.get(name)!r}")  # fmt: skip
+    try:
+        return next(dist.rendezvous("env://", timeout=patience))
+    except dist.DistNetworkError as error:
+        if not is_rank_0():  # it waits for rank 0, see `naming_lost_ranks`
+            raise
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ['MASTER_PORT']}"
+        raise ConnectionError(f"expected a free port at {place}, where the ranks meet, got: "
+                              f"{str(error).splitlines()[0][:160]}; set another MASTER_PORT"
+                              ) from error  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -111,7 +161,7 @@ def own_device(device) -> str:
                          f"torch.cuda.is_available() is {has_cuda}")  # fmt: skip
     if device == "cpu" or not has_cuda:
         return "cpu"
-    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one process drives one device
+    device = f"cuda:{os.environ.get('LOCAL_RANK') or '0'}"  # one process drives one device
     torch.cuda.set_device(device)
     return device
 
@@ -321,10 +371,10 @@ def naming_lost_ranks(progress):
         yield
     except RuntimeError as error:
         # A single rank has no other to lose.
-        world = int(os.environ.get("WORLD_SIZE", 1))
+        several = is_one_of_several()
         if dist.is_initialized():
-            world = dist.get_world_size()
-        if world == 1 or not is_lost_rank(error):
+            several = dist.get_world_size() > 1
+        if not several or not is_lost_rank(error):
             raise
         reason = str(error).splitlines()[0][:160]
         raise ConnectionError(
@@ -406,7 +456,7 @@ def flags_to_resume(out) -> str:
     # No command imports a file because a run's directory names it, so the user names it again.
     flags = ["--resume", "--out", str(out)]
     path = Path(out) / "config.json"
-    stored = json.loads(path.read_text()) if path.exists() else {}
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if any(stored.get(name, "").startswith(OBJECT) for name in MAY_BE_OBJECTS):
         return f"full.api.run(Config(out={str(out)!r}, resume=True), ..)"
     for name in ("task", "reward"):

@@ -20,7 +20,7 @@ import train_grpo
 from full.generate import generate
 from full.packing import gather_replica
 from full.ranks import current_device, summed
-from full.tasks import asking, is_finite_number
+from full.tasks import asking, bare, is_finite_number
 from full.weights import copy_weights, end_together
 from train_grpo import EVALUATION
 
@@ -184,7 +184,7 @@ def asker_of(task):
         # A token outside the vocabulary would be read from whatever lies past the embedding.
         if reply is not None and not all(0 <= token < task.vocab_size for token in reply):
             raise ValueError(f"{name} replied {reply} {where}: ids end at {task.vocab_size - 1}")
-        return state, reply, float(reward)
+        return state, reply, float(bare(reward))
 
     # The replies of `guess` are arithmetic: a thread would cost more than the reply.
     safe = getattr(task, "threads", True) and type(task) is not train_grpo.Guess

@@ -47,7 +47,7 @@ from full.model_config import ModelConfig, read_json
 from full.optimizer import persistent_buffers
 from full.ranks import (
     OBJECT, Interrupted, Progress, Stop, advice_of, agree, current_device, flags_to_resume,
-    is_error_of_rank_0, joined, raise_on_all_ranks, say, warn,
+    is_error_of_rank_0, is_one_of_several, is_rank_0, joined, raise_on_all_ranks, say, warn,
 )  # fmt: skip
 from full.tasks import Task, TaskError, asking
 from full.text import make_task
@@ -443,8 +443,7 @@ def one_process(command, device="cpu", threads=1):
 
 def require_one_process(command):
     """Raise ValueError if this process is one of several ranks."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if (dist.get_world_size() if dist.is_initialized() else world) > 1:
+    if (dist.get_world_size() > 1) if dist.is_initialized() else is_one_of_several():
         raise ValueError(f"{command} is one process: start it without torchrun")
 
 
@@ -484,7 +483,7 @@ def locked(out):
     """Hold a run's directory by the kernel's lock on OUT/lock, which ends with its process."""
     # "a" makes the file where there is none and changes nothing in it. LOCK_NB: refuse at once if
     # another process has it, and do not wait for that process to end.
-    with (Path(out) / "lock").open("a") as file:
+    with (Path(out) / "lock").open("a", encoding="utf-8") as file:
         try:
             import fcntl  # not on Windows
 
@@ -501,7 +500,7 @@ def locked(out):
 def refuse_directory(config, out):
     """Raise ValueError if this run may not have the directory: nothing is overwritten unasked."""
     config_json = out / "config.json"  # Hugging Face checkpoints have one too
-    holds_run = config_json.exists() and '"advantage"' in config_json.read_text()
+    holds_run = config_json.exists() and b'"advantage"' in config_json.read_bytes()
     # A start that was killed, or that is in flight, has left no more than these files.
     found = {path.name for path in out.iterdir()} if out.exists() else set()
     known = {"config.tmp", "lock"}
@@ -534,7 +533,7 @@ def note_data(config, out, objects=None):
     sums = {name: zlib.crc32(content_of(name, x, objects)) for name, x in files.items() if x}
     path = out / "data.json"
     if not (config.resume and path.exists()):
-        path.write_text(json.dumps(sums) + "\n")
+        path.write_text(json.dumps(sums) + "\n", encoding="utf-8")
         return
     stored = read_json(path)
     for name, checksum in sums.items():
@@ -558,7 +557,8 @@ def note_base(config, out):
     if config.resume and (out / "config.json").exists():
         require_base(config, out)
     else:
-        (out / "base.json").write_text(json.dumps(sums_of_base(config)) + "\n")
+        text = json.dumps(sums_of_base(config)) + "\n"
+        (out / "base.json").write_text(text, encoding="utf-8")
 
 
 def sums_of_base(config) -> dict:
@@ -600,7 +600,7 @@ def prepare_out(config, stack, objects=None) -> str:
         stored = dataclasses.asdict(config)
         stored |= {"resume": False, "out": str(out)}
         partial = out / "config.tmp"
-        partial.write_text(json.dumps(stored, indent=2) + "\n")
+        partial.write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
         try:
             note_data(config, out, objects)
             note_base(config, out)
@@ -625,13 +625,13 @@ def report(error, alike=False) -> int:
     """
     # torchrun ends all ranks when one ends, so the others leave rank 0 the time to print.
     alike = alike or is_error_of_rank_0(error)
-    if alike and os.environ.get("RANK", "0") != "0":
+    if alike and not is_rank_0():
         time.sleep(PATIENCE)
         return leave(2)
     if isinstance(error, TaskError) and error.__cause__ is not None:
         traceback.print_exception(error.__cause__)
     # One write, so that the lines of two ranks do not run into each other.
-    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    who = f"rank {os.environ['RANK']}: " if os.environ.get("RANK") else ""
     sys.stderr.write(f"{who}error: {error}\n")
     sys.stderr.flush()
     return leave(2)  # a clean teardown would wait for ranks that may be gone or stuck
@@ -639,7 +639,7 @@ def report(error, alike=False) -> int:
 
 def leave(code, at_once=False) -> int:
     """Return the exit code. Of several ranks, or at_once, exit here: gloo may abort at an end."""
-    if at_once or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if at_once or is_one_of_several():
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(code)

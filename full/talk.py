@@ -356,9 +356,12 @@ def lines_said():
     # Even an empty line has its newline. Nothing at all is the end, Ctrl-D at a terminal.
     prompt = "> " if sys.stdin.isatty() else ""
     print(prompt, end="", flush=True)
+    mark = "\ufeff"  # a file of Windows begins with it, and ends its lines with \r\n
     while line := sys.stdin.readline():
+        line = line.removeprefix(mark).rstrip("\r\n")
+        mark = ""
         if line.strip():
-            yield line.rstrip("\n")
+            yield line
         print(prompt, end="", flush=True)
     print(end="\n" if prompt else "")
 

@@ -4,6 +4,7 @@ A task of your own is a class in a file: `--task FILE.py:Class`.
 """
 
 import contextlib
+import importlib.machinery
 import importlib.util
 import inspect
 import math
@@ -16,10 +17,15 @@ import train_grpo
 from full.ranks import OBJECT
 
 
+def bare(x):
+    """Return what a task has returned, or the one entry of an array or a tensor of one."""
+    return x.item() if hasattr(x, "item") else x
+
+
 def is_finite_number(x) -> bool:
     """Return whether x, which a task has returned, is a finite number, or an array of one."""
     try:
-        return math.isfinite(x.item() if hasattr(x, "item") else x)
+        return math.isfinite(bare(x))
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return False
 
@@ -149,12 +155,42 @@ def require_code(flag, spec, expected):
         raise ValueError(f"{flag} {spec}: {file}: no such file")
 
 
+class FileLoader(importlib.machinery.SourceFileLoader):
+    """Loads a file that the user has named. The next file of the same name takes its place."""
+
+
+def importable_name(path) -> str:
+    """Put a file's folder on sys.path. Return the name by which other processes import the file.
+
+    A worker of a process pool gets a function by the names of its module and of itself, and it gets
+    this sys.path. So a function of the file reaches every worker, as in `python FILE.py`.
+    """
+    # This project stays before it, so that a neighbor called models.py hides no file of it.
+    root, folder = Path(__file__).resolve().parent.parent, f"{path.parent}"
+    if path.parent.resolve() != root:
+        sys.path[:] = [other for other in sys.path if other != folder]
+        at = [n for n, other in enumerate(sys.path) if Path(other).resolve() == root]
+        sys.path.insert(at[0] + 1 if at else 0, folder)
+    importlib.invalidate_caches()
+
+    # A file called like another module must hide nothing. It gets another name, which no worker
+    # can import.
+    found = importlib.machinery.PathFinder.find_spec(path.stem)
+    held = getattr(sys.modules.get(path.stem), "__spec__", None)
+    is_free = path.stem not in sys.modules or isinstance(getattr(held, "loader", None), FileLoader)
+    is_free = is_free and path.stem not in sys.stdlib_module_names
+    is_own = found is not None and found.origin == f"{path}"
+    return path.stem if is_free and is_own else f"task_{path.stem}"
+
+
 def from_file(spec, kind):
     """Import FILE.py of FILE.py:NAME; return (file, its NAME). kind: class or function."""
-    # The module gets a name of its own, so that a file called like a module of ours hides nothing.
     file, _, name = spec.rpartition(":")
-    found = importlib.util.spec_from_file_location(f"task_{Path(file).stem}", file)
-    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    path = Path(file).absolute()
+    called = importable_name(path)
+    loader = FileLoader(called, f"{path}")
+    found = importlib.util.spec_from_file_location(called, path, loader=loader)
+    module = sys.modules[called] = importlib.util.module_from_spec(found)
     with naming_the_task(file):
         found.loader.exec_module(module)
     if not callable(getattr(module, name, None)):

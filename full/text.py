@@ -24,7 +24,7 @@ from full.config import TASKS, Config
 from full.files import read_json_lines
 from full.model_config import ModelConfig, read_json
 from full.tasks import (
-    Task, TaskError, file_of, from_file, is_finite_number, is_held_out, naming_the_task,
+    Task, TaskError, bare, file_of, from_file, is_finite_number, is_held_out, naming_the_task,
     refuse_object, require_code,
 )  # fmt: skip
 
@@ -187,9 +187,12 @@ class Text:
         path = self.directory / "generation_config.json"
         said = (read_json(path) if path.exists() else {}).get("eos_token_id") or []
         said = said if isinstance(said, list) else [said]
-        if any(type(token) is not int for token in said):
-            raise ValueError(f"{path}: eos_token_id: expected ids, got {said}")
-        ends += said + list(self.config.eos_token_id)
+        own = list(self.config.eos_token_id)
+        for file, ids in ((path, said), (self.directory / "config.json", own)):
+            if not all(type(token) is int and 0 <= token < self.vocab_size for token in ids):
+                raise ValueError(f"{file}: eos_token_id: expected ids under {self.vocab_size}, got "
+                                 f"{ids}")  # fmt: skip
+        ends += said + own
         if not ends:
             raise ValueError(f"{self.directory}: nothing ends a turn: no eos_token_id, and no chat "
                              f"template that writes a mark after an answer")  # fmt: skip
@@ -496,7 +499,7 @@ class Jsonl(Task):
         if not is_finite_number(reward):
             raise ValueError(f"--reward {self.config.reward} gave {reward!r} {where}: rewards must "
                              f"be finite numbers")  # fmt: skip
-        return float(reward)
+        return float(bare(reward))
 
 
 @contextlib.contextmanager

@@ -324,6 +324,59 @@ def test_a_checkpoint_of_several_dtypes_is_loaded_in_one(tmp_path, case):
         assert {p.dtype for p in given.parameters()} == {torch.float64}
 
 
+HEADS = {  # a head that a tied model's file holds too
+    "another": lambda table: table + 1,
+    "another in its last row": lambda table: torch.cat([table[:-1], table[-1:] + 1e-3]),
+    "of another shape": lambda table: table[:-1].clone(),
+    "rounded": lambda table: table.to(torch.bfloat16),
+}  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_a_stored_head_is_the_tied_embedding_or_is_refused_by_name(tmp_path, head, model_type):
+    # `test_other_forms_of_a_file_are_the_same_model` has an equal one.
+    _, path = stored(tmp_path, model_type, tie_word_embeddings=True)
+    edit, table = HEADS[head], "model.embed_tokens.weight"
+    rewrite(path, lambda tensors: tensors | {"lm_head.weight": edit(tensors[table])})
+    said = complaint_of(load_hf, tmp_path)
+    assert all(part in said for part in (f"{path}", "lm_head.weight", "tie_word_embeddings"))
+
+
+SHARDS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+TWO_SETS = {  # files of weights, with an index or without, and another file: which two are named
+    "shards and a whole one": (SHARDS, True, "model.safetensors"),
+    "shards and one that the index has not": (SHARDS, True, "model-00003-of-00003.safetensors"),
+    "a whole one and a shard": (["model.safetensors"], False, SHARDS[1]),
+    "a whole one and an adapter": (["model.safetensors"], False, "adapter_model.safetensors"),
+}  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", TWO_SETS)
+def test_two_sets_of_weights_are_refused_and_both_named(tmp_path, case):
+    names, has_index, other = TWO_SETS[case]
+    model, _ = stored(tmp_path)
+    if has_index:
+        save_hf(model, tmp_path, max_shard_bytes=4 * sum(p.numel() for p in model.parameters()) - 4)
+    assert (tmp_path / INDEX).exists() == has_index
+    assert {*names} == {path.name for path in tmp_path.glob("*.safetensors")}
+    (tmp_path / "consolidated.safetensors").write_bytes(b"")  # Mistral's, which nobody here reads
+    assert same(model, load_hf(tmp_path))
+    safetensors.torch.save_file({NORM: torch.ones(24)}, tmp_path / other)
+    said = complaint_of(load_hf, tmp_path)
+    assert names[0] in said and other in said
+
+
+def test_a_tensor_of_the_language_model_under_two_names_is_refused(tmp_path):
+    _, path = stored(tmp_path, "gemma3_text")
+    names = f"language_model.{NORM}", "model.language_model.norm.weight"
+    rewrite(path, lambda tensors: tensors | {name: tensors[NORM].clone() for name in names})
+    said = complaint_of(load_hf, tmp_path)
+    assert all(name in said for name in names)
+
+
 def test_a_multimodal_config_names_the_dtype_of_its_text_model(tmp_path):
     stored(tmp_path, "gemma3_text")
     path = tmp_path / "config.json"

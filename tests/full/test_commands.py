@@ -96,6 +96,35 @@ finally: print("transformers" in sys.modules)
         assert code == 0 and out.splitlines()[-1] == "False", err
 
 
+LATIN = f"""
+import io, sys
+sys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding="latin-1")
+sys.path.insert(0, "{ROOT}")
+from full import api
+from full.__main__ import main
+small = "--steps 1 --layers 1 --hidden 32 --heads 2 --prompts 2 --group 2 --eval-prompts 2"
+assert main(f"{{small}} --task task.py:Mine --max-new-tokens 4 --device cpu --out run".split()) == 0
+assert main("eval run --samples 1 --task task.py:Mine".split()) == 0
+assert main("audit run --task task.py:Mine --html page.html".split()) == 0
+api.run(api.Config.from_file("run/config.json", task="task.py:Mine", out="again"))
+sys.stdout.flush()
+assert sys.stdout.errors == "strict"  # as the program had it
+"""
+
+
+def test_what_cannot_be_encoded_ends_nothing(tmp_path):
+    """Prints replace it, and files are UTF-8."""
+    _task(tmp_path)
+    path = tmp_path / "task.py"
+    path.write_text(path.read_text().replace("str(tokens)", "'日本 ' + str(tokens)"))
+    (tmp_path / "program.py").write_text(LATIN)
+    code, out, err = as_script("program.py", cwd=tmp_path)
+    assert code == 0, err
+    assert out.count("sample: ?? ") == 2 and "prompt: ?? " in out and '"solved"' in out
+    assert "日本" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert all((tmp_path / name / "hf" / "config.json").exists() for name in ("run", "again"))
+
+
 def test_the_greedy_figure_is_the_runs_own(run, capsys):
     lines = json_lines(run / "metrics.jsonl")
     solved = {line["step"] + 1: line["eval/solved"] for line in lines if "eval/solved" in line}
@@ -398,6 +427,8 @@ def test_a_pipe_is_answered_a_line_a_line(talker, chat):
     assert "no chat template, so each line is plain text" in err and "> " not in out
     unended = "What is 1?\n\nAnd 2?\nAnd 3?"  # the last line without its end
     assert chat(talker, unended, *greedy)[:2] == (0, out)
+    of_windows = "\ufeffWhat is 1?\r\n\r\nAnd 2?\r\nAnd 3?\r\n"
+    assert chat(talker, of_windows, *greedy)[:2] == (0, out)
     short = "--max-new-tokens", 4, "--seed"
     told = [chat(talker, "?\n?\n?\n", *short, seed)[1] for seed in (0, 0, *range(1, 5))]
     assert told[0] == told[1] and len(set(told)) > 2

@@ -110,6 +110,10 @@ def constant(text, row):
 def one(text, row):
     return 1.0
 
+def array(text, row):
+    import numpy
+    return numpy.array([[0.5]])
+
 def infinite(text, row):
     return float("inf")
 
@@ -345,6 +349,11 @@ def test_a_reward_of_a_file_gets_the_text_and_a_row_of_its_own(rewarding):
     asked = rewarding()
     assert {text: asked(text, FAR) for text in NEAR} == NEAR
     assert asked("#### Paris ", "Paris") == 1.0
+
+
+def test_a_reward_may_be_an_array_of_one_number(rewarding):
+    asked = rewarding(reward="rewards.py:array")
+    assert asked("four") == 0.5 and isinstance(asked("four"), float)
 
 
 @pytest.mark.parametrize("name", FAILING)

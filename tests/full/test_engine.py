@@ -25,7 +25,7 @@ from test_ranks import as_script, join, largest_difference, learns_something, re
 from test_ranks import run_of  # noqa: F401, a fixture
 from test_ranks import start, trained
 from test_rollout import checkpoint, folder  # noqa: F401, fixtures
-from test_run import at, begin, cli, end, free_port, refused, until
+from test_run import _task, at, begin, cli, end, free_port, refused, until
 
 import models
 from full import engine as engine_py
@@ -113,6 +113,18 @@ PLANS = [(1, "", "--minibatches 2"), (2, "--plan t2", "--staleness 1"),
                (2, "--plan c2", ""), (1, "", "--lora-rank 2 --kl-coef 0.05"),
                (2, "--plan t2 --data-parallel fsdp", "--lora-rank 2 --staleness 1"),
                (1, "", "--forks 2 --fork-turns 1 --advantage per_branch"))]  # fmt: skip
+
+
+def test_a_task_for_one_thread_is_asked_by_the_main_thread(server, tmp_path):
+    """There it may use `signal`, as without an engine. The run is the same."""
+    ask = "signal.signal(signal.SIGALRM, signal.SIG_DFL); signal.alarm(9); signal.alarm(0)"
+    flags = _task(tmp_path, top="import signal", init="self.threads = False", reply=ask)
+    flags += " --staleness 1"
+    for more in ("", f" --engine {server.url}"):
+        codes, _, err = cli(tmp_path, flags.replace("--out run", f"--out run{bool(more)}") + more)
+        assert codes == [0], err
+    runs = (read_metrics(tmp_path / name) for name in ("runFalse", "runTrue"))
+    assert largest_difference(*runs) < 1e-3
 
 
 @pytest.mark.parametrize("world, plan, more", PLANS)

@@ -19,6 +19,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -41,11 +42,12 @@ from test_run import (
     wait_for_steps,
 )  # fmt: skip
 
+from full.__main__ import main
 from full.checkpoint import Damaged, checkpoints, newest_checkpoint, read_checkpoint
 from full.files import whole_lines
 from full.plans import Grid, Plan
 from full.ranks import Stop, agree, connect, is_lost_rank, own_device, store_of_this_attempt
-from full.run import locked
+from full.run import locked, require_one_process
 
 RUN = f"{TINY} --out run --save-every 2 --timeout 20"
 STEPS, MANY, MOMENTS = 6, 100, 20  # steps of a run, of one that is killed often; kills of a rank
@@ -425,6 +427,39 @@ def test_a_rank_0_that_does_not_come_is_named():
     store.set("attempt", "died early")
     with pytest.raises(dist.DistStoreError, match="rank 0 did not answer within 1 seconds"):
         store_of_this_attempt(store, 1, 2, timeout=1)
+
+
+ENVIRONMENTS = {  # what the environment says, and what `python -m full` says of it
+    "a port in use": (dict(RANK="0", WORLD_SIZE="1"), "expected a free port at 127.0.0.1:"),
+    "no number of ranks": (dict(RANK="0", WORLD_SIZE=""), "WORLD_SIZE: expected a number, .* ''"),
+    "a word": (dict(RANK="0", WORLD_SIZE="two"), "WORLD_SIZE: expected a number, .* 'two'"),
+    "no rank": (dict(RANK="x", WORLD_SIZE="2"), "RANK: expected a number, .* 'x'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENVIRONMENTS)
+def test_an_environment_that_is_wrong_is_one_line(monkeypatch, capsys, case):
+    environment, text = ENVIRONMENTS[case]
+    monkeypatch.setattr("full.run.PATIENCE", 0)
+    monkeypatch.setattr("os._exit", lambda code: None)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        where = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{held.getsockname()[1]}")
+        for name, value in (environment | where).items():
+            monkeypatch.setenv(name, value)
+        code = main(["--device", "cpu", "--timeout", "3"])
+    said = capsys.readouterr().err
+    assert code == 2 and re.search(text, said) and said.count("\n") == 1, said
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_an_empty_variable_is_an_absent_one(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setenv(name, "")
+    assert main(["export", f"{tmp_path}", f"{tmp_path / 'new'}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: no ") and said.count("\n") == 1
+    require_one_process("a test")
 
 
 def _joins(rank, world, port, folder, late, name):

@@ -369,6 +369,59 @@ def test_export_merges_and_an_adapter_is_read_by_peft_and_by_lora_from(process_g
     refused(tmp_path, f"{again.replace('rank 3', 'rank 4')} --out {tmp_path}/third", "r 3, not 4")
 
 
+@pytest.mark.parametrize("more", ["", ",lm_head"])
+def test_an_adapter_of_a_multimodal_base_is_peft_s_both_ways(
+    process_group, tmp_path, capsys, more
+):
+    """The language model is a part of it, and its vision tower has a q_proj too."""
+    peft, transformers = map(pytest.importorskip, ("peft", "transformers"))
+    text = dict(
+        vocab_size=12, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=4, sliding_window_pattern=2,
+        tie_word_embeddings=not more)  # fmt: skip
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                  image_size=16, patch_size=8)  # fmt: skip
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision,
+                                       mm_tokens_per_image=4, tie_word_embeddings=not more)
+    folder = tmp_path / "base"
+    torch.manual_seed(0)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    load = functools.partial(
+        transformers.AutoModelForCausalLM.from_pretrained, folder, dtype=torch.float64)
+    tokens = torch.randint(12, (2, 9))
+
+    def adapted_base():
+        targets = tuple((LORA_TARGETS + more).split(","))
+        model = add_factors(load_hf(folder, dtype=torch.float64), Lora(3, 6.0, targets),
+                            torch.float64)
+        return targets, model, {name: p.shape for name, p in model.named_parameters()
+                                if is_factor(name)}
+
+    # Ours, in PEFT: every tensor has a place, and none is added to the vision tower.
+    targets, model, shapes = adapted_base()
+    for name, p in model.named_parameters():
+        if is_factor(name):
+            torch.nn.init.normal_(p, std=0.2)
+    lora.save_factors(model, tmp_path / "adapter", f"{folder}")
+    theirs = peft.PeftModel.from_pretrained(
+        load(), tmp_path / "adapter", autocast_adapter_dtype=False)  # fmt: skip
+    assert sum("lora_" in name for name, _ in theirs.named_parameters()) == len(shapes)
+    assert (load()(tokens).logits - model(tokens)).abs().max() > 1e-2
+    assert (theirs(tokens).logits - model(tokens)).abs().max() < 1e-5
+
+    # PEFT's, here: with factors of the language model alone, then of the vision tower too.
+    for own in (theirs.peft_config["default"].target_modules, list(targets)):
+        settings = peft.LoraConfig(r=3, lora_alpha=6.0, target_modules=own, task_type="CAUSAL_LM",
+                                   init_lora_weights=False)  # fmt: skip
+        trained = peft.get_peft_model(load(), settings, autocast_adapter_dtype=False)
+        trained.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+        _, model, _ = adapted_base()
+        lora.load_factors(tmp_path / "theirs", model, shapes)
+        assert (trained(tokens).logits - model(tokens)).abs().max() < 1e-5
+        said = capsys.readouterr().err
+        assert ("not of the language model, and are left out" in said) == isinstance(own, list)
+
+
 def test_a_base_that_changed_is_refused(base, process_group, tmp_path):
     folder = tmp_path / "base"
     folder.mkdir()

@@ -7,15 +7,18 @@ heard. Where real weights are needed they are random, tiny and float64.
 import itertools
 import json
 import math
+import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT
 from example_tasks import Lookup
 from test_example_tasks import SortThree, converse
 
@@ -26,7 +29,7 @@ from full.config import Config
 from full.hf import save_hf
 from full.objectives import loss_denominator
 from full.rollouts import Sampler, demonstrations, evaluate
-from full.tasks import Task
+from full.tasks import Task, from_file
 from full.text import final_answer, make_task, same_answer
 from full.trainer import Trainer
 from full.transformer import Transformer
@@ -416,7 +419,7 @@ def test_a_prompt_that_cannot_be_played_is_refused(prompt):
 
 
 OWN_TASK = """
-from full.tasks import Task
+from full.tasks import Task, from_file
 
 class Echo(Task):
     vocab_size, end = 4, (3,)
@@ -460,6 +463,60 @@ def test_a_task_in_a_file_of_its_own_is_played_and_may_have_slots(tmp_path, monk
     for name, message in NO_TASK.items():
         with pytest.raises(ValueError, match=message):
             task_of(name)
+
+
+WITH_WORKERS = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from helper import GOOD
+
+def work(answer):
+    from helper import GOOD  # in the worker
+    return GOOD * len(answer)
+
+def reward(text, row):
+    with ProcessPoolExecutor(1, multiprocessing.get_context(row["method"])) as pool:
+        return pool.submit(work, text).result(60)
+"""
+
+
+@pytest.mark.parametrize("one", [np.array([0.5]), np.array([[0.5]]), torch.tensor([0.5])])
+def test_a_reward_may_be_an_array_of_one_number(one):
+    task = Chat()
+    task.reply = lambda state, answer: (state, None, one)
+    [[t]] = play(task, Script([0, 0, 5, END]), groups=[0], group=1, temperature=0)
+    assert t.reward == 0.5 and isinstance(t.reward, float)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_function_of_a_file_reaches_its_workers_and_a_file_next_to_it(
+    tmp_path, monkeypatch, method
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for number, folder in enumerate(("one", "two", "one")):  # the name of a file is free again
+        path = tmp_path / folder
+        path.mkdir(exist_ok=True)
+        monkeypatch.delitem(sys.modules, "helper", raising=False)
+        (path / "helper.py").write_text(f"GOOD = {number}.5")
+        (path / "scores.py").write_text(WITH_WORKERS + f"# {number}")
+        monkeypatch.chdir(path.parent)
+        file, reward = from_file(f"{folder}/scores.py:reward", "function")
+        assert (file, reward.__module__) == (f"{folder}/scores.py", "scores")
+        if number != 1:
+            assert reward("ab", {"method": method}) == 2 * number + 1
+    monkeypatch.delitem(sys.modules, "helper")
+
+
+@pytest.mark.parametrize("name", ["models", "json", "full", "torch", "my.reward", "code-reward"])
+def test_a_file_called_like_another_module_hides_nothing(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = sys.modules.get(name)
+    (tmp_path / f"{name}.py").write_text("def reward(text, row): return 0.5")
+    assert from_file(f"{tmp_path}/{name}.py:reward", "function")[1]("", {}) == 0.5
+    assert before is None or sys.modules[name] is before
+    assert __import__("models").__file__.endswith(str(Path(ROOT.name, "models.py")))
+    places = [sys.path.index(f"{x}") for x in (ROOT, tmp_path)]
+    assert places == sorted(places)
 
 
 # 5. A checkpoint and questions, for other files -----------------------------------------------

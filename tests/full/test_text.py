@@ -298,6 +298,12 @@ DAMAGE = {  # what is said: what files are changed to
     "special_tokens_map.json is not JSON": {OLD: "{", SETTINGS: {"added_tokens_decoder": ...}},
     "generation_config.json is not JSON": {GENERATION: "{'a': 1}"},
     "eos_token_id: expected .*got \\['<eos>'\\]$": {GENERATION: {"eos_token_id": "<eos>"}},
+    f"{GENERATION}: eos_token_id: expected ids under .*got \\[1, 99999\\]$":
+        {GENERATION: {"eos_token_id": [1, 99999]}},
+    f"{GENERATION}: eos_token_id: expected ids under .*got \\[-1\\]$":
+        {GENERATION: {"eos_token_id": -1}},
+    "/config.json: eos_token_id: expected ids under .*got \\[99999\\]$":
+        {"config.json": {"eos_token_id": 99999}},
     "eos_token_id: expected .*got \\['<eos>'\\]": {GENERATION: {"eos_token_id": ["<eos>"]}},
     "generation_config.json: eos_token_id: expected .*got \\[1, None\\]": {
         GENERATION: {"eos_token_id": [1, None]}},
@@ -402,10 +408,24 @@ def test_a_copy_of_the_text_files_is_the_same_tokenizer(checkpoints, tmp_path):
         assert prompts[0] == prompts[1]
 
 
+def test_templates_for_other_uses_are_copied(checkpoints, changed, tmp_path):
+    directory = changed("qwen3", {})
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("tools: {{ tools }}")
+    for target in (tmp_path / "hf", tmp_path / "hf"):  # a second time over itself
+        copy_text_files(directory, target)
+    assert tokenizer_of(target).chat_template["tool_use"] == "tools: {{ tools }}"
+
+
 def test_no_text_of_another_model_is_left_beside_a_copy(checkpoints, tmp_path):
     for name in (*TEXT_FILES, "config.json", "notes.txt"):
         (tmp_path / name).write_text(name)
+    other_uses = tmp_path / "additional_chat_templates" / "tool_use.jinja"
+    other_uses.parent.mkdir()
+    other_uses.write_text("of another model")
     names = copy_text_files(checkpoints["qwen3"], tmp_path)
+    assert not other_uses.exists()
+    other_uses.parent.rmdir()
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {*names, "config.json", "notes.txt"}
 
