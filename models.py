@@ -510,20 +510,21 @@ FAMILIES = {
     "gemma3_text": dict(
         norm_offset=True, post_norms=True, scale_embedding=True, tie_word_embeddings=True,
         head_dim=256, query_pre_attn_scalar=256, hidden_act="gelu_pytorch_tanh", rope_theta=1e6,
-        rope_local_base_freq=1e4, use_sliding_window=True, sliding_window_pattern=6),
+        rope_local_base_freq=1e4, use_sliding_window=True),
 }  # fmt: skip
 # Settings that change the numbers, and that no equation above has.
 NOT_HERE = ("quantization_config", "final_logit_softcapping", "attention_dropout",
             "use_bidirectional_attention")  # fmt: skip
 
 
-def config_fields(said, /):
-    """Return the fields of ModelConfig, {name: value}, that a config.json, a dict, describes."""
-    family = said.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(f"expected model_type {' or '.join(FAMILIES)}, got {family!r}")
+def config_fields(said, differs, /):
+    """Return the fields of ModelConfig, {name: value}, that a config.json, a dict, describes.
+
+    differs: the row of FAMILIES for the file's model_type.
+    """
+    family = said["model_type"]
     bias = said.get("attention_bias", False)
-    raw = dict(qkv_bias=bias, o_bias=bias, rope_theta=1e4) | FAMILIES[family] | said
+    raw = dict(qkv_bias=bias, o_bias=bias, rope_theta=1e4) | differs | said
 
     # transformers 4 writes rope_theta and rope_scaling, and a base of their own for the SLIDING
     # layers of Gemma. Version 5 writes rope_parameters, in Gemma a dict for each type of layer.
@@ -539,20 +540,23 @@ def config_fields(said, /):
     layers = range(raw["num_hidden_layers"])
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
     first = raw.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
-    pattern = raw.get("_sliding_window_pattern", raw.get("sliding_window_pattern", math.inf))
+    pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern")
+    pattern = pattern or (6 if family == "gemma3_text" else math.inf)
     slides = [window and n >= first and (n + 1) % pattern for n in layers]
     dense = raw.get("mlp_only_layers") or ()
-    experts = raw.get("num_local_experts", raw.get("num_experts", 0))
+    experts = raw.get("num_local_experts") or raw.get("num_experts", 0)
     step = raw.get("decoder_sparse_step", 1)
 
     # Fields that config.json says in another way. The rest have the same names in ModelConfig.
     heads = raw["num_attention_heads"]
+    groups, width = raw.get("num_key_value_heads"), raw.get("head_dim")
     raw |= dict(
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        num_key_value_heads=heads if groups is None else groups,
+        head_dim=raw["hidden_size"] // heads if width is None else width,
         hidden_act=raw.get("hidden_activation") or raw.get("hidden_act", "silu"),
-        num_key_value_heads=raw.get("num_key_value_heads") or heads,
         layer_types=raw.get("layer_types") or [SLIDING if yes else FULL for yes in slides],
-        sparse_layers=[n for n in layers if experts and n not in dense and (n + 1) % step == 0],
+        sparse_layers=tuple(
+            n for n in layers if experts and n not in dense and (n + 1) % step == 0),
         num_experts=experts, sliding_window=window, rope_parameters=ropes,
     )  # fmt: skip
     return {x.name: raw[x.name] for x in fields(ModelConfig) if x.name in raw}
@@ -562,7 +566,10 @@ def read_config(directory):
     """Return the ModelConfig of a directory's config.json. ValueError for what it cannot say."""
     try:
         said = json.loads((Path(directory) / "config.json").read_text("utf-8"))
-        config = ModelConfig(**config_fields(said))
+        family = said.get("model_type")
+        if family not in FAMILIES:
+            raise ValueError(f"expected model_type {' or '.join(FAMILIES)}, got {family!r}")
+        config = ModelConfig(**config_fields(said, FAMILIES[family]))
         types = set()
         for kind, rope in config.rope_parameters.items():
             types |= {rope.get("rope_type", "default"), rope.get("type", "default")}

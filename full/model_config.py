@@ -236,26 +236,25 @@ LLAMA = QWEN | dict(
     max_position_embeddings=2048, eos_token_id=2,
 )  # fmt: skip
 
-FAMILIES = {  # model_type -> (transformers' class, what no config changes, defaults)
+FAMILIES = {  # model_type -> (transformers' class, what differs in its equations, defaults)
     # Biases of q, k, v and o, and of the MLP, by the config. RoPE of type llama3.
-    "llama": ("LlamaForCausalLM", dict(qk_norm=False), LLAMA | dict(mlp_bias=False)),
+    "llama": ("LlamaForCausalLM", models.FAMILIES["llama"], LLAMA | dict(mlp_bias=False)),
     # No biases. A window in every layer, or none.
-    "mistral": ("MistralForCausalLM", dict(qk_norm=False, qkv_bias=False, o_bias=False),
-                LLAMA | dict(intermediate_size=14336, num_key_value_heads=8,
-                             max_position_embeddings=131072)),
+    "mistral": ("MistralForCausalLM", models.FAMILIES["mistral"], LLAMA | dict(
+        intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072)),
     # Biases of q, k and v.
-    "qwen2": ("Qwen2ForCausalLM", dict(qk_norm=False, qkv_bias=True, o_bias=False), QWEN),
+    "qwen2": ("Qwen2ForCausalLM", models.FAMILIES["qwen2"], QWEN),
     # Norms of q and k, a width of heads of its own.
-    "qwen3": ("Qwen3ForCausalLM", dict(qk_norm=True), QWEN | dict(head_dim=128)),
+    "qwen3": ("Qwen3ForCausalLM", models.FAMILIES["qwen3"], QWEN | dict(head_dim=128)),
     # And experts, in all layers or in some.
-    "qwen3_moe": ("Qwen3MoeForCausalLM", dict(qk_norm=True), QWEN | dict(
+    "qwen3_moe": ("Qwen3MoeForCausalLM", models.FAMILIES["qwen3_moe"], QWEN | dict(
         hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_key_value_heads=4,
         num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
         decoder_sparse_step=1)),
     # Norms with 1 + w, four of them a layer, sqrt(M), two RoPE bases: layers slide, but every 6th.
     "gemma3_text": (
         "Gemma3ForCausalLM",
-        dict(qk_norm=True, norm_offset=True, post_norms=True, scale_embedding=True),
+        models.FAMILIES["gemma3_text"],
         QWEN | dict(
             vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
             num_attention_heads=8, num_key_value_heads=4, head_dim=256, rope_theta=1e6,
@@ -345,66 +344,45 @@ def read_config(raw) -> ModelConfig:
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"model_type: expected one of {', '.join(FAMILIES)}, got {family!r}")
-    _, fixed, defaults = FAMILIES[family]
+    _, differs, defaults = FAMILIES[family]
     raw = defaults | raw
     # A field of another family may have any value, as transformers does not read it either.
     foreign = {*MAYBE, "decoder_sparse_step"} - {"value_head", *defaults}
+    foreign |= {"num_local_experts"} if "num_experts" in foreign else set()
+    foreign |= {"layer_types"} if family == "llama" else set()
     require_types(raw, {name: FILE_TYPES[name] for name in FILE_TYPES.keys() - foreign})
     for name in ("rope_scaling", "rope_parameters"):
         ropes = raw.get(name) or {}
         require_types(ropes, ROPE_FIELDS, f"{name}.")
         for kind in (FULL, SLIDING):
             require_types(ropes.get(kind) or {}, ROPE_FIELDS, f"{name}.{kind}.")
-    for name in ("num_hidden_layers", "num_attention_heads"):  # with which this computes
-        require_size(name, raw[name])
+    # The five compute with these.
+    for name in ("num_hidden_layers", "num_attention_heads", "decoder_sparse_step"):
+        require_size(name, raw.get(name, 1) if name not in foreign else 1)
     asked = [name for name in REFUSED if raw.get(name)]
     if asked:
         raise ValueError(f"config asks for {', '.join(asked)}: not implemented here")
 
-    # Which layers slide, where no list says so. Files of Gemma spell the 6 in two ways.
-    layers = range(raw["num_hidden_layers"])
-    pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
-    slides = {
-        "llama": lambda n: False,
-        "mistral": lambda n: True,
-        "qwen3_moe": lambda n: raw.get("use_sliding_window"),
-        "gemma3_text": lambda n: (n + 1) % pattern,
-    }.get(family, lambda n: raw.get("use_sliding_window") and n >= raw["max_window_layers"])
+    # Most fields are those of the five. Where no list says which layers slide, Gemma has a window.
     window = raw["sliding_window"]
-    has_window = window is not None or family == "gemma3_text"  # which is refused without one
-    kinds = tuple(SLIDING if has_window and slides(n) else FULL for n in layers)
-    listed = tuple(raw.get("layer_types") or kinds)
+    if family == "gemma3_text" and window is None:
+        raise ValueError("sliding_window: expected a positive integer, got None")
+    known = {name: x for name, x in raw.items() if name not in foreign}
+    fields = models.config_fields(known, differs)
+    kinds = tuple(fields["layer_types"])
+    listed = raw.get("layer_types") or kinds
     if family in ("llama", "mistral", "qwen3_moe") and len(set(listed)) > 1:
         raise ValueError(f"layer_types {list(listed)} in {family}: transformers has no mix")
-    kinds = kinds if family == "llama" else listed
 
-    # Every step-th layer has experts, from layer step - 1 on, unless it is listed as dense.
-    experts = 0
-    if "num_experts" in defaults:
-        experts = raw.get("num_local_experts") or raw["num_experts"]
-    dense = raw.get("mlp_only_layers") or ()
-    step = raw["decoder_sparse_step"] if experts else 1
-    require_size("decoder_sparse_step", step)
-    sparse = tuple(n for n in layers if experts and n not in dense and (n + 1) % step == 0)
-
-    heads = raw["num_attention_heads"]
-    groups = heads if raw["num_key_value_heads"] is None else raw["num_key_value_heads"]
-    width = raw["hidden_size"] // heads if raw.get("head_dim") is None else raw["head_dim"]
     eos = raw.get("eos_token_id")
     ends = eos if isinstance(eos, list | tuple) else [eos]
-    fields = {name: raw[name] for name in SAME}
-    known = {"value_head", *defaults}
-    fields |= {name: raw[name] for name in MAYBE if name in known and raw.get(name) is not None}
-    fields |= dict(
-        num_key_value_heads=groups, head_dim=width, num_experts=experts,
-        qkv_bias=raw["attention_bias"], o_bias=raw["attention_bias"],
-        hidden_act=raw.get("hidden_activation") or raw["hidden_act"],
-        layer_types=kinds, sparse_layers=sparse,
+    more = (name for name in (*SAME, *MAYBE) if name not in foreign and raw.get(name) is not None)
+    fields = {name: raw[name] for name in more} | fields | dict(
         sliding_window=window if SLIDING in kinds else None,
         rope_parameters={kind: read_rope(raw, kind) for kind in set(kinds)},
         eos_token_id=tuple(token for token in ends if token is not None),
     )  # fmt: skip
-    return ModelConfig(**fields | fixed)
+    return ModelConfig(**fields)
 
 
 def read_rope(raw, kind) -> dict:
