@@ -69,12 +69,13 @@ def main(argv) -> int:
         print("interrupted, with nothing to save", file=sys.stderr, flush=True)
         return leave(128 + signal.SIGINT)
     # Rank 0 of several ranks may write for long. The others leave their group as it is, because to
-    # destroy it might wait for rank 0.
-    if dist.get_world_size() == 1:
+    # destroy it might wait for rank 0. A thread may still wait for a task, and it is left alone.
+    if dist.get_world_size() == 1 and not code:
         dist.destroy_process_group()
     return leave(code)
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    sys.exit(leave(code, at_once=dist.is_initialized()))  # a group is left after an error
+    # After an error a group is left, and a thread that waits for a task for ever.
+    sys.exit(leave(code, at_once=code != 0 or dist.is_initialized()))

@@ -188,6 +188,7 @@ class RolloutQueue:
         is_safe = getattr(task, "threads", True)
         self.start = getattr(trainer.sampler, "start", at_once) if is_safe else at_once
         self.idle_since = time.perf_counter()
+        self.begun = None  # the step whose batch is being sampled
         self.pushed = None  # version of the weights that the sampler has got
         self.shown = None  # a trajectory of the latest evaluation
 
@@ -201,13 +202,16 @@ class RolloutQueue:
         #     engine    sample 0 1         sample 2           sample 3
         self.clock.start()
         self.trainer.where = f"step {step}"
+        self.begun = step
         self.push()
         version = self.trainer.policy_version
         with timed(self.clock.seconds, "wait_rollout"):
             while self.next <= min(step + self.config.staleness, self.last):
                 self.pending[self.next] = self.start(self.sample, self.next, version)
                 self.next += 1
-            return self.pending.pop(step).result()
+            batch = self.pending.pop(step).result()
+        self.begun = None
+        return batch
 
     def push(self):
         """Give the sampler the weights of now, unless it has them. Collective."""

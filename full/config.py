@@ -127,6 +127,7 @@ class Config(train_grpo.Config):
     lora_targets: str = LORA_TARGETS  # LoRA: names of matrices; also gate, the router, and lm_head
     lora_from: str = ""  # LoRA: directory of PEFT's with the first factors; empty: random ones
     # rollouts
+    reply_timeout: int = 0  # seconds that a task or a reward may take for an answer; 0: no limit
     engine: str = ""  # URL[,URL..] of vLLM, SGLang or `full.engine serve`; empty: this process
     engine_timeout: int = 600  # seconds that an engine may be silent, or loading, before a run ends
     staleness: int = 0  # K: batch b is sampled with the weights of step b - K; 0: on-policy
@@ -204,8 +205,8 @@ class Config(train_grpo.Config):
     # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
     FREE = (
         "out", "resume", "steps", "eval_every", "save_every", "keep", "log_rollouts", "tensorboard",
-        "timeout", "threads", "engine_timeout", "micro_tokens", "batch_rows", "device", "plan",
-        "data_parallel",
+        "timeout", "threads", "engine_timeout", "reply_timeout", "micro_tokens",
+        "batch_rows", "device", "plan", "data_parallel",
         "cp_method", "debug", "pp_schedule", "tree", "chunk_tokens", "recompute", "ac",
         "shard_ranks", "offload", "compile",
     )  # fmt: skip
@@ -311,7 +312,7 @@ class Config(train_grpo.Config):
         # float is stored as a float.
         wrong = []
         at_most = dict(gae_lambda=1, timeout=self.YEAR, staleness=MAX_STALENESS)
-        at_most |= dict(engine_timeout=self.YEAR)
+        at_most |= dict(engine_timeout=self.YEAR, reply_timeout=self.YEAR)
         for f in dataclasses.fields(self):
             flag = _flag(f.name)
             value = getattr(self, f.name)
@@ -361,6 +362,7 @@ class Config(train_grpo.Config):
             "--tree dta": (dta, "chunk_tokens", "recompute"),
             "--data-parallel fsdp": (fsdp, "shard_ranks", "offload"),
             "--task jsonl": (self.reads_text, *TEXT_FLAGS),
+            "--task jsonl or FILE.py:Class": (self.task != "guess", "reply_timeout"),
             "--template chat": (self.template in ("", "chat"), "system"),
             "a --template without {question}":
                 (not (self.has_whole_template and self.instruction), "instruction"),

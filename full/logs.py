@@ -4,6 +4,7 @@ Each class does one thing after a step. `run.run` puts them in order.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import shutil
 import signal
@@ -25,6 +26,7 @@ from full.metrics import METRICS, mean_metrics
 from full.optimizer import replica_difference, tensors_of
 from full.places import local
 from full.ranks import Interrupted, advice_of, agree, say, warn
+from full.rollouts import Unheard
 from full.tasks import asking
 
 
@@ -81,6 +83,16 @@ class Checkpointer:
         if signalled and step < c.steps:
             say(f"{signal.Signals(signalled).name}: {state}; {advice_of(self.out)}")
             raise Interrupted(signalled)
+
+    def rescue(self) -> str:
+        """Save the state before a step whose batch was given up. Return what there is, in words."""
+        # Pending batches of an engine may be lost with it. An evaluation comes after the updates of
+        # a step whose line is not written yet.
+        step = getattr(self.source, "begun", None)
+        with contextlib.suppress(Unheard):
+            if step is not None and self.write("step", step):
+                return f"saved after {step} steps"
+        return "nothing new is saved"
 
     def write(self, kind, step) -> bool:
         """Write a checkpoint and delete what it supersedes. Return whether it was written."""

@@ -270,6 +270,7 @@ class Stop:
     """
 
     SAME_KEY_PRESS = 1.0  # seconds
+    current = None  # the Stop that listens
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self, goes_on=False):
@@ -278,6 +279,7 @@ class Stop:
         self.goes_on = goes_on
         self.is_second = False  # a second Ctrl-C was seen
         self.listens = threading.current_thread() is threading.main_thread()
+        Stop.current = self
         if not self.listens:
             return
 
@@ -298,6 +300,7 @@ class Stop:
         if not self.listens:
             return
         self.listens = False
+        Stop.current = None
         for number, handler in self.handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: not Python's handler
         signal.set_wakeup_fd(self.wakeup)

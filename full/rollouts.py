@@ -10,7 +10,8 @@ so a trajectory of L tokens has L - 1)   P groups of G rollouts each
 import copy
 import dataclasses
 import functools
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import train_grpo
 from full.generate import generate
 from full.packing import gather_replica
-from full.ranks import current_device, summed
+from full.ranks import Stop, all_gather_objects, current_device, summed
 from full.tasks import asking, bare, is_finite_number
 from full.weights import copy_weights, end_together
 from train_grpo import EVALUATION
@@ -158,17 +159,42 @@ class ForkingEpisode(train_grpo.Episode):
 
 
 REPLY_THREADS = 16
+LOOK_EVERY = 0.2  # seconds between two looks at replies that have not come
+GRACE = 5  # seconds that replies may still take after a signal
 
 
-def asker_of(task):
+class Unheard(ValueError):
+    """A reply that did not come. It holds a text and the number of the signal seen, or 0."""
+
+    def __str__(self):
+        return self.args[0]
+
+
+def asker_of(task, limit=0):
     """Return a function that fills in `heard` of episodes whose turn has ended, by asking a task.
 
     A tool may take seconds, so threads ask for the episodes. The replies are put in the order of
     the episodes, so threads change no result. A task that must not be asked by several threads has
     the attribute `threads = False`.
+
+    limit: seconds that a reply may take, or 0. After them, and some seconds after a signal, the
+        threads are left alone and Unheard is raised.
     """
+    began = {}  # id of an episode -> when a thread began to ask about it
+
+    def require_in_time(episode):
+        now, stop = time.monotonic(), Stop.current
+        seconds = now - began.get(id(episode), now)
+        number = stop.number if stop and stop.number and now > stop.seen_at + GRACE else 0
+        if number or 0 < limit < seconds:
+            line = task.where(episode.state) if hasattr(task, "where") else ""
+            where = f"in group {episode.group}, rollout {episode.number}{line and f', {line}'}"
+            shown = task.show(episode.tokens[episode.turn :])[:200]
+            raise Unheard(f"{type(task).__name__} has not replied after {seconds:.0f} s {where}, "
+                          f"to the answer {shown!r}", number)  # fmt: skip
 
     def ask_one(episode):
+        began[id(episode)] = time.monotonic()
         answer = episode.tokens[episode.turn :]
         with asking(task):
             told = task.reply(episode.state, answer)
@@ -190,9 +216,24 @@ def asker_of(task):
     safe = getattr(task, "threads", True) and type(task) is not train_grpo.Guess
     pool = ThreadPoolExecutor(REPLY_THREADS) if safe else None
 
+    def replies(episodes):
+        if not pool:
+            return [ask_one(episode) for episode in episodes]
+        began.clear()
+        asked = {pool.submit(ask_one, episode): episode for episode in episodes}
+        pending = asked.keys()
+        while pending:
+            done, pending = wait(pending, LOOK_EVERY, FIRST_EXCEPTION)
+            for future, episode in asked.items():  # in the order of the episodes
+                if future in done:
+                    future.result()
+                elif future in pending:
+                    require_in_time(episode)
+        return [future.result() for future in asked]
+
     def ask(episodes):
         try:
-            heard = list((pool.map if pool else map)(ask_one, episodes))
+            heard = replies(episodes)
         except Exception:
             # The threads end with their pool, which a program that keeps the error would keep too.
             if pool:
@@ -315,11 +356,24 @@ def play(config, task, sampler, starts, key) -> list:
         return episode.fork(config.forks) if episode.hear(*episode.heard) else []
 
     recorded = {"routes": True} if config.replay_routes else {}
-    ended = sampler.generate(
-        episodes, max_new_tokens=limit, temperature=config.temperature, end=task.end,
-        ending=asker_of(task), after=after, slots=config.batch_rows,
-        branches=lambda episode: episode.count, **recorded,
-    )  # fmt: skip
+    ended, unheard = [], None
+    try:
+        ended = sampler.generate(
+            episodes, max_new_tokens=limit, temperature=config.temperature, end=task.end,
+            ending=asker_of(task, config.reply_timeout), after=after, slots=config.batch_rows,
+            branches=lambda episode: episode.count, **recorded,
+        )  # fmt: skip
+    except Unheard as error:
+        unheard = error.args
+
+    # COMM: an all-gather of what was not heard. All ranks give the step up together, as all of
+    # them have to save. Pinned by
+    # tests/full/test_faults.py::test_a_reply_that_never_comes_ends_the_run_saved.
+    if dist.is_initialized():
+        found = all_gather_objects(unheard, getattr(sampler, "group", None))
+        unheard = next(filter(None, found), None)
+    if unheard:
+        raise Unheard(*unheard)
 
     # Episodes end in any order; a group's rollouts are put back into theirs.
     groups = {number: [] for number, _, _ in starts}

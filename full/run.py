@@ -49,6 +49,7 @@ from full.ranks import (
     OBJECT, Interrupted, Progress, Stop, advice_of, agree, current_device, flags_to_resume,
     is_error_of_rank_0, is_one_of_several, is_rank_0, joined, raise_on_all_ranks, say, warn,
 )  # fmt: skip
+from full.rollouts import Unheard
 from full.tasks import Task, TaskError, asking
 from full.text import make_task
 from full.trainer import Trainer, keep_wide, plans_of
@@ -162,6 +163,9 @@ def start_run(config, progress=None, *, objects=None, log=None, goes_on=False) -
     # A task that does not derive from Task has demonstrations if it has a method `demo`.
     if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:
         raise ValueError(f"{type(task).__name__} has no demonstrations; use --demos 0")
+    if config.reply_timeout and not getattr(task, "threads", True):
+        raise ValueError(f"--reply-timeout: {type(task).__name__} has threads = False, so its "
+                         f"replies are waited for by no other thread: leave one of the two out")
     if config.tensorboard and not importlib.util.find_spec("tensorboard"):
         raise ImportError("--tensorboard: pip install tensorboard")
     # What only the task, a package or the model can tell is asked before anything is written, the
@@ -275,6 +279,7 @@ def run(config, task, trainer, out, progress, stop, tell=None) -> Ended:
     progress.advice = advice_of(out)
     first_step, origin, pending = restore(config, trainer, out)
     introduce(config, task, trainer, out, first_step, origin)
+    queue = None  # of the loop, which demonstrations may come before
     try:
         if first_step < 0:
             source = Demonstrations(config, task, trainer, first_step)
@@ -306,6 +311,13 @@ def run(config, task, trainer, out, progress, stop, tell=None) -> Ended:
                 solved = queue.evaluate()
     except Interrupted as interrupted:
         return Ended(out, None, interrupted.args[0])
+    except Unheard as unheard:
+        text, number = unheard.args
+        state = Checkpointer(config, trainer, queue, out, stop).rescue()
+        if not number:
+            raise ValueError(f"{text}: {state}; {advice_of(out)}") from unheard
+        say(f"{signal.Signals(number).name}: {text}: {state}; {advice_of(out)}")
+        return Ended(out, None, number)
 
     if rollouts.text is not None:  # a run that was resumed at its last step has played nothing
         say(f"sample: {rollouts.text}")

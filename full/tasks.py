@@ -63,6 +63,10 @@ class Task:
         """Return a valid answer to train on before the first rollout (--demos)."""
         raise ValueError(f"{type(self).__name__} has no demonstrations; use --demos 0")
 
+    def where(self, state) -> str:
+        """Return the place that a state comes from, such as a file's line, for errors, or ""."""
+        return ""
+
     def show(self, tokens: list[int]) -> str:
         """Return tokens as a person reads them, for samples.jsonl and errors."""
         return " ".join(map(str, tokens))

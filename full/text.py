@@ -372,6 +372,9 @@ class Jsonl(Task):
         ends = [n for n, token in enumerate(tokens) if token in self.end]
         return tokens[: ends[0] + 1] if ends else [*tokens, self.end[0]]
 
+    def where(self, state):
+        return state[0].where
+
     def show(self, tokens):
         return self.text.decode(tokens, special=True)
 

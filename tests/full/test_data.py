@@ -351,6 +351,11 @@ def test_a_reward_of_a_file_gets_the_text_and_a_row_of_its_own(rewarding):
     assert asked("#### Paris ", "Paris") == 1.0
 
 
+def test_a_state_knows_its_line(task_of):
+    task = task_of("qwen3", QUESTIONS)
+    assert re.search(r"jsonl line \d+$", task.where(task.prompt(np.random.default_rng(0), 0, 0)[0]))
+
+
 def test_a_reward_may_be_an_array_of_one_number(rewarding):
     asked = rewarding(reward="rewards.py:array")
     assert asked("four") == 0.5 and isinstance(asked("four"), float)

@@ -33,7 +33,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import shortened
+from conftest import shortened, slow
 from test_ranks import UNEQUAL, as_script, join, ranks, read_metrics, start
 from test_run import (
     FLAGS, FROM_ROOT, FULL, GET, KL, TINY, _main, _task, as_torchrun, at, begin, contents, end,
@@ -42,12 +42,13 @@ from test_run import (
     wait_for_steps,
 )  # fmt: skip
 
+from full import rollouts
 from full.__main__ import main
 from full.checkpoint import Damaged, checkpoints, newest_checkpoint, read_checkpoint
 from full.files import whole_lines
 from full.plans import Grid, Plan
 from full.ranks import Stop, agree, connect, is_lost_rank, own_device, store_of_this_attempt
-from full.run import locked, require_one_process
+from full.run import leave, locked, require_one_process
 
 RUN = f"{TINY} --out run --save-every 2 --timeout 20"
 STEPS, MANY, MOMENTS = 6, 100, 20  # steps of a run, of one that is killed often; kills of a rank
@@ -562,6 +563,48 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path, world):
         process.join(MARGIN)  # by its own signal, and not because the other rank is gone
     codes, _, err = end(processes, log, seconds=MARGIN)
     assert codes == [130] * world and "Traceback" not in "".join(err)
+
+
+HANGS = """if RANK == '0' and self.asked > 30:
+            if not Path('resumed').exists():
+                Path('hangs').touch(); time.sleep(99)
+        self.asked += 1"""
+
+
+def _left(*args):
+    """A rank that ends as `python -m full` does. Its thread would be waited for otherwise."""
+    rollouts.GRACE = 1
+    try:
+        _main(*args)
+    except SystemExit as ended:
+        leave(ended.code, at_once=dist.is_initialized())
+
+
+@pytest.mark.parametrize("how, world", [
+    ("limit", 1), ("limit", 2), ("SIGTERM", 1), *slow(("SIGTERM", 2), ("SIGINT", 1), ("SIGINT", 2))
+])  # fmt: skip
+def test_a_reply_that_never_comes_ends_the_run_saved(tmp_path, how, world):
+    top = "import os, time\nfrom pathlib import Path\nRANK = os.environ.get('RANK', '0')"
+    flags = _task(tmp_path, top=top, init="self.asked = 0", reply=HANGS)
+    flags = flags.replace("--steps 2", "--steps 9")
+    more = " --reply-timeout 1" if how == "limit" else ""
+    processes, log = begin(tmp_path, flags + more, world, None, _left)
+    is_there(tmp_path / "hangs")
+    if how != "limit":
+        for process in processes:
+            os.kill(process.pid, getattr(signal, how))
+    codes, out, err = end(processes, log, seconds=MARGIN)
+    want = 2 if how == "limit" else 128 + getattr(signal, how)
+    assert codes == [want] * world, err
+    said = err[0] if how == "limit" else out[0]
+    steps = len(read_metrics(tmp_path / "run"))
+    text = r"Mine has not replied after .* in group \d+, rollout \d+, to the answer .*"
+    text += f": saved after {steps} steps; go on with --resume"
+    assert re.search(text, said), (out, err)
+    (tmp_path / "resumed").touch()
+    codes, _, err = end(*begin(tmp_path, f"{flags} --resume", world), seconds=MARGIN)
+    assert codes == [0] * world, err
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [*range(9)]
 
 
 def test_ctrl_c_before_the_first_step_leaves_no_traceback(tmp_path):

@@ -480,6 +480,24 @@ def reward(text, row):
 """
 
 
+def test_a_late_reply_is_named_by_its_line_and_ends_nothing_else(monkeypatch):
+    monkeypatch.setattr(rollouts, "LOOK_EVERY", 0.01)
+    task, late = Chat(), threading.Event()
+    task.where = lambda state: f"questions.jsonl line {state}"
+    reply, how = task.reply, dict(groups=[0], group=2, reply_timeout=1, temperature=0)
+    task.reply = lambda state, answer: late.wait(30) and reply(state, answer)
+    try:
+        with pytest.raises(rollouts.Unheard) as error:
+            play(task, Script([0, 0, 5, END]), **how)
+    finally:
+        late.set()
+    said = str(error.value)
+    assert "group 0, rollout 0, questions.jsonl line 1, to the answer '5 9'" in said
+    assert error.value.args[1] == 0  # no signal
+    [[t, _]] = play(task, Script([0, 0, 5, END]), **how | {"max_new_tokens": 2})
+    assert (t.tokens, t.reward) == ([0, 0, 5, END], 0.2)
+
+
 @pytest.mark.parametrize("one", [np.array([0.5]), np.array([[0.5]]), torch.tensor([0.5])])
 def test_a_reward_may_be_an_array_of_one_number(one):
     task = Chat()

@@ -688,6 +688,12 @@ def test_what_a_task_raises_is_its_own_error_with_file_and_line(
     assert "rank 1: error" not in text or codes == [2, 2]
 
 
+def test_a_limit_of_replies_needs_threads(tmp_path):
+    flags = _task(tmp_path, init="self.threads = False")
+    refused(tmp_path, f"{flags} --reply-timeout 3", "--reply-timeout: Mine has threads = False")
+    refused(tmp_path, f"{FLAGS} 2 --reply-timeout 3", "--reply-timeout needs --task jsonl or FILE")
+
+
 def test_a_reward_may_be_any_real_number_and_a_state_a_dataclass(tmp_path):
     top = "import dataclasses, numpy\n@dataclasses.dataclass\nclass State:\n    index: int"
     reply = "return state, None, numpy.float32(1)"
