@@ -40,8 +40,7 @@ def test_a_file_alone_checks_itself_or_says_what_its_check_needs(name, plans, tm
             shutil.copy(ROOT / f"{other}.py", tmp_path)
         code, out, err = as_script(f"{name}.py", cwd=tmp_path)
     assert code == 0 and out.count("\n") == 1, err
-    error, said = float(out.split()[-1]), FIGURES[name][1]
-    assert said / 30 <= error <= 3 * said  # a machine rounds as it likes
+    assert 0 < float(out.split()[-1]) < FIGURES[name][1]  # a machine rounds as it likes
 
 
 def definitions_of(name):

@@ -14,7 +14,7 @@ import train_grpo
 
 README = Page("README.md")
 BLOCKS = [text for language, text in README.blocks if not language]
-FIGURES = {file: (int(lines), float(error)) for file, lines, error in
+FIGURES = {file: (int(lines), float(bound)) for file, lines, bound in
            re.findall(r"^\| `(\w+)\.py` \|.*\| (\d+) \| (\S+) \|$", README.text, re.M)}  # fmt: skip
 RUN = "torchrun --nproc-per-node 2 train_grpo.py"
 PLANS = "cut_system::a_plan_and_a_tree_log_the_losses_and_norms_of_one_process"
@@ -129,8 +129,7 @@ def test_the_main_job_prints_what_it_shows(tmp_path):
     assert code == 0, err
     shown, printed = shapes_of(README.code("text")[0]), shapes_of(out)
     assert [shape for shape in shown if "%" not in shape] == printed
-    error = float(re.search(r"error (\S+)", out)[1])
-    assert FIGURES["train_grpo"][1] / 30 <= error <= 3 * FIGURES["train_grpo"][1]
+    assert 0 < float(re.search(r"error (\S+)", out)[1]) < FIGURES["train_grpo"][1]
 
 
 def shapes_of(text):
