@@ -9,7 +9,7 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in every subprocess
 ROOT = Path(__file__).resolve().parent.parent
-SORT = f"{ROOT}/tests/example_tasks.py:Sort"  # for --task
+SORT = f"{ROOT}/tests/example_tasks.py:Sort"  # for --task; in a line of flags, {SORT!r}
 LOOKUP = f"{ROOT}/tests/example_tasks.py:Lookup"
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("bench", "full"))]
 

@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -41,7 +42,7 @@ STEPS = f"{TINY} --out run --save-every 2 --steps 4"
 
 def config_of(flags, **more):
     """The Config of a command line, as a program gives it: with the fields that were typed."""
-    return Config(**parse_config(flags.split()).given() | more)
+    return Config(**parse_config(shlex.split(flags)).given() | more)
 
 
 @pytest.fixture(autouse=True)
@@ -110,8 +111,8 @@ def test_a_run_is_the_command_lines_and_the_second_is_the_run_alone(straight):
 
 
 @pytest.mark.parametrize("flags, task", [
-    (f"{STEPS} --task {LOOKUP} --size 2 --demos 5", Lookup),
-    *slow((f"{STEPS} --task {SORT} --size 6 --staleness 1 --advantage gae --tree sparse", Sort)),
+    (f"{STEPS} --task {LOOKUP!r} --size 2 --demos 5", Lookup),
+    *slow((f"{STEPS} --task {SORT!r} --size 6 --staleness 1 --advantage gae --tree sparse", Sort)),
 ])  # fmt: skip
 def test_a_task_object_gives_the_run_of_its_file(straight, flags, task):
     """With demonstrations, and with other settings than the default ones."""
@@ -144,7 +145,7 @@ SIX = f"{STEPS} --size 6"
 
 @pytest.mark.parametrize("plan", shortened(PLANS, PLANS[0]))
 def test_ranks_with_objects_give_the_runs_of_the_command_line(straight, plan):
-    truth = straight(f"{SIX} {plan} --task {SORT}", 2)
+    truth = straight(f"{SIX} {plan} --task {SORT!r}", 2)
     assert join(start(2, _runs_of_a_rank, 2, free_port(), f"{SIX} {plan}")) == [0, 0]
     assert Path("solved-0").read_text() == Path("solved-1").read_text()
     for out in ("run", "again"):
@@ -165,7 +166,7 @@ for out in ("run", "again"):
 
 @pytest.mark.slow
 def test_a_script_under_torchrun_gives_the_run_of_the_command_line(straight):
-    flags = f"{SIX} {PLANS[0]} --task {SORT}"
+    flags = f"{SIX} {PLANS[0]} --task {SORT!r}"
     given = config_of(f"{SIX} {PLANS[0]}").given()
     fields = ", ".join(f"{name}={value!r}" for name, value in given.items() if name != "out")
     Path("script.py").write_text(SCRIPT.format(root=str(ROOT), fields=fields))
@@ -207,7 +208,7 @@ def _kept(rank, flags):
 def test_a_process_group_of_the_program_is_used_and_kept(tmp_path, straight):
     flags = f"{SIX} {PLANS[0]}"
     assert ranks(tmp_path, 2, _kept, flags) == [2, 2]
-    same_run(tmp_path / "run", straight(f"{flags} --task {SORT}", 2))
+    same_run(tmp_path / "run", straight(f"{flags} --task {SORT!r}", 2))
 
 
 # Signals -------------------------------------------------------------------------------------
@@ -232,7 +233,7 @@ def test_a_signal_saves_and_raises_and_the_run_goes_on(straight, number, error):
     assert [path.name for path in checkpoints("run")] == ["step-00000002"]
     assert "full.api.run(Config(out='run', resume=True), ..) goes on" in str(caught.value)
     result = run(Config(out="run", resume=True), task=Sort(config))
-    same_run(result.out, straight(f"{STEPS} --size 6 --task {SORT}"))
+    same_run(result.out, straight(f"{STEPS} --size 6 --task {SORT!r}"))
     assert len(result.metrics) == 4
 
 
@@ -296,15 +297,15 @@ def test_a_run_with_objects_goes_on_from_python_alone(capsys, straight):
     # More steps: what was given wins, and all else is the run's own. An own file will do as well.
     again = Config(out=Path("run"), resume=True, steps=6)
     assert "layers" not in again.given() and run(again, task=Sort(config)).metrics[5]
-    same_run(Path("run"), straight(f"{STEPS} --steps 6 --size 6 --task {SORT}"))
+    same_run(Path("run"), straight(f"{STEPS} --steps 6 --size 6 --task {SORT!r}"))
     assert main(["audit", "run", "--task", SORT]) == 0
 
 
 def test_a_run_of_the_command_line_goes_on_from_python(straight):
-    shutil.copytree(straight(f"{STEPS} --size 6 --task {SORT}"), "run")
+    shutil.copytree(straight(f"{STEPS} --size 6 --task {SORT!r}"), "run")
     config = config_of(f"{STEPS} --size 6", resume=True, steps=6)
     run(config, task=Sort(config))
-    same_run(Path("run"), straight(f"{STEPS} --steps 6 --size 6 --task {SORT}"))
+    same_run(Path("run"), straight(f"{STEPS} --steps 6 --size 6 --task {SORT!r}"))
     assert audit("run", task=Sort(config), step=4).wrong is None
     assert audit("run", task=f"{SORT}", step=4).wrong is None
 
@@ -397,7 +398,7 @@ def test_what_fails_in_a_step_is_raised_and_the_run_goes_on(name, straight):
         run(CONFIG, **options)
     if name == "a logger":
         result = run(dataclasses.replace(CONFIG, resume=True), task=Sort(CONFIG))
-        same_run(result.out, straight(f"{STEPS} --size 6 --task {SORT}"))
+        same_run(result.out, straight(f"{STEPS} --size 6 --task {SORT!r}"))
 
 
 def test_a_directory_that_is_taken_is_refused(tmp_path):

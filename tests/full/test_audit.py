@@ -236,7 +236,7 @@ SETTINGS = {
     "filter": "--overlong filter --aggregation constant --max-new-tokens 8 --minibatches 3",
     "bfloat16": "--dtype bfloat16",
     "entropy alone": "--advantage gae --aggregation sequence_mean",  # step 0 has no reward
-    "demonstrations": f"--task {LOOKUP} --size 2 --demos 3 --kl-coef 0.1 "
+    "demonstrations": f"--task {LOOKUP!r} --size 2 --demos 3 --kl-coef 0.1 "
     "--entropy-coef 0.02",
 }  # fmt: skip
 QUICK = "critic, long warm-up", "forks", "proximal", "filter"

@@ -147,7 +147,8 @@ class Slow(train_grpo.Guess):
         time.sleep(sum(answer) % 5 / 200)
         return super().reply(state, answer)
 """
-TASKS = {"one thread": f"--task {LOOKUP} --size 2 --turns 2", "slow": "--task FOLDER/slow.py:Slow"}
+TASKS = {"one thread": f"--task {LOOKUP!r} --size 2 --turns 2"}
+TASKS |= {"slow": "--task FOLDER/slow.py:Slow"}
 
 
 @pytest.mark.parametrize("name", shortened(TASKS, "one thread"))

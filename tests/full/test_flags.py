@@ -293,7 +293,7 @@ def started(folder, world, argv):
     """The processes of a run in a directory of its own, where they log, and that directory."""
     cwd = Path(tempfile.mkdtemp(dir=folder)) / "case"
     cwd.mkdir()
-    return *begin(cwd, " ".join(argv), world, main=_watched), cwd
+    return *begin(cwd, shlex.join(argv), world, main=_watched), cwd
 
 
 def ended(processes, log, cwd):

@@ -154,10 +154,11 @@ HEADER = re.findall(r"^ *step .*$", MANUAL.code("text")[0], re.M)
 def test_a_command_runs_at_toy_size(folder, command):  # noqa: F811
     """`python -m full ..` in a folder of its own; torchrun's two ranks are two such processes."""
     line = re.sub(r"\[.*\]", "", command + TABLE[command])
-    words = shlex.split(line.replace("tests/example_tasks", f"{ROOT}/tests/example_tasks"))
+    words = shlex.split(line)
+    words = [x.replace("tests/example_tasks", f"{ROOT}/tests/example_tasks") for x in words]
     flags = words[words.index("full") + 1 :]
     if not flags or flags[0].startswith("--"):
-        codes, out, err = cli(folder, " ".join(flags), 2 if words[0] == "torchrun" else 1)
+        codes, out, err = cli(folder, shlex.join(flags), 2 if words[0] == "torchrun" else 1)
         assert not any(codes), err
         out = "".join(out)  # one rank prints
         (run,) = (folder / "runs").iterdir()

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import runpy
+import shlex
 import sys
 import tempfile
 import traceback
@@ -182,7 +183,7 @@ def read_metrics(out, name="metrics.jsonl"):
 
 def _train(rank, flags, out):
     with contextlib.redirect_stdout(None):
-        start_run(parse_config([*flags.split(), "--out", str(out)]).check())
+        start_run(parse_config([*shlex.split(flags), "--out", str(out)]).check())
 
 
 def trained(tmp_path, world, flags):
@@ -261,7 +262,7 @@ OPTIONS = {
         "--kl-coef 0.1 --kl k1 --kl-in reward --advantage group_mean --clip-low 0.9 --clip-high 9",
         lambda x: abs(x["kl/token_mean"]) > 1e-6),
     "a warm start": (
-        f"--task {LOOKUP} --size 2 --demos 3 --prompts 3 --kl-coef 0.1 "
+        f"--task {LOOKUP!r} --size 2 --demos 3 --prompts 3 --kl-coef 0.1 "
         "--entropy-coef 0.02",
         lambda x: x["policy_version"] > 2 * (x["step"] + 1)),
     "decoupled": (
@@ -309,7 +310,7 @@ def test_every_option_gives_the_same_run_on_several_ranks(run_of, tmp_path, name
 
 def _trainer(flags, seed=0):
     """A trainer at step 0, and a batch of trajectories that is the same on every rank."""
-    config = parse_config([*TINY.split(), *flags.split(), "--seed", str(seed)]).check()
+    config = parse_config([*TINY.split(), *shlex.split(flags), "--seed", str(seed)]).check()
     task = make_task(config)
     model, generator, _ = build(config, task)
     trainer = Trainer(config, model, generator=generator)

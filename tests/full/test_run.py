@@ -11,6 +11,7 @@ import os
 import pickle
 import pkgutil
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -42,7 +43,7 @@ FLAGS = f"{TINY} --out run --steps"
 SAVING = f"{TINY} --out run --save-every 2 --steps"
 SHARD = "shard-00001-model-00001-of-00001.safetensors"  # of rank 0, in a checkpoint
 KL = "--kl-coef 0.1"
-DEMOS = f"{KL} --task {LOOKUP} --size 2 --demos 10 --entropy-coef 0.02 --save-every 4 --keep 9"
+DEMOS = f"{KL} --task {LOOKUP!r} --size 2 --demos 10 --entropy-coef 0.02 --save-every 4 --keep 9"
 
 
 def as_torchrun(rank, world, port):
@@ -61,7 +62,7 @@ def _main(rank, world, port, cwd, log, flags, die):
     run_py.PATIENCE = 0  # no torchrun would end this rank
     if die:
         at(*die, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
-    sys.exit(__main__.main(flags.split()))
+    sys.exit(__main__.main(shlex.split(flags)))
 
 
 def at(where, count, act):
@@ -235,7 +236,7 @@ KILLS += slow(  # a rename is the last of a save
 @pytest.mark.parametrize("world, flags, where, count", KILLS)
 def test_a_killed_run_resumes_bit_for_bit(straight, tmp_path, world, flags, where, count):
     killed(tmp_path, f"{SAVING} 6 {flags}", where, count, world)
-    task = f"--task {LOOKUP}" if flags == DEMOS else ""  # a task from a file is named again
+    task = f"--task {LOOKUP!r}" if flags == DEMOS else ""  # a task from a file is named again
     out, _ = good(tmp_path, f"--resume --out run {task}", world)
     told = "the weights of run/demos-00000004, first 6 supervised steps"
     assert where != SUPERVISED or told in out
@@ -452,14 +453,14 @@ REFUSED_LATER = {  # only when ranks meet, or a task or a model is made
     "--data-parallel fsdp --shard-ranks 2": "2 ranks that shard must divide d = 1",
     "--device cuda": "got 'cuda'", "--model gone": "gone",
     "--task jsonl --data gone --model gone": "gone", "--demos 2": "--demos 0",
-    "--max-new-tokens 40000": "40000", f"--task {SORT}": "--size 3",
+    "--max-new-tokens 40000": "40000", f"--task {SORT!r}": "--size 3",
 }  # fmt: skip
 
 
 def refusal(capsys, flags):
     """What this process says on stderr of flags that it refuses."""
     try:
-        code = __main__.main(flags.split())
+        code = __main__.main(shlex.split(flags))
     except SystemExit as exit:  # argparse
         code = exit.code
     assert code == 2 and not dist.is_initialized()

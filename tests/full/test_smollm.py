@@ -177,7 +177,7 @@ def test_the_commands_of_the_pages_run(directory, tmp_path):
     less = {"the five": "--steps 1 --prompts 2 --group 2"}
     less |= dict(train="--steps 1 --prompts 2 --group 2 --eval-prompts 2", eval="--samples 1")
     for line in lines:
-        words = shlex.split(line.replace("tests/", f"{ROOT}/tests/"))[1:]
+        words = [x.replace("tests/", f"{ROOT}/tests/") for x in shlex.split(line)][1:]
         kind = "the five" if words[0] != "-m" else "train" if "--steps" in words else words[2]
         words += shlex.split(less.get(kind, ""))
         file, *words = words[1:] if words[0] == "-m" else (f"{ROOT}/{words[0]}", *words[1:])

@@ -37,7 +37,8 @@ from full.text import make_task
 from full.transformer import Transformer, draw_weights
 
 FLAGS = f"{SAVING} 2 {DEMOS}"
-RESUME = f"--resume --out run --task {LOOKUP}"  # code is never imported from what a run stored
+# Code is never imported from what a run stored, so the task is given again.
+RESUME = f"--resume --out run --task {LOOKUP!r}"
 
 
 # Defaults ------------------------------------------------------------------------------------
