@@ -695,6 +695,14 @@ def parse_config(argv):
     config = Config(**given)
     if config.steps < 1 or not 0 <= config.seed < 2**63:
         refuse(f"expected --steps >= 1, 0 <= --seed < 2**63, got {config.steps} and {config.seed}")
+    least = dict(prompts=config.minibatches, group=2, max_new_tokens=1, rows=1)
+    for name, bound in least.items():
+        if getattr(config, name) < bound:
+            flag = name.replace("_", "-")
+            refuse(f"expected --{flag} >= {bound}, got {getattr(config, name)}")
+    if not (0 < config.temperature < np.inf and 0 < config.lr < np.inf):
+        given = f"{config.temperature} and {config.lr}"
+        refuse(f"expected --temperature > 0 and --lr > 0, got {given}")
     if bool(config.model) != bool(config.data):
         refuse("expected --model and --data together")
     if config.save and (not config.model or Path(config.save).exists()):
@@ -736,6 +744,8 @@ def main(argv):
         model = build_policy(config, task)
     except (OSError, ValueError) as error:  # a file of --model or --data is not as it should be
         refuse(error)
+    except ImportError as missing:
+        refuse(f"expected the package {missing.name}: pip install {missing.name}")
     if not config.model:
         torch.set_num_threads(1)  # more threads do not help a small model
     timeout = datetime.timedelta(seconds=600 if config.model else 60)  # of waits for other ranks

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 
 import pytest
 import torch
@@ -86,6 +87,13 @@ def test_a_line_without_a_question_or_a_number_is_named(folder, tmp_path, line):
     data.write_text('{"question": "1 and 1?", "answer": 2}\n' + line + "\n")
     config = train_grpo.Config(model=str(folder), data=str(data))
     assert "data.jsonl, line 2: expected" in complaint_of(train_grpo.Questions, config)
+
+
+def test_a_missing_package_is_named_with_its_command(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(SystemExit) as refused:
+        train_grpo.main(["--model", str(folder), "--data", str(folder / "data.jsonl")])
+    assert refused.value.code.endswith("expected the package tokenizers: pip install tokenizers")
 
 
 def test_what_is_saved_is_what_was_trained(folder, tmp_path):
