@@ -62,12 +62,12 @@ class Config:
     turns: int = 4  # guess: answers allowed
     data: str | None = None  # questions: a file of JSON lines
     # the model
-    model: str | None = None  # directory of a Hugging Face checkpoint. Default: random weights
-    save: str | None = None  # directory for the trained weights of such a model
     layers: int = 3  # decoder layers
     hidden: int = 96  # model width
     heads: int = 4  # query heads; half as many key heads
     dtype: str = "float32"  # of weights and products: float32 or float64
+    model: str | None = None  # directory of a Hugging Face checkpoint. Default: random weights
+    save: str | None = None  # directory for the trained weights of such a model
     # rollouts
     prompts: int = 28  # groups of a step, over all ranks; a step is one batch of rollouts
     group: int = 16  # rollouts of one prompt

@@ -688,7 +688,10 @@ def _process(rank, world, folder, target, subject, arguments):
             dist.barrier()
             dist.destroy_process_group()
     except BaseException:
-        Path(folder, f"error-{rank}").write_text(f"{time.time()}\n{traceback.format_exc()}")
+        # Under another name first: the end of another rank may kill this one while it writes.
+        unfinished = Path(folder, f"unfinished-{rank}")
+        unfinished.write_text(f"{time.time()}\n{traceback.format_exc()}")
+        unfinished.rename(Path(folder, f"error-{rank}"))
         raise
 
 

@@ -439,18 +439,14 @@ ENVIRONMENTS = {  # what the environment says, and what `python -m full` says of
 
 
 @pytest.mark.parametrize("case", ENVIRONMENTS)
-def test_an_environment_that_is_wrong_is_one_line(monkeypatch, capsys, case):
+def test_an_environment_that_is_wrong_is_one_line(tmp_path, case):
     environment, text = ENVIRONMENTS[case]
-    monkeypatch.setattr("full.run.PATIENCE", 0)
-    monkeypatch.setattr("os._exit", lambda code: None)
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         held.listen()
         where = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{held.getsockname()[1]}")
-        for name, value in (environment | where).items():
-            monkeypatch.setenv(name, value)
-        code = main(["--device", "cpu", "--timeout", "3"])
-    said = capsys.readouterr().err
+        flags = ("--device", "cpu", "--timeout", "3")
+        code, _, said = as_script("full", *flags, cwd=tmp_path, **environment | where)
     assert code == 2 and re.search(text, said) and said.count("\n") == 1, said
 
 
