@@ -509,8 +509,8 @@ FAMILIES = {
     "qwen3_moe": dict(),
     "gemma3_text": dict(
         norm_offset=True, post_norms=True, scale_embedding=True, tie_word_embeddings=True,
-        head_dim=256, query_pre_attn_scalar=256, hidden_act="gelu_pytorch_tanh", rope_theta=1e6,
-        rope_local_base_freq=1e4, use_sliding_window=True),
+        head_dim=256, query_pre_attn_scalar=256, hidden_activation="gelu_pytorch_tanh",
+        rope_theta=1e6, rope_local_base_freq=1e4, use_sliding_window=True),
 }  # fmt: skip
 # Settings that change the numbers, and that no equation above has.
 NOT_HERE = ("quantization_config", "final_logit_softcapping", "attention_dropout",
@@ -576,7 +576,11 @@ def read_config(directory):
             config.frequencies(kind)  # which needs numbers
         wrong = [f"{name} {said[name]}" for name in NOT_HERE if said.get(name)]
         wrong += [f"RoPE of type {name}" for name in types - {"default"}]
-        wrong += {config.hidden_act} - {*ACTIVATIONS}
+        wrong += {config.hidden_act, *config.layer_types} - {*ACTIVATIONS, FULL, SLIDING}
+        wrong += ["is_causal False"] * (said.get("is_causal") is False)
+        H, G, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        if len(config.layer_types) != config.num_hidden_layers or H % G or D % 2:
+            wrong.append(f"{len(config.layer_types)} layer_types, and heads {(H, G, D)}")
         if wrong:
             raise ValueError(f"expected a model of the equations above, got {wrong[0]}")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -597,10 +601,11 @@ def load(directory):
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    with torch.device("meta"):  # shapes without memory
-        model = Transformer(read_config(directory))
+    config = read_config(directory)
     index = Path(directory) / "model.safetensors.index.json"
     try:
+        with torch.device("meta"):  # shapes without memory
+            model = Transformer(config)
         files = {"model.safetensors"}
         if index.exists():
             files = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
@@ -622,7 +627,7 @@ def load(directory):
             if ".experts." in name:
                 found[name] = torch.stack([found.pop(x) for x in stored(name, p)])
         model.load_state_dict(found, assign=True)
-    except (LookupError, RuntimeError, SafetensorError, ValueError) as error:
+    except (AttributeError, LookupError, RuntimeError, SafetensorError, ValueError) as error:
         raise ValueError(f"{directory}: {' '.join(str(error).split())[:500]}") from error
     return model.to(torch.float32)
 

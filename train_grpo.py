@@ -172,8 +172,12 @@ TEMPLATE = "Question: {question}\nAnswer:"
 
 def last_number(text) -> Decimal | None:
     """Return the last number of a text, exactly: 1080 of `12 eggs are $1,080.` None without one."""
-    # The sign of -3 may be U+2212, as in a book, and is not the dash of 7-3.
-    numbers = re.findall(r"(?:(?<!\w)-)?\d[\d,]*(?:\.\d+)?", str(text).replace("\u2212", "-"))
+    if type(text) in (int, float):  # a number of a JSON file
+        return Decimal(str(text))
+    # The sign of -3 may be U+2212, as in a book, and is not the dash of 7-3. 1,080 is one number,
+    # and 1,2 are two.
+    number = r"(?:(?<!\w)-)?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?"
+    numbers = re.findall(number, str(text).replace("\u2212", "-"))
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
@@ -191,9 +195,18 @@ class Questions:
 
         folder = Path(config.model)
         self.seed = config.seed
-        self.tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text("utf-8"))
+        file = (folder / "tokenizer.json").read_text("utf-8")
+        try:
+            self.tokenizer = Tokenizer.from_str(file)
+        except Exception as error:  # the package raises nothing more special
+            raise ValueError(f"{folder}/tokenizer.json: {error}") from error
+        self.tokenizer.no_truncation()  # a file may ask for both, for batches of equal length
+        self.tokenizer.no_padding()
+
         lines = []
-        for n, text in enumerate(Path(config.data).open(encoding="utf-8"), 1):
+        for n, text in enumerate(Path(config.data).open(encoding="utf-8-sig"), 1):
+            if not text.strip():
+                continue
             try:
                 line = json.loads(text)
                 prompt = TEMPLATE.replace("{question}", line["question"])
@@ -210,9 +223,12 @@ class Questions:
         # Both files may name end tokens, as a number or a list. Chat models often have several.
         ends = []
         for path in (folder / "config.json", folder / "generation_config.json"):
-            end = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+            end = json.loads(path.read_text("utf-8")) if path.exists() else {}
+            end = end.get("eos_token_id") if isinstance(end, dict) else end
             ends += end if isinstance(end, list) else [end]
-        self.end = {end for end in ends if end is not None}
+        self.end = tuple(end for end in ends if end is not None)
+        if not self.end or any(type(end) is not int for end in self.end):
+            raise ValueError(f"{folder}: expected integers as eos_token_id, got {ends}")
 
     def prompt(self, rng, index, held_out):
         lines = self.lines[held_out]
@@ -705,8 +721,8 @@ def parse_config(argv):
         refuse(f"expected --temperature > 0 and --lr > 0, got {given}")
     if bool(config.model) != bool(config.data):
         refuse("expected --model and --data together")
-    if config.save and (not config.model or Path(config.save).exists()):
-        refuse(f"expected --save with --model, and a new directory, got {config.save}")
+    if config.save and not config.model:
+        refuse("expected --save with --model")
 
     # Which plans fit? Each d rank needs a group in every minibatch, and t must divide the key
     # heads. A tree runs on whole sequences and whole layers, so only d goes with it.
@@ -723,7 +739,7 @@ def parse_config(argv):
                   "t": f"ranks cannot share {key_heads} key heads: "}.get(letter, "")  # fmt: skip
         if config.tree and letter in ("t", "c"):
             reason = "--tree runs on whole rows and whole layers: "
-        if letter in fits and ranks != str(world):
+        if letter in fits and ranks.isdigit() and int(ranks) not in (0, world):
             reason = f"start it with torchrun --nproc-per-node {ranks}: "
         refuse(f"{reason}expected --plan {expected}, got {config.plan!r} on {world} ranks")
 
@@ -742,9 +758,11 @@ def main(argv):
         config, file = parse_config(argv)
         task = Questions(config) if config.model else Guess(config)
         model = build_policy(config, task)
+        if config.save and os.environ.get("RANK", "0") == "0":
+            Path(config.save).mkdir(parents=True)  # now, and not when all is trained
     except (OSError, ValueError) as error:  # a file of --model or --data is not as it should be
         refuse(error)
-    except ImportError as missing:
+    except ModuleNotFoundError as missing:
         refuse(f"expected the package {missing.name}: pip install {missing.name}")
     if not config.model:
         torch.set_num_threads(1)  # more threads do not help a small model
@@ -772,8 +790,12 @@ def main(argv):
         os._exit(130)
     log.bar.close()
     if config.save:
-        weights = {name: trainer.whole(name, p) for name, p in trainer.model.named_parameters()}
-        if dist.get_rank() == 0:
+        weights = {}
+        for name, p in trainer.model.named_parameters():
+            whole = trainer.whole(name, p)  # every rank calls, and rank 0 keeps it
+            if dist.get_rank() == 0:
+                weights[name] = whole
+        if weights:
             models.save(weights, config.save, config.model)
     print(f"sample: {source.task.show(source.shown.tokens)}\nsolved {solved:.2f}", flush=True)
     dist.barrier()  # no rank leaves while another one still needs its connections

@@ -775,6 +775,8 @@ def resumed_config(path, given) -> Config:
     fewest = min(stored["steps"], given.get("steps", stored["steps"]))
     if stored["lr_decay"] != "constant" or fewest < stored["lr_warmup"]:
         free.remove("steps")
+    # An empty date is today's for a new run, and its own for a resumed one.
+    given = {name: x for name, x in given.items() if name != "date" or x}
     changed = [name for name in given if name not in free and given[name] != stored[name]]
     if changed:
         told = ", ".join(f"{_flag(x)} {given[x]!r} (the run has {stored[x]!r})" for x in changed)

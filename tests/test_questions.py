@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import sys
 
 import pytest
@@ -52,7 +53,7 @@ def folder(tmp_path_factory):
 def test_a_question_is_asked_answered_and_rewarded(folder):
     config = train_grpo.Config(model=str(folder), data=str(folder / "data.jsonl"))
     task = train_grpo.Questions(config)
-    assert task.end == {8, 9} and len(task.lines[False]) == 27
+    assert {*task.end} == {8, 9} and len(task.lines[False]) == 27
     assert [number for number, _ in task.lines[True]] == [1, 2, 3]  # lines 0, 10, 20
     state, prompt = task.prompt(None, 4, True)
     assert task.show(prompt) == "Question : 1 [UNK] [UNK] 1 Answer :" and state == 2
@@ -67,7 +68,8 @@ def test_a_question_is_asked_answered_and_rewarded(folder):
 @pytest.mark.parametrize("text, number", [
     ("12 eggs cost $1,080.", 1080), ("it is -3.50", -3.5), ("7", 7), (7, 7), ("1. 2, then 3,", 3),
     ("She has 5 + 4 = 9\n#### 9", 9), ("**42**", 42), ("\u22123", -3), ("7-3", 3), ("4.50", 4.5),
-    ("121932631112635269", 121932631112635269)])  # fmt: skip
+    ("121932631112635269", 121932631112635269), (".5", 0.5), ("1,2", 2), (1e20, 10**20),
+    ("so 1,234,567.5", 1234567.5)])  # fmt: skip
 def test_the_last_number_of_a_text(text, number):
     assert train_grpo.last_number(text) == number
 
@@ -80,7 +82,7 @@ def test_large_numbers_are_compared_exactly():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("line", [
-    "{", "[1]", '{"question": "1?"}', '{"question": "1?", "answer": "none"}', "",
+    "{", "[1]", '{"question": "1?"}', '{"question": "1?", "answer": "none"}',
     '{"question": null, "answer": "1"}'])  # fmt: skip
 def test_a_line_without_a_question_or_a_number_is_named(folder, tmp_path, line):
     data = tmp_path / "data.jsonl"
@@ -94,6 +96,30 @@ def test_a_missing_package_is_named_with_its_command(folder, monkeypatch):
     with pytest.raises(SystemExit) as refused:
         train_grpo.main(["--model", str(folder), "--data", str(folder / "data.jsonl")])
     assert refused.value.code.endswith("expected the package tokenizers: pip install tokenizers")
+
+
+def test_a_tokenizer_neither_cuts_nor_pads(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "other")
+    path = tmp_path / "other" / "tokenizer.json"
+    task = train_grpo.Questions(train_grpo.Config(model=str(folder), data=f"{folder}/data.jsonl"))
+    task.tokenizer.enable_truncation(3)
+    task.tokenizer.enable_padding(length=5)
+    task.tokenizer.save(str(path))
+    config = train_grpo.Config(model=str(tmp_path / "other"), data=f"{folder}/data.jsonl")
+    assert len(train_grpo.Questions(config).prompt(None, 4, True)[1]) == 8
+
+    path.write_text("{}")
+    assert "tokenizer.json: " in complaint_of(train_grpo.Questions, config)
+
+
+@pytest.mark.parametrize("end", [None, "</s>", [[8]]])
+def test_a_model_without_an_end_is_refused(folder, tmp_path, end):
+    shutil.copytree(folder, tmp_path / "other")
+    (tmp_path / "other" / "generation_config.json").unlink()
+    raw = json.loads((folder / "config.json").read_text()) | {"eos_token_id": end}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(raw))
+    config = train_grpo.Config(model=str(tmp_path / "other"), data=f"{folder}/data.jsonl")
+    assert "expected integers as eos_token_id" in complaint_of(train_grpo.Questions, config)
 
 
 def test_what_is_saved_is_what_was_trained(folder, tmp_path):
