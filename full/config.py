@@ -6,7 +6,6 @@ fields of Config and the table of papers.
 
 import argparse
 import dataclasses
-import datetime
 import difflib
 import functools
 import inspect
@@ -113,8 +112,6 @@ class Config(train_grpo.Config):
     task: str = "guess"  # guess | jsonl | FILE.py:Class
     data: str = ""  # jsonl: file of lines, {"question", "answer"} or {"messages", "answer"}
     template: str = ""  # jsonl: chat (its own) | raw | text with {question}; empty: chat, else raw
-    template_args: str = ""  # jsonl: JSON object of more names for the chat template, as {"a": 1}
-    date: str = ""  # jsonl: the day that a chat template may write, as 2026-11-28; empty: today
     instruction: str = "End with '#### ' and the answer."  # jsonl: a line after each question
     system: str = ""  # jsonl: the system's message, in a chat template
     reward: str = ""  # jsonl: FILE.py:function of (text, row); empty: what follows ####
@@ -234,9 +231,6 @@ class Config(train_grpo.Config):
                 setattr(self, name, defaults[start])
         if self.advantage is None:
             self.advantage = "teacher" if self.teacher else "group_mean"
-        # The day belongs to the run: a prompt that has it is the same tomorrow, in an audit too.
-        if self.reads_text and not self.date:
-            self.date = f"{datetime.date.today()}"
 
     @classmethod
     def from_file(cls, path, **given) -> "Config":
@@ -367,9 +361,9 @@ class Config(train_grpo.Config):
             "a --plan with p": (plan.pp > 1, "pp_schedule"),
             "--tree dta": (dta, "chunk_tokens", "recompute"),
             "--data-parallel fsdp": (fsdp, "shard_ranks", "offload"),
-            "--task jsonl": (self.reads_text, "date", *TEXT_FLAGS),
+            "--task jsonl": (self.reads_text, *TEXT_FLAGS),
             "--task jsonl or FILE.py:Class": (self.task != "guess", "reply_timeout"),
-            "--template chat": (self.template in ("", "chat"), "system", "template_args"),
+            "--template chat": (self.template in ("", "chat"), "system"),
             "a --template without {question}":
                 (not (self.has_whole_template and self.instruction), "instruction"),
             "--out DIR": (self.out, "resume"),
@@ -499,7 +493,7 @@ LOSS_SETTINGS = (
 )  # fmt: skip
 
 # The flags that only `Jsonl` reads.
-TEXT_FLAGS = "data", "eval_data", "template", "template_args", "instruction", "system", "reward"
+TEXT_FLAGS = "data", "eval_data", "template", "instruction", "system", "reward"
 
 # Titles of train_grpo.Config, and the titles that --help gives to the same fields.
 CORE_TITLES = {"the task": "the task and data", "output": "evaluation"}

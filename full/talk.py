@@ -32,7 +32,7 @@ from full.run import (
     ONE_PROCESS, one_process, policy_in, require_base, require_room, require_rows, write_hf,
 )  # fmt: skip
 from full.tasks import asking
-from full.text import Jsonl, Text, make_task, plain_prompt, template_names, template_of
+from full.text import Jsonl, Text, make_task, plain_prompt, template_of
 from full.transformer import Transformer
 from train_grpo import EVALUATION
 
@@ -143,9 +143,8 @@ def command_parser(name):
 
 # Flags of a run that an evaluation has too. All others would change nothing, and are refused.
 EVAL_FLAGS = (
-    "task", "data", "eval_data", "template", "template_args", "date", "instruction", "system",
-    "reward", "size", "turns", "eval_prompts", "max_new_tokens", "temperature", "batch_rows",
-    "seed", "device", "threads",
+    "task", "data", "eval_data", "template", "instruction", "system", "reward", "size", "turns",
+    "eval_prompts", "max_new_tokens", "temperature", "batch_rows", "seed", "device", "threads",
 )  # fmt: skip
 
 NORMAL_95 = 1.959964  # a normal number is within so many deviations 95 % of the time
@@ -389,7 +388,7 @@ def chat(argv) -> int:
     try:
         with one_process("a chat", options.device, torch.get_num_threads()) as device:
             # A run on text is spoken to as it was trained, also where it decided by itself.
-            text = Text(config.model, *template_names(config))
+            text = Text(config.model)
             how, plain = "its own chat template", None
             template = template_of(config, text) if config.task == "jsonl" else "chat"
             if template != "chat":

@@ -13,7 +13,6 @@ do, because a policy is trained on the very tokens that it sampled:
 
 import contextlib
 import copy
-import datetime
 import inspect
 import json
 import re
@@ -70,7 +69,6 @@ class Text:
     A conversation is a list of messages, {"role": "system" | "user" | "assistant", "content": ..}.
     A damaged file is a ValueError of one line, and so is a directory in which nothing ends a turn.
 
-    names, day: what the chat template may read besides the messages, see `template_names`.
     config: ModelConfig. The model's shape, from config.json.
     vocab_size: int. How many ids the model has. That is more than the tokenizer has where the
         model's rows are rounded up (Qwen), and one less where the tokenizer alone knows the place
@@ -82,20 +80,12 @@ class Text:
         answer is first, then the ids of generation_config.json, then the ids of config.json.
     """
 
-    def __init__(self, directory, names=None, day=None):
+    def __init__(self, directory):
         self.directory = Path(directory)
-        self.names = names or {}
-        self.written = set()  # roles of the conversations whose messages the template writes
         self.tokenizer = load_tokenizer(self.directory)
         self.config = ModelConfig.from_hf(self.directory)
         self.vocab_size = self.config.vocab_size
-        self.template = None
-        self.wants_parts = False
-        if self.tokenizer.chat_template is not None:
-            with named(f"the chat template of {self.directory} fails"):
-                template = self.tokenizer.get_chat_template()
-                self.template = dated(template, day or datetime.date.today())
-            self.wants_parts = self._wants_parts()
+        self.template = self.tokenizer.chat_template
         # The tokenizer itself writes BOS before any text, or nothing does.
         bare = self.encode("a")
         whole = self.tokenizer.encode("a")
@@ -133,46 +123,15 @@ class Text:
             raise ValueError(f"{self.directory} has no chat template")
         # A template is a program, written by somebody else: any error may come out of it. That
         # jinja2 is not installed is not its fault.
-        if self.wants_parts:
-            messages = [x | {"content": [{"type": "text", "text": x["content"]}]} for x in messages]
         how = dict(tokenize=False, add_generation_prompt=add_generation_prompt)
         with named(f"the chat template of {self.directory} fails"):
-            how |= dict(chat_template=self.template)
-            return self.tokenizer.apply_chat_template(messages, **how, **self.names)
-
-    def _wants_parts(self) -> bool:
-        """Return whether the template writes a message only if its content is a list of parts."""
-        # Templates of models that also see images loop over parts. They write no text at all.
-        text = "here the question stands"
-        parts = [{"type": "text", "text": text}]
-        found = []
-        for content in (text, parts):
-            with contextlib.suppress(ValueError):
-                found.append(text in self.render([{"role": "user", "content": content}]))
-        return found == [False, True]
-
-    def require_written(self, messages) -> None:
-        """Raise a ValueError unless the template writes each message of such a conversation."""
-        # A template without a branch for a role drops its messages, and another may write the last
-        # message alone. Run it with texts that can be found again, once for each order of roles.
-        roles = tuple(message["role"] for message in messages)
-        if roles in self.written:
-            return
-        marked = [{"role": role, "content": f"here message {n} stands"}
-                  for n, role in enumerate(roles, 1)]  # fmt: skip
-        text = self.render(marked)
-        for n, message in enumerate(marked, 1):
-            if message["content"] not in text:
-                raise ValueError(f"the chat template of {self.directory} does not write message "
-                                 f"{n}, of the role {message['role']}")  # fmt: skip
-        self.written.add(roles)
+            return self.tokenizer.apply_chat_template(messages, **how)
 
     def prompt(self, messages) -> list[int]:
         """Encode a conversation up to the place where the assistant answers.
 
         The template decides whether BOS is among the tokens: Gemma's writes it, Qwen has none.
         """
-        self.require_written(messages)
         return self.encode(self.render(messages))
 
     def next_turn(self, messages, end_token) -> list[int]:
@@ -193,7 +152,6 @@ class Text:
         # The mark after the answer is encoded with the rest, since some marks absorb the spaces
         # that follow. The policy has sampled this mark, unless it ended its turn in another way.
         tokens = self.encode(self._text_after(messages, -2, add_generation_prompt=True))
-        self.require_written(messages)
         return tokens[1:] if tokens[:1] == [end_token] else tokens
 
     def _text_after(self, messages, turn, *, add_generation_prompt) -> str:
@@ -279,30 +237,6 @@ def load_tokenizer(directory):
         return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
 
 
-def dated(template, day) -> str:
-    """Return a chat template whose calls of strftime_now are replaced by texts of a day."""
-    # transformers would say today's date, and a run has other prompts after midnight.
-    call = r"""strftime_now\(\s*(['"])(.*?)\1\s*\)"""
-    template = re.sub(call, lambda found: json.dumps(day.strftime(found[2])), template)
-    if re.search(r"strftime_now\s*\(", template):
-        raise ValueError("expected a chat template that calls strftime_now with a text in quotes")
-    return template
-
-
-def template_names(config) -> tuple:
-    """Return what a run's chat template may read: the dict --template-args, and the run's day."""
-    try:
-        names = json.loads(config.template_args or "{}")
-        day = datetime.date.fromisoformat(config.date) if config.date else datetime.date.today()
-    except ValueError as error:
-        given = f"{config.template_args!r} and {config.date!r}"
-        raise ValueError(f"expected a JSON object as --template-args and a day such as 2026-11-28 "
-                         f"as --date, got {given}: {error}") from error  # fmt: skip
-    if not isinstance(names, dict):
-        raise ValueError(f"--template-args: expected a JSON object, got {config.template_args!r}")
-    return names, day
-
-
 # The task `jsonl` -------------------------------------------------------------------------------
 # Questions and conversations of a file, in the checkpoint's own words. Skip it if you bring a task
 # of your own.
@@ -352,7 +286,7 @@ class Jsonl(Task):
     def __init__(self, config, all_lines=False, objects=None):
         self.config = config
         objects = objects or {}
-        self.text = Text(config.model, *template_names(config))
+        self.text = Text(config.model)
         self.end = self.text.end
         self.vocab_size = self.text.vocab_size
         self.template = template_of(config, self.text)
@@ -416,10 +350,7 @@ class Jsonl(Task):
         return (line, answers), None, self._reward(line, text)
 
     def demo(self, state, rng):
-        """Encode a line's demonstration, its end included, as the policy should say it.
-
-        ValueError if the line has none, or if its tokens cannot follow the prompt's.
-        """
+        """Encode a line's demonstration, its end included, as the policy should say it."""
         # A line may have no demonstration. The task begins without it, and only --demos needs it.
         line, _ = state
         if line.demo is None:
@@ -439,20 +370,8 @@ class Jsonl(Task):
             before = self.text.render(line.messages)
             answered = [*line.messages, {"role": "assistant", "content": line.demo}]
             whole = self.text.render(answered, add_generation_prompt=False)
-        else:
-            before = plain_prompt(self.config, line.shown)
-            whole = before + line.demo
-
-        # The answer's tokens are those of the whole text after the prompt's. By itself an answer
-        # would get a blank from tokenizers that put one before every text (Llama 2, Mistral).
-        if whole.startswith(before):
-            both = self.text.encode(whole, bos=self.template != "chat")
-            asked = len(line.prompt)
-            if both[:asked] != line.prompt:
-                raise ValueError(f"the demonstration {line.demo!r} changes the last tokens of its "
-                                 f"prompt: end the prompt without a blank")  # fmt: skip
-            tokens = both[asked:]
-            self._require_known(tokens)
+            if whole.startswith(before):
+                tokens = self.text.encode(whole[len(before) :])
         ends = [n for n, token in enumerate(tokens) if token in self.end]
         return tokens[: ends[0] + 1] if ends else [*tokens, self.end[0]]
 

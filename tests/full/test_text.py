@@ -1,21 +1,16 @@
 """Text of text.py against transformers: prompts, turns, ends, and what damaged files say."""
 
-import datetime
 import json
 import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 import released
 from conftest import complaint_of
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import BPE
 
 transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
-from full.config import Config
 from full.hf import TEXT_FILES, copy_text_files
-from full.text import Jsonl, Text, load_tokenizer, template_names
+from full.text import Text, load_tokenizer
 
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
@@ -237,67 +232,6 @@ def test_the_next_turn_depends_on_no_answer(texts, family):
         assert text.next_turn(said("a", answer, "c"), mark) == whole[1:]
         assert text.next_turn(said("a", answer, "c"), document) == whole  # it ended in another way
     assert text.next_turn(said(marker, "b", marker, marker, "c"), mark) == whole[1:]
-
-
-TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-PARTS = TURN.replace("{{ m.content }}", "{% for c in m['content'] %}{% if c['type'] == 'text' %}"
-                     "{{ c['text'] }}{% endif %}{% endfor %}")  # fmt: skip
-LOOP = "{% for m in messages %}TURN{% endfor %}<|im_start|>assistant\n"
-DROPPING = {  # a template, a conversation, and the message that is lost
-    "no system": (
-        LOOP.replace("in messages", "in messages if m.role != 'system'"),
-        said("a", system="Be kind."), "message 1, of the role system"),
-    "the last one alone": ("{{ messages[-1].content }}", said("a", "b", "c"),
-                           "message 1, of the role user"),
-    "no answer": (LOOP.replace("in messages", "in messages if m.role == 'user'"),
-                  said("a", "b", "c"), "message 2, of the role assistant"),
-    "no message": ("{{ bos_token }}Hello.", said("a"), "message 1, of the role user"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", DROPPING)
-def test_a_template_that_loses_a_message_is_refused(changed, case):
-    source, messages, lost = DROPPING[case]
-    directory = changed("qwen2", {TEMPLATE: source.replace("TURN", TURN)})
-    found = complaint_of(Text(directory).prompt, messages)
-    assert found == f"the chat template of {directory} does not write {lost}"
-
-
-def test_a_template_that_reads_parts_gets_parts(changed):
-    plain = Text(changed("qwen2", {TEMPLATE: LOOP.replace("TURN", TURN)})).prompt(HELLO)
-    assert Text(changed("qwen2", {TEMPLATE: LOOP.replace("TURN", PARTS)})).prompt(HELLO) == plain
-
-
-def test_a_template_reads_the_day_and_the_arguments_of_the_run(changed):
-    source = "{{ strftime_now('%d %b %Y') }} {{ kind }} {{ messages[0].content }}"
-    config = Config(task="jsonl", date="2026-01-02", template_args='{"kind": "odd"}')
-    text = Text(changed("qwen2", {TEMPLATE: source}), *template_names(config))
-    assert text.render(HELLO) == "02 Jan 2026 odd Hello?"
-    today = f"{datetime.date.today()}"
-    assert (Config(task="jsonl").date, Config().date) == (today, "")
-
-
-@pytest.mark.parametrize("given", [
-    dict(template_args="[1]"), dict(template_args="{"), dict(date="2 January")])  # fmt: skip
-def test_arguments_and_days_that_are_none_are_refused(given):
-    assert "expected a JSON object" in complaint_of(template_names, Config(task="jsonl", **given))
-
-
-@pytest.mark.parametrize("prompt, demo, expected", [
-    ("Say:\n", "the end", "the▁end"), ("Say:", " the", "▁the"), ("Say", "the", "the")])  # fmt: skip
-def test_a_demonstration_gets_no_blank_that_the_whole_text_lacks(changed, prompt, demo, expected):
-    """Llama 2's tokenizer puts a blank before every text that it encodes."""
-    tokenizer = Tokenizer(BPE({letter: n for n, letter in enumerate("▁:\nSaythend")}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    files = {"tokenizer.json": tokenizer.to_str(), TEMPLATE: None, "tokenizer_config.json": "{}"}
-    directory = changed("qwen2", files | {GENERATION: {"eos_token_id": 99}})
-    text = Text(directory)
-    task = SimpleNamespace(
-        text=text, end=text.end, template="raw", config=Config(template=prompt + "{question}"),
-        _require_known=lambda tokens: None)  # fmt: skip
-    line = SimpleNamespace(shown="", demo=demo, prompt=text.encode(prompt, bos=True))
-    tokens = Jsonl.demo(task, (line, ()), None)
-    assert "".join(tokenizer.id_to_token(token) for token in tokens[:-1]) == expected
 
 
 @pytest.mark.parametrize("times", [0, 2])
