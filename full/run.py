@@ -159,7 +159,6 @@ def start_run(config, progress=None, *, objects=None, log=None, goes_on=False) -
     """
     progress = progress or Progress()
     progress.where = lambda: "setting up"
-    config.date = agree(lambda: config.date)  # if the ranks began around midnight
     task = make_task(config, objects)
     # A task that does not derive from Task has demonstrations if it has a method `demo`.
     if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:
