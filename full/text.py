@@ -16,6 +16,7 @@ import copy
 import inspect
 import json
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -294,6 +295,8 @@ class Jsonl(Task):
             self.reward_file, self.reward = reward_of(config.reward, objects.get("reward"))
         # Threads ask for rewards (see `Task`), unless the function says `threads = False`.
         self.threads = bool(config.reward) and getattr(self.reward, "threads", True)
+        # A reward sees no special tokens, unless the function says `special_tokens = True`.
+        self.special = bool(config.reward) and getattr(self.reward, "special_tokens", False)
 
         # Every line is encoded and checked now, so that a bad one is named before the run starts.
         lines = self._lines("data", objects)
@@ -336,7 +339,7 @@ class Jsonl(Task):
     def reply(self, state, answer):
         # The last token ends the turn; the policy has said everything before it.
         line, answers = state
-        text = self.text.decode(answer[:-1])
+        text = self.text.decode(answer[:-1], special=self.special)
         answers = (*answers, text)
         if len(answers) <= len(line.later):
             said = self.text.next_turn(conversation(line, answers), answer[-1])
@@ -552,9 +555,16 @@ def require_messages(messages):
     if not isinstance(messages, list) or not messages:
         raise ValueError("it holds no messages, a list of objects")
     for n, message in enumerate(messages, 1):
-        good = isinstance(message, dict) and isinstance(message.get("content"), str)
-        if not good or message.get("role") not in ("system", "user", "assistant"):
-            raise ValueError(f"message {n} has no role (system, user or assistant) and content")
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError(f"message {n} has no role and content: it is {message!r:.80}")
+        role, content = message["role"], message["content"]
+        if role not in ("system", "user", "assistant"):
+            raise ValueError(f"message {n}: expected the role system, user or assistant, got "
+                             f"{role!r}")  # fmt: skip
+        if not isinstance(content, str):
+            advice = "; join the texts of its parts" if isinstance(content, list) else ""
+            raise ValueError(f"message {n}: expected content as one string, got {content!r:.80}"
+                             f"{advice}")  # fmt: skip
         if message["role"] == "system" and n > 1:
             raise ValueError(f"message {n} is the system's, which can only be the first")
 
@@ -601,30 +611,46 @@ def reward_of(spec, function=None):
     return file, function
 
 
+# Soft hyphens, zero-width spaces and joiners, marks of direction, and the byte order mark.
+INVISIBLE = "\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff"
+
+
+def trimmed(text) -> str:
+    """Return a text without the blanks and the invisible marks at its ends."""
+    return re.sub(rf"^[\s{INVISIBLE}]+|[\s{INVISIBLE}]+$", "", text)
+
+
 def final_answer(text):
     """Return what follows the last `####`, to the end of its line. None without `####`."""
     _, mark, rest = text.rpartition("####")
-    return rest.split("\n")[0].strip() if mark else None
+    return trimmed(rest.split("\n")[0]) if mark else None
 
 
 def gold_of(answer) -> str:
     """Return what a line's answer says is right: what follows `####`, or without it all of it."""
     final = final_answer(answer)
-    return answer.strip() if final is None else final
+    return trimmed(answer) if final is None else final
+
+
+def number_of(text):
+    """Return the number that a text is, exactly as it is written. None if the text is not one."""
+    # Invisible marks, the signs of money and percent, and Markdown around a number say nothing
+    # about it. A minus may be a sign of its own, and LaTeX writes 9{,}500 and 9\,500 for 9,500.
+    plain = re.sub(rf"[{INVISIBLE}]|\\?[$%]", "", text)
+    plain = re.sub(r"[\u2212\u2013\ufe63\uff0d]", "-", plain)
+    plain = re.sub(r"\{,\}|\\,", ",", plain)
+    plain = re.sub(r"^[\s*_`]+|[\s*_`.]+$", "", plain)
+
+    # Commas and blanks belong to a number only between groups of three digits: `3, 4` is not 34.
+    # Decimal would also take nan, inf and 1e3, which nobody writes.
+    if re.fullmatch(r"[-+]?\d{1,3}([,\s]\d{3})+(\.\d*)?", plain):
+        plain = re.sub(r"[,\s]", "", plain)
+    return Decimal(plain) if re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)", plain) else None
 
 
 def same_answer(a, b):
-    """Compare answers as numbers (1,000 = 1000.0 = $1000) or, unless both are, as stripped text."""
-
-    # Return a number, or None. Commas and blanks belong to a number only between groups of three
-    # digits: `3, 4` is not 34. float() would also take nan, inf and 1e3, which nobody writes.
-    def number(text):
-        plain = re.sub(r"[$%]", "", text).strip().rstrip(".")
-        if re.fullmatch(r"[-+]?\d{1,3}([,\s]\d{3})+(\.\d*)?", plain):
-            plain = re.sub(r"[,\s]", "", plain)
-        return float(plain) if re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)", plain) else None
-
+    """Compare answers as numbers (1,000 = 1000.0 = $1000) or, unless both are, as trimmed text."""
     if a is None or b is None:
         return False
-    x, y = number(a), number(b)
-    return a.strip() == b.strip() if x is None or y is None else x == y
+    x, y = number_of(a), number_of(b)
+    return trimmed(a) == trimmed(b) if x is None or y is None else x == y

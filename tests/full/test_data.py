@@ -115,6 +115,11 @@ def infinite(text, row):
 
 def word(text, row):
     return "1.0"
+
+def thoughtful(text, row):
+    return float(text == "<|fim|>a<|im_start|>b")
+
+thoughtful.special_tokens = True
 """
 FILES = {
     "rewards.py": REWARDS, "one.py": "def one(text):\n    return 1.0\n",
@@ -347,6 +352,13 @@ def test_a_reward_of_a_file_gets_the_text_and_a_row_of_its_own(rewarding):
     assert asked("#### Paris ", "Paris") == 1.0
 
 
+def test_a_reward_sees_special_tokens_if_it_says_so(rewarding):
+    """All of them but the end of its turn."""
+    said = "<|fim|>a<|im_start|>b"
+    assert rewarding(reward="rewards.py:thoughtful")(said) == 1.0
+    assert rewarding(reward="rewards.py:close")(said) == len("<|fim|>ab") / 100
+
+
 @pytest.mark.parametrize("name", FAILING)
 def test_a_reward_that_fails_names_its_line_and_the_row(rewarding, name):
     asked = rewarding(reward=f"rewards.py:{name}")
@@ -466,8 +478,16 @@ REFUSED = [
     (LINE + "its answer is empty", line([user("2 + 2?")], "")),
     (LINE + "it holds no messages, a list", line([])),
     (LINE + "message 1 has no role", line(["Hi."])),
-    (LINE + "message 2 has no role", line([user("Hi."), message("asistant", "a")])),
+    (LINE + "message 1 has no role and content: it is {}", line([{}])),
     (LINE + "message 3 has no role", line([*HISTORY[:2], {"role": "user"}])),
+    (LINE + "message 2: expected the role .*, got 'asistant'",
+     line([user("Hi."), message("asistant", "a")])),
+    (LINE + "message 2: expected the role system, user or assistant, got 'tool'",
+     line([user("Hi."), message("tool", "4")])),
+    (LINE + r"message 1: expected content as one string, got \[{.*}\]; join the texts of its parts",
+     line([user([{"type": "text", "text": "Hi."}])])),
+    (LINE + "message 2: expected content as one string, got None$",
+     line([user("Hi."), assistant(None)])),
     (LINE + "message 2 is the system's", line([user("Hi."), system("Be kind.")])),
     (LINE + ".*end with no user's", line([assistant("Hi.")])),
     (LINE + LATE, line([user("a"), user("b"), assistant("c"), user("d")])),
