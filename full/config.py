@@ -6,10 +6,12 @@ fields of Config and the table of papers.
 
 import argparse
 import dataclasses
+import datetime
 import difflib
 import functools
 import inspect
 import itertools
+import json
 import re
 import tomllib
 from dataclasses import dataclass
@@ -114,6 +116,8 @@ class Config(train_grpo.Config):
     template: str = ""  # jsonl: chat (its own) | raw | text with {question}; empty: chat, else raw
     instruction: str = "End with '#### ' and the answer."  # jsonl: a line after each question
     system: str = ""  # jsonl: the system's message, in a chat template
+    template_args: str = ""  # jsonl: JSON object of a chat template's arguments; empty: none
+    date: str = ""  # jsonl: of strftime_now in a chat template; empty: when the run begins
     reward: str = ""  # jsonl: FILE.py:function of (text, row); empty: what follows ####
     demos: int = 0  # supervised steps on the task's demonstrations before the loop (demos.jsonl)
     # the model
@@ -296,6 +300,8 @@ class Config(train_grpo.Config):
         # Values first: the combinations compute with them.
         wrong = self._wrong_values()
         if not wrong:
+            read_arguments(self.template_args)
+            read_date(self.date)
             wrong = [*self._ignored_flags(), *self._wrong_plans()]
             wrong += [text for is_wrong, text in self._wrong_combinations() if is_wrong]
         if wrong:
@@ -363,7 +369,7 @@ class Config(train_grpo.Config):
             "--data-parallel fsdp": (fsdp, "shard_ranks", "offload"),
             "--task jsonl": (self.reads_text, *TEXT_FLAGS),
             "--task jsonl or FILE.py:Class": (self.task != "guess", "reply_timeout"),
-            "--template chat": (self.template in ("", "chat"), "system"),
+            "--template chat": (self.template in ("", "chat"), "system", "template_args"),
             "a --template without {question}":
                 (not (self.has_whole_template and self.instruction), "instruction"),
             "--out DIR": (self.out, "resume"),
@@ -493,7 +499,9 @@ LOSS_SETTINGS = (
 )  # fmt: skip
 
 # The flags that only `Jsonl` reads.
-TEXT_FLAGS = "data", "eval_data", "template", "instruction", "system", "reward"
+TEXT_FLAGS = (
+    "data", "eval_data", "template", "instruction", "system", "template_args", "date", "reward",
+)  # fmt: skip
 
 # Titles of train_grpo.Config, and the titles that --help gives to the same fields.
 CORE_TITLES = {"the task": "the task and data", "output": "evaluation"}
@@ -504,6 +512,30 @@ TABLES = {
     "objective": (OBJECTIVES,), "aggregation": (AGGREGATIONS,),
     "advantage": (ADVANTAGES, TOKEN_ADVANTAGES),
 }  # fmt: skip
+
+
+def read_arguments(text) -> dict:
+    """Return the arguments of --template-args; ValueError unless they are a JSON object."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"expected --template-args to be a JSON object, such as "
+                         f"{{\"enable_thinking\": false}}, got {text!r}")  # fmt: skip
+    return found
+
+
+def read_date(text) -> datetime.datetime:
+    """Return the date and time of --date, or of this moment if it is empty. ValueError for others.
+
+    A date without a time is midnight's.
+    """
+    try:
+        return datetime.datetime.fromisoformat(text) if text else datetime.datetime.now()
+    except ValueError as error:
+        raise ValueError(f"expected --date YYYY-MM-DD or YYYY-MM-DDTHH:MM:SS, got "
+                         f"{text!r}") from error
 
 
 def choices_of(f) -> tuple:

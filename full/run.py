@@ -32,7 +32,7 @@ import torch.distributed as dist
 import train_grpo
 from full.batches import Demonstrations, RolloutQueue, pending_batches
 from full.checkpoint import newest_checkpoint, read_checkpoint, read_newest, sums_of_share
-from full.config import _flag
+from full.config import _flag, read_date
 from full.engine import Engine
 from full.exact import make_exact, require_exact_kernels
 from full.experts import give_router_bias
@@ -159,6 +159,10 @@ def start_run(config, progress=None, *, objects=None, log=None, goes_on=False) -
     """
     progress = progress or Progress()
     progress.where = lambda: "setting up"
+    # A chat template may write the date. It is the run's, also after midnight and in an audit.
+    if config.reads_text and not config.date:
+        date = agree(lambda: read_date("").isoformat())
+        config = dataclasses.replace(config, date=date)
     task = make_task(config, objects)
     # A task that does not derive from Task has demonstrations if it has a method `demo`.
     if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:

@@ -20,7 +20,7 @@ import torch
 import models
 import train_grpo
 from full.checkpoint import checkpoints, read_newest
-from full.config import TASKS, Config, add_flags, resumed_config
+from full.config import TASKS, Config, _flag, add_flags, resumed_config
 from full.engine import Engine
 from full.files import beside
 from full.hf import load_hf
@@ -32,7 +32,7 @@ from full.run import (
     ONE_PROCESS, one_process, policy_in, require_base, require_room, require_rows, write_hf,
 )  # fmt: skip
 from full.tasks import asking
-from full.text import Jsonl, Text, make_task, plain_prompt, template_of
+from full.text import Jsonl, make_task, plain_prompt, template_of, text_of
 from full.transformer import Transformer
 from train_grpo import EVALUATION
 
@@ -143,8 +143,9 @@ def command_parser(name):
 
 # Flags of a run that an evaluation has too. All others would change nothing, and are refused.
 EVAL_FLAGS = (
-    "task", "data", "eval_data", "template", "instruction", "system", "reward", "size", "turns",
-    "eval_prompts", "max_new_tokens", "temperature", "batch_rows", "seed", "device", "threads",
+    "task", "data", "eval_data", "template", "instruction", "system", "template_args", "date",
+    "reward", "size", "turns", "eval_prompts", "max_new_tokens", "temperature", "batch_rows",
+    "seed", "device", "threads",
 )  # fmt: skip
 
 NORMAL_95 = 1.959964  # a normal number is within so many deviations 95 % of the time
@@ -372,6 +373,8 @@ def chat(argv) -> int:
     # top-k, top-p or penalty of generation_config.json, so one sees what was trained.
     parser = command_parser("chat")
     parser.add_argument("--system", help="the system's message, in a chat template [the run's]")
+    parser.add_argument("--template-args", help="a JSON object of the chat template's arguments "
+                        "[the run's]")  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy [0.7]")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer [512]")
     parser.add_argument("--seed", type=int, default=0, help="of sampling [0]")
@@ -383,12 +386,14 @@ def chat(argv) -> int:
     # A directory in Hugging Face's format has no settings.
     is_of_run = is_run(options.source)
     config = settings_of_run(options.source) if is_of_run else Config(model=options.source)
+    if options.template_args is not None:
+        config = dataclasses.replace(config, template_args=options.template_args)
     if not config.model:
         raise ValueError(f"{options.source} has no tokenizer, because it began without --model")
     try:
         with one_process("a chat", options.device, torch.get_num_threads()) as device:
             # A run on text is spoken to as it was trained, also where it decided by itself.
-            text = Text(config.model)
+            text = text_of(config)
             how, plain = "its own chat template", None
             template = template_of(config, text) if config.task == "jsonl" else "chat"
             if template != "chat":
@@ -399,8 +404,10 @@ def chat(argv) -> int:
                 plain = str
             if options.system is None:
                 options.system = config.system
-            if options.system and plain is not None:
-                raise ValueError(f"--system needs a chat template, and {options.source} has none")
+            for name in ("system", "template_args"):
+                if getattr(options, name) and plain is not None:
+                    raise ValueError(f"{_flag(name)} needs a chat template, and {options.source} "
+                                     f"has none")  # fmt: skip
 
             # Only answers go to the standard output, for a program that reads a pipe.
             which = dict(step=options.step, dtype=options.dtype, device=device)
@@ -460,6 +467,8 @@ def export(argv) -> int:
         else:
             write_hf(model, directory, config.model)
     print(f"wrote {directory}: {name}")
+    if config.task == "jsonl" and (note := text_of(config).note):
+        print(note)
     return 0
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import train_grpo
-from full.config import TASKS, Config
+from full.config import TASKS, Config, _flag, read_arguments, read_date
 from full.files import read_json_lines
 from full.model_config import ModelConfig, read_json
 from full.tasks import (
@@ -63,6 +63,18 @@ def make_task(config, objects=None) -> Task:
     return task
 
 
+# A chat template's `strftime_now`. transformers would give a template the moment, and takes no
+# function of ours, but a macro of the same name can be put before the template. The line break
+# after it is trimmed, so the template begins at the beginning of a line, as by itself.
+DATE_MACRO = (
+    "{% macro strftime_now(format) %}{% set found = namespace(text=format) %}"
+    "{% for code, text in date_codes.items() %}"
+    "{% set found.text = found.text | replace(code, text) %}"
+    "{% endfor %}{{ found.text }}{% endmacro %}\n"
+)
+DATE_LETTERS = "aAbBcdDeFfGHIjklmMpRsSTuUVwWxXyYzZ"
+
+
 class Text:
     """The text side of a checkpoint directory: its tokenizer, its chat template, the ends of turns.
 
@@ -78,10 +90,19 @@ class Text:
     bos: int. The id that raw text begins with. None if the checkpoint wants none.
     end: tuple of int. The ids that end a turn. The mark that the template itself writes after an
         answer is first, then the ids of generation_config.json, then the ids of config.json.
+    parts: set of str. The roles whose content the template wants as a list of parts.
+    note: str. What the template gets besides messages. "" if that is nothing.
     """
 
-    def __init__(self, directory):
+    def __init__(self, directory, *, date=None, arguments=None):
+        """Read a directory.
+
+        date: datetime. Of `strftime_now` in the template. Default: now.
+        arguments: {name: value} of --template-args. Default: none.
+        """
         self.directory = Path(directory)
+        self.date = date or read_date("")
+        self.arguments = arguments or {}
         self.tokenizer = load_tokenizer(self.directory)
         self.config = ModelConfig.from_hf(self.directory)
         self.vocab_size = self.config.vocab_size
@@ -90,7 +111,18 @@ class Text:
         bare = self.encode("a")
         whole = self.tokenizer.encode("a")
         self.bos = whole[0] if whole[:1] != bare[:1] else None
+        self._require_arguments()
+        self.parts = set()
+        self._find_parts()
         self.end = self._find_ends()  # last, because the template is asked
+
+    @property
+    def note(self) -> str:
+        given = [f"{name} = {json.dumps(value)}" for name, value in self.arguments.items()]
+        if "strftime_now" in f"{self.template}":
+            given.append(f"the date {self.date:%Y-%m-%d}")
+        what = f"the chat template of {self.directory} gets {', '.join(given)}"
+        return what if given else ""
 
     def encode(self, text, *, bos=False) -> list[int]:
         """Encode a text as it stands: marks in it become their ids, and nothing is added.
@@ -124,15 +156,27 @@ class Text:
         # A template is a program, written by somebody else: any error may come out of it. That
         # jinja2 is not installed is not its fault.
         how = dict(tokenize=False, add_generation_prompt=add_generation_prompt)
+        how |= self.arguments
+        messages = [
+            message | {"content": [{"type": "text", "text": message["content"]}]}
+            if message["role"] in self.parts else message
+            for message in messages
+        ]  # fmt: skip
         with named(f"the chat template of {self.directory} fails"):
+            template = self.tokenizer.get_chat_template(tools=self.arguments.get("tools"))
+            if "strftime_now" in template:
+                how |= dict(chat_template=DATE_MACRO + template, date_codes=self._date_codes())
             return self.tokenizer.apply_chat_template(messages, **how)
 
     def prompt(self, messages) -> list[int]:
         """Encode a conversation up to the place where the assistant answers.
 
         The template decides whether BOS is among the tokens: Gemma's writes it, Qwen has none.
+        ValueError if the template leaves a message out.
         """
-        return self.encode(self.render(messages))
+        tokens = self.encode(self.render(messages))
+        self._require_said(messages, range(len(messages)))
+        return tokens
 
     def next_turn(self, messages, end_token) -> list[int]:
         """Encode the text between a sampled answer and the answer to the next message.
@@ -149,10 +193,77 @@ class Text:
         template rewrites history. Qwen3's template leaves the thoughts of earlier turns out, and
         Gemma's trims the spaces around an answer. In a row the thoughts and the spaces stay.
         """
+        answered = [*messages[:-2], messages[-2] | {"content": "An answer"}, messages[-1]]
+        after = self._text_after(answered, -2, add_generation_prompt=True)
+        self._require_said(answered, [len(answered) - 1])
+
         # The mark after the answer is encoded with the rest, since some marks absorb the spaces
         # that follow. The policy has sampled this mark, unless it ended its turn in another way.
-        tokens = self.encode(self._text_after(messages, -2, add_generation_prompt=True))
+        # Where the template writes no mark, the sampled mark keeps a tokenizer from taking what
+        # follows for the beginning of a text, before which it might write a blank.
+        added = self.tokenizer.added_tokens_decoder
+        mark = added[end_token].content if end_token in added else ""
+        tokens = self.encode(after if after.startswith(mark) else mark + after)
         return tokens[1:] if tokens[:1] == [end_token] else tokens
+
+    def _date_codes(self) -> dict:
+        """Return {code of strftime: what it says of the date}, for DATE_MACRO."""
+        # The macro replaces one code after another, so %% is a mark of its own until the last.
+        names = [f"%{sign}{letter}" for sign in ("-", "") for letter in DATE_LETTERS]
+        codes = {name: self.date.strftime(name) for name in names}
+        return {"%%": "\uffff"} | codes | {"\uffff": "%"}
+
+    def _require_said(self, messages, places):
+        """Raise a ValueError if the template leaves out a part of one of messages[places]."""
+        # A message may be short, and stand elsewhere in the prompt too, so it cannot be searched.
+        # It gets marks at its ends that can. What is between, the template may trim and escape. Of
+        # an answer it need write the end alone: many templates leave earlier thoughts out.
+        word = "Mark"
+        while word in str(messages):
+            word += " again"
+        marked = list(messages)
+        for n in places:
+            message = messages[n]
+            begins = "" if message["role"] == "assistant" else f"{word} {n} begins "
+            content = f"{begins}{message['content']} {word} {n} ends"
+            marked[n] = message | {"content": content}
+        text = self.render(marked)
+        for n in places:
+            role, content = messages[n]["role"], messages[n]["content"]
+            begins = role == "assistant" or f"{word} {n} begins" in text
+            if content.strip() and not (begins and f"{word} {n} ends" in text):
+                raise ValueError(f"expected the {role}'s message {content[:60]!r} in the prompt, "
+                                 f"but the chat template of {self.directory} leaves it out, or a "
+                                 f"part of it")  # fmt: skip
+
+    def _require_arguments(self):
+        """Raise a ValueError for an argument of --template-args that the template does not read."""
+        for name in self.arguments if self.template is not None else ():
+            reads = re.search(rf"\b{re.escape(name)}\b", f"{self.template}")
+            if not reads or name in ("messages", "add_generation_prompt", "strftime_now"):
+                raise ValueError(f"--template-args: the chat template of {self.directory} has no "
+                                 f"argument {name}")  # fmt: skip
+
+    def _find_parts(self):
+        """Find the roles whose content the template wants as parts, [{"type": "text", ..}]."""
+        # Such a template writes nothing of a string, whose letters have no type. So a role says a
+        # word as a string, and, if the template loses it, as a part.
+        word, asked = "something", {"role": "user", "content": "2 + 2?"}
+
+        def is_written(conversation):
+            with contextlib.suppress(ValueError):
+                text = self.render(conversation, add_generation_prompt=False)
+                # A list that is written as a list is not read as parts.
+                return word in text and not re.search(rf"text['\"]: *['\"]{word}", text)
+            return False
+
+        for role in ("user", "system", "assistant"):
+            said = {"role": role, "content": word}
+            conversation = {"user": [said], "system": [said, asked], "assistant": [asked, said]}
+            if not is_written(conversation[role]):
+                self.parts.add(role)
+                if not is_written(conversation[role]):
+                    self.parts.remove(role)
 
     def _text_after(self, messages, turn, *, add_generation_prompt) -> str:
         """Return what the template writes after the content of messages[turn], to the end."""
@@ -198,6 +309,12 @@ class Text:
             raise ValueError(f"{self.directory}: nothing ends a turn: no eos_token_id, and no chat "
                              f"template that writes a mark after an answer")  # fmt: skip
         return tuple(dict.fromkeys(ends))
+
+
+def text_of(config) -> Text:
+    """Return the Text of --model, whose chat template gets what the settings say."""
+    arguments = read_arguments(config.template_args)
+    return Text(config.model, date=read_date(config.date), arguments=arguments)
 
 
 @contextlib.contextmanager
@@ -249,6 +366,7 @@ class Line(NamedTuple):
     row: dict  # the JSON object, for the reward
     shown: str  # what the line asks; its hash decides whether the line is held out
     messages: list  # the prompt's messages
+    said: str  # the prompt's text
     prompt: list  # the prompt's tokens
     later: list  # the user's messages after the policy's first, second, .. answer
     demo: str | None  # an answer of the policy, to be learned
@@ -286,7 +404,7 @@ class Jsonl(Task):
     def __init__(self, config, all_lines=False, objects=None):
         self.config = config
         objects = objects or {}
-        self.text = Text(config.model)
+        self.text = text_of(config)
         self.end = self.text.end
         self.vocab_size = self.text.vocab_size
         self.template = template_of(config, self.text)
@@ -294,6 +412,8 @@ class Jsonl(Task):
         if not config.template and self.template == "raw":
             notes.append(f"{config.model} has no chat template: prompts are plain text "
                          f"(--template raw)")  # fmt: skip
+        if self.template == "chat" and self.text.note:
+            notes.append(self.text.note)
         if config.reward:
             self.reward_file, self.reward = reward_of(config.reward, objects.get("reward"))
         # Threads ask for rewards (see `Task`), unless the function says `threads = False`.
@@ -356,22 +476,32 @@ class Jsonl(Task):
         if line.demo is None:
             raise ValueError("it holds no demonstration, neither an answer to its question nor an "
                              "assistant's message that is the policy's only one")  # fmt: skip
-        tokens = self.text.encode(line.demo)
-        self._require_known(tokens)
-        if any(token in self.end for token in tokens):
+        if any(token in self.end for token in self.text.encode(line.demo)):
             raise ValueError(f"the demonstration {line.demo!r} holds a mark that would end it")
 
         # The chat template may write an answer in another form: Gemma's strips blanks around it,
         # and Qwen3's puts an empty block of thoughts before it. What the template adds after the
         # end is not the policy's. A template that asks for answers in one form and writes them in
-        # another (DeepSeek-R1's, with its thoughts) gives no text that follows the prompt; then the
-        # answer is taken as it stands.
+        # another (DeepSeek-R1's, with its thoughts) gives no text that follows the prompt, or none
+        # that holds the answer. Then the answer is taken as it stands.
+        before = line.said
+        whole = before + line.demo
         if self.template == "chat":
-            before = self.text.render(line.messages)
             answered = [*line.messages, {"role": "assistant", "content": line.demo}]
-            whole = self.text.render(answered, add_generation_prompt=False)
-            if whole.startswith(before):
-                tokens = self.text.encode(whole[len(before) :])
+            text = self.text.render(answered, add_generation_prompt=False)
+            is_held = squeezed(line.demo) in squeezed(text.removeprefix(before))
+            whole = text if text.startswith(before) and is_held else whole
+
+        # The answer's tokens are those of the whole text after the prompt's. Alone, its first word
+        # would get a blank from some tokenizers.
+        tokens = self.text.encode(whole, bos=self.template != "chat")
+        count = len(line.prompt)
+        if tokens[:count] != line.prompt:
+            raise ValueError(f"the tokens of its prompt change when the demonstration "
+                             f"{line.demo!r:.60} follows: let the prompt end, or the answer "
+                             f"begin, in another way")  # fmt: skip
+        tokens = tokens[count:]
+        self._require_known(tokens)
         ends = [n for n, token in enumerate(tokens) if token in self.end]
         return tokens[: ends[0] + 1] if ends else [*tokens, self.end[0]]
 
@@ -437,10 +567,11 @@ class Jsonl(Task):
         if self.template == "chat":
             if self.config.system and first[0]["role"] != "system":
                 first = [{"role": "system", "content": self.config.system}, *first]
-            prompt = self.text.prompt(first)
+            said, prompt = self.text.render(first), self.text.prompt(first)
         else:
-            prompt = self.text.encode(plain_prompt(self.config, shown), bos=True)
-        line = Line(where, row, shown, first, prompt, later, None if later else demo)
+            said = plain_prompt(self.config, shown)
+            prompt = self.text.encode(said, bos=True)
+        line = Line(where, row, shown, first, said, prompt, later, None if later else demo)
         self._require_room(line)
         return line
 
@@ -529,9 +660,15 @@ def template_of(config, text) -> str:
     if template == "chat" and not has_own:
         raise ValueError(
             f"--template chat: {config.model} has no chat template; --template raw needs none")
-    if template != "chat" and config.system:
-        raise ValueError(f"--system: {config.model} has no chat template to put it in")
+    for name in ("system", "template_args"):
+        if template != "chat" and getattr(config, name):
+            raise ValueError(f"{_flag(name)}: {config.model} has no chat template to put it in")
     return template
+
+
+def squeezed(text) -> str:
+    """Return a text without its blanks and line breaks, which a chat template may change."""
+    return "".join(text.split())
 
 
 def with_instruction(config, question) -> str:

@@ -200,6 +200,23 @@ def test_plain_text_begins_with_bos_once_and_is_never_wrapped(task_of, family, b
     assert shown(f"{bos}Q: {{question}}") == f"{bos}Q: 7 + 7?"
 
 
+def test_a_line_that_the_template_leaves_out_is_named_with_its_role(task_of, directory):
+    model = Path(shutil.copytree(directory("qwen2"), "DIR"))
+    source = "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}"
+    (model / "chat_template.jinja").write_text(source)
+    task_of(model)
+    lost = "expected the {}'s message '{}' in the prompt, but the chat template of DIR leaves it out"
+    for options, number, role, content in (
+        (dict(system="Be brief."), 1, "system", "Be brief."),
+        (dict(rows=[*QUESTIONS, {"messages": [system("S"), user("?")], "answer": "4"}]), 41,
+         "system", "S"),
+        (dict(rows=[*QUESTIONS, *numbered(HISTORY)]), 41, "assistant", " Hello. "),
+    ):  # fmt: skip
+        words = f"rows.jsonl line {number}: {lost.format(role, content)}"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            task_of(model, **options)
+
+
 def test_without_a_chat_template_prompts_are_plain_text_and_a_note_says_so(task_of):
     task = task_of(base=True)
     assert task.show(prompts(task)["7 + 7?"]) == f"7 + 7?\n{INSTRUCTION}\n"
@@ -365,6 +382,7 @@ def test_a_reward_may_be_an_array_of_one_number(rewarding):
     asked = rewarding(reward="rewards.py:array")
     assert asked("four") == 0.5 and isinstance(asked("four"), float)
 
+
 def test_a_reward_sees_special_tokens_if_it_says_so(rewarding):
     """All of them but the end of its turn."""
     said = "<|fim|>a<|im_start|>b"
@@ -430,6 +448,56 @@ def test_lines_of_the_data_are_learned_as_they_are_played(task_of, process_group
     assert all(text.endswith("assistant\n#### 4<|im_end|>") for text in history)
     t = learned(task_of("qwen2", template="Q: {question} A:", demos=1), 1)[0]
     assert re.fullmatch(r"Q: (\d+) \+ \1\? A:so\n#### \d+<\|im_end\|>", task.show(t.tokens))
+
+
+BLANKS = {  # what a tokenizer writes before a text's first word
+    "metaspace": {"normalizer": None, "pre_tokenizer": {
+        "type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}},
+    "prepend": {"normalizer": {"type": "Sequence", "normalizers": [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]}, "pre_tokenizer": None},
+}  # fmt: skip
+LATE_MARKS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if not loop.last %}\n{% endif %}"
+LATE_MARKS += "{% endfor %}{% if add_generation_prompt %}\nassistant: {% endif %}"
+
+
+@pytest.mark.parametrize("blanks", BLANKS)
+@pytest.mark.parametrize("template", ["raw", "Q: {question} A: (", "chat"])
+def test_an_answer_is_learned_as_the_whole_text_has_it(task_of, directory, blanks, template):
+    model = Path(shutil.copytree(directory("gemma3"), "DIR"))
+    raw = json.loads((model / "tokenizer.json").read_text())
+    raw = raw | BLANKS[blanks] | {"post_processor": None}
+    (model / "tokenizer.json").write_text(json.dumps(raw))
+    (model / "chat_template.jinja").write_text(LATE_MARKS.replace(": ", ":\n"))
+    task = task_of(model, template=template, demos=1, rows=[
+        row | {"answer": f"the answer\n#### {n}"} for n, row in enumerate(QUESTIONS)])  # fmt: skip
+    state, prompt = opened(task)
+    line, _ = state
+    learned = task.demo(state, None)
+    whole = task.text.encode(f"{line.said}{line.demo}")
+    assert [*prompt, *learned[:-1]] == whole and learned[-1] in task.end
+    assert learned[:-1] != task.text.encode(line.demo)
+    assert task.show(learned[:1]) == "the"
+
+
+def test_an_answer_that_changes_the_tokens_of_its_prompt_is_named(task_of):
+    rows = [row | {"answer": f"wer {row['answer']}"} if row["question"] == "7 + 7?" else row
+            for row in QUESTIONS]  # fmt: skip
+    how = dict(rows=rows, template="{question} the ans")
+    with pytest.raises(ValueError, match="rows.jsonl line 8: the tokens of its prompt change"):
+        task_of(**how, demos=1)
+    task_of(**how)
+
+
+def test_a_template_that_rewrites_an_answer_does_not_change_what_is_learned(task_of, directory):
+    model = Path(shutil.copytree(directory("qwen2"), "DIR"))
+    source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</t>')[-1] }}"
+    source += "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    (model / "chat_template.jinja").write_text(source)
+    rows = [row | {"answer": f"<t>so</t>\n#### {n}"} for n, row in enumerate(QUESTIONS)]
+    task = task_of(model, rows=rows, demos=1)
+    state, _ = opened(task)
+    assert task.show(task.demo(state, None)) == f"{state[0].demo}<|im_end|>"
 
 
 SYSTEM_FIRST = """\
@@ -534,6 +602,14 @@ REFUSED = [
     ("one.py:one cannot be called with .text, row.: too many", dict(reward="one.py:one")),
     ("ModuleNotFoundError.*none.py, line 1", dict(reward="none.py:f")),
     # Flags.
+    ("--template-args needs --template chat", dict(template="raw", template_args='{"a": 1}')),
+    ("--template-args: .*DIR has no chat template", dict(base=True, template_args='{"a": 1}')),
+    ("--template-args: .*DIR has no argument a", dict(template_args='{"a": 1}')),
+    ("expected --template-args to be a JSON object, such as .*, got '.1]'",
+     dict(template_args="[1]")),
+    ("expected --template-args to be a JSON object, .*, got 'a=1'", dict(template_args="a=1")),
+    ("expected --date YYYY-MM-DD or .*, got 'today'", dict(date="today")),
+    ("--date needs --task jsonl", dict(task="guess", data="", date="2026-01-01")),
     ("--template must be chat, raw or a text with {question}, got 'hello'", dict(template="hello")),
     (SYSTEM, dict(template="{question}", system="Be kind.")),
     (SYSTEM, dict(template="raw", system="Be kind.")),
@@ -682,3 +758,45 @@ def test_a_run_whose_answers_have_one_reward_warns(runs_of, flags, process_group
     assert (first["reward/values"] == 1) == ("close" not in flags)
     if flags == "--reward rewards.py:constant":
         assert audited("run", reward="rewards.py:constant").wrong is None
+
+
+DATED = "{% set when = strftime_now('%f') %}{% for m in messages %}<|im_start|>{{ m.role }} {{ when }}"
+DATED += "{{ tone }} {{ m.content }}<|im_end|>{% endfor %}"
+
+
+def test_a_run_keeps_its_date_and_the_arguments_of_its_template(
+    runs_of, tmp_path, monkeypatch, capsys, process_group
+):
+    """A microsecond is as good as a day."""
+    Path("DIR/chat_template.jinja").write_text(DATED)
+    tone = '--template-args {"tone":"loud"}'
+    runs_of(f"--steps 1 {tone} --lr-decay constant --reward rewards.py:close")
+    config = Config(**json.loads(Path("run/config.json").read_text()))
+    assert config.date and config.template_args == '{"tone":"loud"}'
+
+    def asked():
+        return {line["text"].split("<|im_end|>")[0].split()[1]
+                for line in json_lines(Path("run/samples.jsonl"))}  # fmt: skip
+
+    (first,) = asked()
+    assert first.endswith("loud") and first[:6] == f"{Text('DIR').date.fromisoformat(config.date):%f}"
+    good(tmp_path, "--resume --out run --steps 2 --reward rewards.py:close")
+    assert asked() == {first}
+    assert audited("run", 1, reward="rewards.py:close").wrong is None
+
+    capsys.readouterr()
+    given = "--reward rewards.py:close --samples 1 --eval-prompts 2"
+    assert main(f"eval run {given}".split()) == 0
+    out = capsys.readouterr().out
+    day = config.date[:10]
+    note = f'the chat template of DIR gets tone = "loud", the date {day}'
+    assert note in out and {first} == {*re.findall(r"prompt: <.im_start.>user (\S+)", out)}
+    rows, begin = [], Answer.__init__
+    monkeypatch.setattr(Answer, "__init__", lambda answer, row, *how: (
+        rows.append([*row]) or begin(answer, row, *how)))  # fmt: skip
+    for more, word in (([], first), (["--template-args", '{"tone": ""}'], first[:6])):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"0 + 0?\n")))
+        assert main(["chat", "run", "--max-new-tokens", "1", *more]) == 0
+        assert f"user {word} 0 + 0?" in Text("DIR").decode(rows.pop(), special=True)
+    capsys.readouterr()
+    assert main("export run HF".split()) == 0 and note in capsys.readouterr().out

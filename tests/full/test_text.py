@@ -1,5 +1,6 @@
 """Text of text.py against transformers: prompts, turns, ends, and what damaged files say."""
 
+import datetime
 import json
 import re
 import sys
@@ -193,6 +194,89 @@ def test_what_a_tokenizer_cuts_or_pads_is_whole_here(checkpoints, changed):
         assert text.encode(words) == whole.encode(words)
 
 
+LOOP = "{%% for m in messages %%}<start_of_turn>{{ m.role }}:%s<end_of_turn>{%% endfor %%}"
+PARTS = "{% for c in m.content %}{% if c['type'] == 'text' %}{{ c.text }}{% endif %}{% endfor %}"
+MIXED = "{% if m.role == 'user' %}{{ m.content[0].text }}{% else %}{{ m.content }}{% endif %}"
+HELD = {
+    "parts": LOOP % PARTS, "parts of some roles": LOOP % MIXED, "trimmed": LOOP % "{{ m.content | trim }}",
+    "escaped": LOOP % "{{ m.content | tojson }}",
+    "without thoughts": LOOP % "{{ m.content.split('</think>')[-1] }}",
+}  # fmt: skip
+ONE, TWO, ANSWER = "the user's message '1?'", "the user's message '2?'", "the assistant's message"
+LOST = {  # what is left out, and of which message the complaint is
+    "system": ("{% if m.role != 'system' %}{{ m.content }}{% endif %}", "the system's message 'S'"),
+    "user": ("{% if m.role != 'user' %}{{ m.content }}{% endif %}", ONE),
+    "answers": ("{% if m.role != 'assistant' %}{{ m.content }}{% endif %}", ANSWER),
+    "first": ("{% if loop.index > 2 %}{{ m.content }}{% endif %}", "the system's message"),
+    "all but the last": ("{% if loop.last %}{{ m.content }}{% endif %}", "the system's message"),
+    "the last": ("{% if not loop.last %}{{ m.content }}{% endif %}", TWO),
+    "the end": ("{{ m.content[:5] }}", "the system's message"),
+    "the beginning": ("{{ m.content[-5:] }}", "the system's message"),
+    "cases": ("{{ m.content | lower }}", "the system's message"),
+    "other parts": ("{% for c in m.content %}{{ c.image }}{% endfor %}", "the system's message"),
+}  # fmt: skip
+TALK = said("1?", "<think>a</think> b", "2?", system="S")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("what", HELD)
+def test_a_template_may_want_parts_and_may_trim_and_escape(changed, what):
+    text = Text(changed("gemma3", {TEMPLATE: HELD[what]}))
+    prompt = text.decode(text.prompt(TALK), special=True)
+    assert all(word in prompt for word in ("S", "1?", "b", "2?"))
+    turn = text.decode(text.next_turn(TALK, text.end[0]), special=True)
+    assert "2?" in turn and prompt.endswith(turn) and "1?" not in turn
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("what", LOST)
+def test_a_template_that_leaves_out_a_message_is_refused(changed, what):
+    source, of = LOST[what]
+    text = Text(changed("gemma3", {TEMPLATE: LOOP % source}))
+    found = complaint_of(text.prompt, TALK)
+    assert found.startswith(f"expected {of}") and f"template of {text.directory} leaves it" in found
+    if what == "the last":
+        assert complaint_of(text.next_turn, TALK, text.end[0]).startswith(f"expected {TWO}")
+
+
+DATES = "{{ strftime_now('%d %b %Y, %-d%%d %H:%M:%S.%f %j') }}\n  {% if 1 %}{{ m }}{% endif %}\n{{ "
+DATES += "strftime_now(format='%Y') | int + 1 }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+LEADS = "", "\n", "  {% if 1 %}a{% endif %}", "\n\n {%- if 1 %} a{% endif %}"
+
+
+@pytest.mark.parametrize("lead", LEADS)
+def test_the_date_of_a_template_is_the_one_that_is_given(changed, monkeypatch, lead):
+    """transformers writes the same at that moment."""
+    from transformers.utils import chat_template_utils
+
+    date = datetime.datetime(2024, 2, 29, 7, 8, 9, 12)
+    directory = changed("gemma3", {TEMPLATE: lead + DATES})
+    got = Text(directory, date=date).render(HELLO)
+    assert got != Text(directory, date=date.replace(day=28)).render(HELLO)
+    now = type("Frozen", (), {"now": staticmethod(lambda: date)})
+    monkeypatch.setattr(chat_template_utils, "datetime", now)
+    how = dict(add_generation_prompt=True, tokenize=False)
+    assert got == tokenizer_of(directory).apply_chat_template(HELLO, **how)
+    assert "29 Feb 2024, 29%d 07:08:09.000012 060\n" in got and "\n2025Hello?" in got
+    assert Text(directory, date=date).note.endswith("gets the date 2024-02-29")
+
+
+def test_a_template_gets_its_arguments(checkpoints):
+    directory = checkpoints["qwen3"]
+    text = Text(directory, arguments={"enable_thinking": False})
+    how = dict(add_generation_prompt=True, tokenize=False)
+    for messages in (HELLO, CONVERSATIONS["two turns"]):
+        want = tokenizer_of(directory).apply_chat_template(messages, enable_thinking=False, **how)
+        assert text.render(messages) == want != Text(directory).render(messages)
+    assert text.note == f"the chat template of {directory} gets enable_thinking = false"
+    assert Text(directory).note == ""
+    for name in ("enable_thinkin", "messages", "add_generation_prompt"):
+        found = complaint_of(lambda: Text(directory, arguments={name: 1}))
+        assert found.endswith(f"{directory} has no argument {name}")
+
+
 # Turns -----------------------------------------------------------------------------------------
 
 
@@ -241,6 +325,16 @@ def test_a_template_must_write_an_answer_once(changed, times):
     found = complaint_of(Text(directory).next_turn, said("a", "b", "c"), 0)
     assert found.startswith(
         f"the chat template of {directory} writes an answer {times} times, not once")
+
+
+def test_a_turn_after_an_end_is_not_the_beginning_of_a_text(changed):
+    """Where the template writes no mark, and the tokenizer writes a blank before a text."""
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    first = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    changes = {"normalizer": None, "pre_tokenizer": first}
+    text = Text(changed("gemma3", {TEMPLATE: source, "tokenizer.json": changes}))
+    turn = text.next_turn(said("a", "b", "c"), 1)
+    assert text.encode("<eos>user: c") == [1, *turn] != [1, *text.encode("user: c")]
 
 
 # Ends ------------------------------------------------------------------------------------------
