@@ -205,7 +205,8 @@ def test_a_line_that_the_template_leaves_out_is_named_with_its_role(task_of, dir
     source = "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}"
     (model / "chat_template.jinja").write_text(source)
     task_of(model)
-    lost = "expected the {}'s message '{}' in the prompt, but the chat template of DIR leaves it out"
+    lost = "expected the {}'s message '{}' in the prompt, but "
+    lost += "the chat template of DIR leaves it out"
     for options, number, role, content in (
         (dict(system="Be brief."), 1, "system", "Be brief."),
         (dict(rows=[*QUESTIONS, {"messages": [system("S"), user("?")], "answer": "4"}]), 41,
@@ -457,7 +458,8 @@ BLANKS = {  # what a tokenizer writes before a text's first word
         {"type": "Prepend", "prepend": "▁"},
         {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]}, "pre_tokenizer": None},
 }  # fmt: skip
-LATE_MARKS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if not loop.last %}\n{% endif %}"
+LATE_MARKS = "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+LATE_MARKS += "{% if not loop.last %}\n{% endif %}"
 LATE_MARKS += "{% endfor %}{% if add_generation_prompt %}\nassistant: {% endif %}"
 
 
@@ -492,7 +494,8 @@ def test_an_answer_that_changes_the_tokens_of_its_prompt_is_named(task_of):
 def test_a_template_that_rewrites_an_answer_does_not_change_what_is_learned(task_of, directory):
     model = Path(shutil.copytree(directory("qwen2"), "DIR"))
     source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</t>')[-1] }}"
-    source += "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    source += "<|im_end|>\n{% endfor %}"
+    source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     (model / "chat_template.jinja").write_text(source)
     rows = [row | {"answer": f"<t>so</t>\n#### {n}"} for n, row in enumerate(QUESTIONS)]
     task = task_of(model, rows=rows, demos=1)
@@ -760,7 +763,8 @@ def test_a_run_whose_answers_have_one_reward_warns(runs_of, flags, process_group
         assert audited("run", reward="rewards.py:constant").wrong is None
 
 
-DATED = "{% set when = strftime_now('%f') %}{% for m in messages %}<|im_start|>{{ m.role }} {{ when }}"
+DATED = "{% set when = strftime_now('%f') %}{% for m in messages %}"
+DATED += "<|im_start|>{{ m.role }} {{ when }}"
 DATED += "{{ tone }} {{ m.content }}<|im_end|>{% endfor %}"
 
 
@@ -769,7 +773,7 @@ def test_a_run_keeps_its_date_and_the_arguments_of_its_template(
 ):
     """A microsecond is as good as a day."""
     Path("DIR/chat_template.jinja").write_text(DATED)
-    tone = '--template-args {"tone":"loud"}'
+    tone = """--template-args '{"tone":"loud"}'"""
     runs_of(f"--steps 1 {tone} --lr-decay constant --reward rewards.py:close")
     config = Config(**json.loads(Path("run/config.json").read_text()))
     assert config.date and config.template_args == '{"tone":"loud"}'
@@ -779,7 +783,8 @@ def test_a_run_keeps_its_date_and_the_arguments_of_its_template(
                 for line in json_lines(Path("run/samples.jsonl"))}  # fmt: skip
 
     (first,) = asked()
-    assert first.endswith("loud") and first[:6] == f"{Text('DIR').date.fromisoformat(config.date):%f}"
+    day = Text("DIR").date.fromisoformat(config.date)
+    assert first.endswith("loud") and first[:6] == f"{day:%f}"
     good(tmp_path, "--resume --out run --steps 2 --reward rewards.py:close")
     assert asked() == {first}
     assert audited("run", 1, reward="rewards.py:close").wrong is None

@@ -198,7 +198,8 @@ LOOP = "{%% for m in messages %%}<start_of_turn>{{ m.role }}:%s<end_of_turn>{%% 
 PARTS = "{% for c in m.content %}{% if c['type'] == 'text' %}{{ c.text }}{% endif %}{% endfor %}"
 MIXED = "{% if m.role == 'user' %}{{ m.content[0].text }}{% else %}{{ m.content }}{% endif %}"
 HELD = {
-    "parts": LOOP % PARTS, "parts of some roles": LOOP % MIXED, "trimmed": LOOP % "{{ m.content | trim }}",
+    "parts": LOOP % PARTS, "parts of some roles": LOOP % MIXED,
+    "trimmed": LOOP % "{{ m.content | trim }}",
     "escaped": LOOP % "{{ m.content | tojson }}",
     "without thoughts": LOOP % "{{ m.content.split('</think>')[-1] }}",
 }  # fmt: skip
