@@ -63,8 +63,6 @@ in a list. The exit status is 0 if the step holds, 1 if it does not, and 2 after
 
 import argparse
 import contextlib
-import importlib
-import importlib.util
 import json
 import math
 import sys
@@ -76,19 +74,17 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-DEFAULTS = dict(
-    objective="clip", clip_low=0.2, clip_high=0.2, dual_clip=0.0, tau_pos=1.0, tau_neg=1.05,
-    divergence="tv", ratio_cap=20.0, aggregation="token_mean", max_new_tokens=16, count_empty=None,
-    micro_batches="sum", ranks="sum", temperature=1.0, advantage="group_std", std_eps=1e-4, kl="k3",
-    kl_coef=0.0, entropy_coef=0.0, max_grad_norm=1.0, decay="groups", tolerance=0.0,
-)  # fmt: skip
-CHOICES = dict(
-    objective=("reinforce", "clip", "cispo", "gspo", "sapo", "gmpo", "dppo"),
-    aggregation=("token_mean", "sequence_mean", "constant"), divergence=("tv", "kl"),
-    micro_batches=("sum", "mean"), ranks=("sum", "mean"), kl=("k1", "k2", "k3", "k3_ratio"),
-    advantage=("group_std", "group_mean", "batch_std", "leave_one_out", "none"),
-    decay=("groups", "matrices", "all"),
-)  # fmt: skip
+try:
+    from conformance import definition as D
+    from conformance import loss as kit
+except ImportError:  # as a script
+    import definition as D
+    import loss as kit
+
+KEYS = kit.KEYS + " temperature advantage std_eps kl kl_coef entropy_coef max_grad_norm"
+DEFAULTS = {key: D.DEFAULTS[key] for key in KEYS.split()}
+DEFAULTS |= dict(micro_batches="sum", ranks="sum", decay="groups", tolerance=0.0)
+CHOICES = kit.CHOICES | dict(decay=("groups", "matrices", "all"))
 PER_TOKEN = "mask", "logprobs", "old_logprobs", "ref_logprobs", "advantages"
 TOLERANCE = {torch.float64: 2e-5, torch.float32: 5e-4}
 
@@ -191,11 +187,11 @@ def write_dump(directory, rows, tensors, optimizer, parts, settings):
     Path(directory).mkdir(parents=True, exist_ok=True)
     save_file(tensors, Path(directory, "step.safetensors"))
     text = json.dumps(numbers | dict(settings=settings, optimizer=optimizer), indent=1)
-    Path(directory, "step.json").write_text(text + "\n")
+    Path(directory, "step.json").write_text(text + "\n", encoding="utf-8")
 
 
-# The definition -------------------------------------------------------------------------------
-# Loops over sequences and tokens with Python's floats. Only the model is torch's.
+# A step by the definition ---------------------------------------------------------------------
+# The arithmetic is definition.py's, in loops over sequences and tokens. Only the model is torch's.
 
 
 @dataclass(eq=False)
@@ -219,152 +215,59 @@ class Sequence:
     H: list = ()
 
 
-def score(model, s, temperature, shift=0):
+def score(model, s, temperature):
     """Return the log-prob and the entropy at each token of a sequence, (T,), with a graph."""
     # One forward of one sequence. The logits at token t - 1 predict token t; the first token has
     # no log-prob. Padding follows all tokens, so that no token sees it.
-    tokens = torch.tensor(s.tokens)
-    logits = model(tokens[None])
+    logits = model(torch.tensor(s.tokens)[None])
     logits = (logits if torch.is_tensor(logits) else logits.logits)[0].double()
-    logp = (logits / temperature).log_softmax(-1)
-    at = torch.arange(1, len(tokens))
-    lp = logp[(at - 1 + shift).clamp(0, len(tokens) - 1), tokens[1:]]
-    H = -(logp.exp() * logp).sum(-1)[:-1]
+    lp, H, _ = D.scores(logits[:-1], s.tokens[1:], temperature)
     zero = lp.new_zeros(1)
     return torch.cat([zero, lp]), torch.cat([zero, H])
 
 
-def std(x, unbiased=True):
-    mean = sum(x) / len(x)
-    return math.sqrt(sum((y - mean) ** 2 for y in x) / max(len(x) - unbiased, 1))
-
-
-def advantages(c, sequences, unbiased=True):
-    """Return the advantage of each sequence from the rewards of its group."""
-    result = []
-    for s in sequences:
-        group = [x.rewards for x in sequences if x.groups == s.groups]
-        A = s.rewards - (0.0 if c.advantage == "none" else sum(group) / len(group))
-        if c.advantage == "group_std":
-            A /= std(group, unbiased) + c.std_eps
-        if c.advantage == "batch_std":
-            A /= std([x.rewards for x in sequences], unbiased) + c.std_eps
-        if c.advantage == "leave_one_out":
-            A *= len(group) / max(len(group) - 1, 1)
-        result.append(A)
-    return result
-
-
-def weight_of(c, r, lp, old, A):
-    """Return w of a token whose ratio is r: the gradient of its loss is -w A d(lp)."""
-    up, down = r > 1 + c.clip_high, r < 1 - c.clip_low
-    if c.objective == "reinforce":
-        return 1.0
-    if c.objective == "cispo":
-        return min(max(r, 1 - c.clip_low), 1 + c.clip_high)
-    if c.objective == "sapo":
-        sigma = 1 / (1 + math.exp(-(c.tau_pos if A > 0 else c.tau_neg) * (r - 1)))
-        return 4 * sigma * (1 - sigma) * r
-    if c.objective == "dppo":
-        p, q = math.exp(lp), math.exp(old)
-        moved = abs(p - q)
-        if c.divergence == "kl":
-            moved = q * (old - lp) + (1 - q) * math.log((1 - q) / (1 - p))
-        far = moved > c.clip_high if A > 0 else moved > c.clip_low
-        return 0.0 if far and (p > q) == (A > 0) else min(r, c.ratio_cap)
-    too_far = up if A > 0 else A < 0 and (down or bool(c.dual_clip) and r > c.dual_clip)
-    return 0.0 if too_far else r
-
-
-def value_of(c, r, lp, old, A):
-    """Return the loss of a token, of which -w A d(lp) is the gradient."""
-    if c.objective in ("clip", "gspo"):
-        gain = min(r * A, min(max(r, 1 - c.clip_low), 1 + c.clip_high) * A)
-        return -max(gain, c.dual_clip * A) if c.dual_clip and A < 0 else -gain
-    if c.objective == "sapo":
-        tau = c.tau_pos if A > 0 else c.tau_neg
-        return -4 / tau / (1 + math.exp(-tau * (r - 1))) * A
-    return -weight_of(c, r, lp, old, A) * A * lp
-
-
-def kl_of(c, d, r):
-    """Return the estimate of the KL from d = lp - ref, and its derivative in lp."""
-    k3, slope = math.exp(-d) + d - 1, 1 - math.exp(-d)
-    return {"k1": (d, 1.0), "k2": (d * d / 2, d), "k3": (k3, slope), "none": (0.0, 0.0),
-            "k3_ratio": (r * k3, r * (slope + k3)),
-            "k3_reversed": (math.exp(d) - d - 1, math.exp(d) - 1)}[c.kl]  # fmt: skip
-
-
-def terms_of(c, s):
-    """Yield (t, loss, its derivative in lp, in the entropy) of each trained token of a sequence."""
-    trained = [t for t, on in enumerate(s.mask) if on]
+def trained(s):
+    """Return the definition's Sequence: the tokens that are trained on."""
     old = s.lp if s.old_logprobs is None else s.old_logprobs
-    mean = sum(s.lp[t] - old[t] for t in trained) / max(len(trained), 1)
-    bounded = {}  # GMPO bounds each token before the mean, on the side that A asks for
-    for t in trained:
-        A, d = s.advantages[t], s.lp[t] - old[t]
-        bounded[t] = min(d, c.clip_high) if A > 0 else max(d, -c.clip_low) if A < 0 else d
-    bounded_ratio = math.exp(sum(bounded.values()) / max(len(trained), 1))
-    for t in trained:
-        A, lp, r = s.advantages[t], s.lp[t], math.exp(s.lp[t] - old[t])
-        own = math.exp(mean) if c.objective == "gspo" else r
-        loss, slope = value_of(c, own, lp, old[t], A), -weight_of(c, own, lp, old[t], A) * A
-        if c.objective == "gmpo":
-            loss = -bounded_ratio * A
-            slope = loss if bounded[t] == lp - old[t] else 0.0
-        if c.kl_coef and c.kl == "k3_sequence_ratio":
-            # A mistake: the ratio of the sequence has a gradient in each of its tokens.
-            k3, slopes = zip(*(kl_of(SimpleNamespace(kl="k3"), s.lp[i] - s.ref_logprobs[i], 1.0)
-                               for i in trained))  # fmt: skip
-            n, s_ratio = trained.index(t), math.exp(mean)
-            loss += c.kl_coef * s_ratio * k3[n]
-            slope += c.kl_coef * s_ratio * (slopes[n] + sum(k3) / len(k3))
-        elif c.kl_coef:
-            k, dk = kl_of(c, lp - s.ref_logprobs[t], r)
-            loss, slope = loss + c.kl_coef * k, slope + c.kl_coef * dk
-        yield t, loss - c.entropy_coef * s.H[t], slope, -c.entropy_coef
+    lists = dict(lp=s.lp, old=old, A=s.advantages, ref=s.ref_logprobs, H=s.H)
+    return D.Sequence(**{name: row and [row[t] for t in at(s)] for name, row in lists.items()})
+
+
+def at(s):
+    return [t for t, on in enumerate(s.mask) if on]
 
 
 def denominator(c, sequences):
     """Return Z: what the sum over these sequences is divided by."""
-    if c.aggregation == "token_mean":
-        return max(sum(sum(s.mask) for s in sequences), 1)
-    counts_empty = c.aggregation == "constant" if c.count_empty is None else c.count_empty
-    count = sum(1 for s in sequences if counts_empty or any(s.mask))
-    return max(count, 1) * (c.max_new_tokens if c.aggregation == "constant" else 1)
+    return max(D.denominator(c, [sum(s.mask) for s in sequences]), 1)
 
 
 def definition(c, sequences):
-    """Return the loss, and its derivative in log-prob and entropy: {(place, t): (dlp, dH)}."""
-    Z, total, slopes = denominator(c, sequences), 0.0, {}
-    for s in sequences:
-        weight = 1 / max(sum(s.mask), 1) if c.aggregation == "sequence_mean" else 1.0
-        for t, loss, slope, slope_H in terms_of(c, s):
-            total += weight * loss / Z
-            slopes[s.place, t] = weight * slope / Z, weight * slope_H / Z
+    """Return the loss, and its derivative in log-prob and entropy: {(place, t): (dlp, dH)}.
+
+    c.mistake(c, s, terms): changes the terms of a sequence, if a mistake is planted.
+    """
+    rows, total, slopes = [trained(s) for s in sequences], 0.0, {}
+    _, found = D.definition(c, rows, denominator(c, sequences))
+    for s, row, terms in zip(sequences, rows, found):
+        getattr(c, "mistake", lambda *_: None)(c, row, terms)
+        for t, term in zip(at(s), terms):
+            total += term.share * term.loss
+            slopes[s.place, t] = term.share * term.dlp, term.share * term.dH
     return total, slopes
 
 
-def clip(g, norm, max_norm):
-    """Return the gradient, scaled to at most max_norm if its norm is `norm`. 0: no clip."""
-    return g * min(1.0, max_norm / (norm + 1e-6)) if max_norm else g
+def advantages(c, sequences):
+    """Return the advantage of each sequence from the rewards of its group."""
+    groups = parts_by(sequences, "groups").values()
+    found = D.advantages(c, [[s.rewards for s in group] for group in groups])
+    by_place = {s.place: A for group, row in zip(groups, found) for s, A in zip(group, row)}
+    return [by_place[s.place] for s in sequences]
 
 
-def adamw(p, g, m, v, count, h, bias_correction=True, eps_in_root=False, coupled=False):
-    """Return a parameter after one step of AdamW. The options are mistakes."""
-    beta1, beta2 = h["betas"]
-    if coupled:
-        g = g + h["weight_decay"] * p
-    else:
-        p = p * (1 - h["lr"] * h["weight_decay"])
-    m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-    if bias_correction:
-        m, v = m / (1 - beta1**count), v / (1 - beta2**count)
-    root = (v + h["eps"]).sqrt() if eps_in_root else v.sqrt() + h["eps"]
-    return p - h["lr"] * m / root
-
-
-# A step by the definition ---------------------------------------------------------------------
+def clip(c, g, norm):
+    """Return the gradient, clipped as if its norm was `norm`."""
+    return g * D.shrink(c, norm)
 
 
 def lists_of(tensors):
@@ -396,7 +299,7 @@ class Step:
     """What a trainer recorded of a step, and the same by the definition."""
 
     def __init__(self, directory, model, given):
-        self.numbers = json.loads(Path(directory, "step.json").read_text())
+        self.numbers = json.loads(Path(directory, "step.json").read_text(encoding="utf-8"))
         tensors = load_file(Path(directory, "step.safetensors"))
         self.c = settings_of(self.numbers.get("settings", {}) | given)
         self.sequences = lists_of(tensors)
@@ -426,9 +329,10 @@ class Step:
         self.micro_batches = max(s.micro_batch for s in self.sequences) + 1
         self.graph = None
 
-    def run_model(self, temperature, shift=0):
+    def run_model(self, temperature, model=None):
         """Compute log-probs and entropies with a graph. Return the former, a list of lists."""
-        self.graph = [score(self.model, s, temperature, shift) for s in self.sequences]
+        model = model or self.model
+        self.graph = [score(model, s, temperature) for s in self.sequences]
         for s, (lp, H) in zip(self.sequences, self.graph):
             s.lp, s.H = lp.tolist(), H.tolist()
         return [s.lp for s in self.sequences]
@@ -454,25 +358,33 @@ class Step:
         parts = flat.split([p.numel() for p in self.named.values()])
         return {n: x.view_as(p) for (n, p), x in zip(self.named.items(), parts)}
 
-    def update(self, g, decay=None, **mistakes):
-        """Return the weights after AdamW's step with a clipped gradient, flat."""
+    def update(self, g, change=lambda a: a):
+        """Return the weights after AdamW's step with a clipped gradient, flat.
+
+        change: gets and returns the arguments of `adamw` for one parameter: a mistake.
+        """
         c, optimizer, result = self.c, self.numbers["optimizer"], []
         groups = {n.removeprefix("module.").removeprefix("_orig_mod."): group
                   for group in optimizer["groups"] for n in group["names"]}  # fmt: skip
-        largest = max(group["weight_decay"] for group in optimizer["groups"])
-        g, before = self.split(g), self.split(self.flat["before"])
         zeros = torch.zeros_like(self.flat["before"])
         m, v = (self.split(self.flat.get(kind, zeros)) for kind in ("exp_avg", "exp_avg_sq"))
-        for name, p in before.items():
-            h = dict(groups[name])
-            if (decay or c.decay) != "groups":
-                decays = (decay or c.decay) == "all" or p.dim() >= 2
-                h["weight_decay"] = largest if decays else 0.0
-            h |= mistakes.get("h", {})
-            options = {k: x for k, x in mistakes.items() if k not in ("h", "count")}
-            count = optimizer["step"] + mistakes.get("count", 0)
-            result.append(adamw(p, g[name], m[name], v[name], count, h, **options).flatten())
+        g = self.split(g)
+        for name, p in self.split(self.flat["before"]).items():
+            a = dict(h=dict(groups[name]), count=optimizer["step"], weight=p, m=m[name], v=v[name],
+                     g=g[name])  # fmt: skip
+            a = a if c.decay == "groups" else self.decaying(c.decay)(a)
+            result.append(D.adamw(**change(a))[0].flatten())
         return torch.cat(result)
+
+    def decaying(self, which):
+        """Return a `change` of AdamW: which weights decay, all or matrices."""
+        largest = max(group["weight_decay"] for group in self.numbers["optimizer"]["groups"])
+
+        def change(a):
+            decays = which == "all" or a["weight"].dim() >= 2
+            return a | dict(h=a["h"] | dict(weight_decay=largest if decays else 0.0))
+
+        return change
 
     def update_error(self, after, g=None):
         """Return how far recorded new weights are from others, relative to the step."""
@@ -487,7 +399,7 @@ class Step:
     def errors(self, g, norm=None, clipped=None):
         """Return {quantity: relative error} of what was recorded of a gradient."""
         norm = g.norm().item() if norm is None else norm
-        clipped = clip(g, norm, self.c.max_grad_norm) if clipped is None else clipped
+        clipped = clip(self.c, g, norm) if clipped is None else clipped
         result = {}
         if self.numbers.get("grad_norm") is not None:
             result["gradient norm"] = abs(self.numbers["grad_norm"] - norm) / max(norm, 1e-300)
@@ -544,6 +456,21 @@ def gradient_mistakes(step):
 
     def settings(**changes):
         return [(1.0, SimpleNamespace(**vars(c) | changes), S)]
+
+    def reversed_k3(c, s, terms):
+        for term, lp, ref in zip(terms, s.lp, s.ref):
+            k, slope = D.KLS["k3"](ref - lp, 1.0)
+            term.loss += c.kl_coef * (k - term.k)
+            term.dlp += c.kl_coef * (-slope - term.dk)
+
+    def k3_times_sequence_ratio(c, s, terms):
+        # The ratio of the sequence has a gradient in each of its tokens.
+        N = max(len(terms), 1)
+        ratio = math.exp(sum(lp - old for lp, old in zip(s.lp, s.old)) / N)
+        mean = sum(term.k for term in terms) / N
+        for term in terms:
+            term.loss += c.kl_coef * (ratio - 1) * term.k
+            term.dlp += c.kl_coef * (ratio * (term.dk + mean) - term.dk)
 
     def masks(mask_of):
         return [(1.0, c, [replace(s, mask=mask_of(s)) for s in S])]
@@ -629,11 +556,12 @@ def gradient_mistakes(step):
 
     # The KL and the entropy.
     if c.kl_coef and S[0].ref_logprobs is not None:
-        for kl in (*CHOICES["kl"], "k3_reversed", "k3_sequence_ratio"):
+        for kl in CHOICES["kl"]:
             if kl != c.kl:
-                name = {"k3_sequence_ratio": "k3 times the sequence's ratio",
-                        "k3_reversed": "k3 with its arguments swapped"}.get(kl, kl)  # fmt: skip
-                yield f"the KL is {name}, not {c.kl}", settings(kl=kl)
+                yield f"the KL is {kl}, not {c.kl}", settings(kl=kl)
+        for text, mistake in (("k3 with its arguments swapped", reversed_k3),
+                              ("k3 times the sequence's ratio", k3_times_sequence_ratio)):
+            yield f"the KL is {text}, not {c.kl}", settings(kl="k3", mistake=mistake)
         yield "the KL is missing", settings(kl_coef=0.0)
         yield "the KL is to old_logprobs, not to the reference", [
             (1.0, c, [replace(s, ref_logprobs=s.old_logprobs or s.lp) for s in S])]  # fmt: skip
@@ -658,7 +586,7 @@ def clip_mistakes(step):
     recorded = step.numbers.get("grad_norm")
     yield "the gradient is not clipped", norm, g
     yield "the gradient is scaled to max_grad_norm, even if it is smaller", norm, g * limit / norm
-    own = torch.cat([clip(x, x.norm().item(), limit).flatten() for x in step.split(g).values()])
+    own = torch.cat([clip(c, x, x.norm().item()).flatten() for x in step.split(g).values()])
     yield "each parameter is clipped by its own norm", norm, own
     yield "each entry is clipped, not the norm", norm, g.clamp(-limit, limit)
     for r in range(R if R > 1 else 0):
@@ -666,33 +594,45 @@ def clip_mistakes(step):
                   for x in step.split(g).values()]  # fmt: skip
         local = torch.cat(shards).norm().item()
         yield f"the norm is of rank {r}'s shard, not of the whole gradient", local, clip(
-            g, local, limit)  # fmt: skip
+            c, g, local)  # fmt: skip
 
     # The clip before the sum: of each rank's gradient, or of each micro-batch's.
     for text, keys in (("rank's", ("rank",)), ("micro-batch's", ("rank", "micro_batch"))):
         parts = [step.gradient([(denominator(c, part) / Z, c, part)])[1]
                  for part in parts_by(step.sequences, *keys).values()]  # fmt: skip
         for scale in {1, R if keys == ("rank",) else 1}:
-            clipped = sum(clip(x * scale, x.norm().item() * scale, limit) / scale for x in parts)
+            clipped = sum(clip(c, x, x.norm().item() * scale) for x in parts)
             yield f"each {text} gradient is clipped, before they are added", recorded, clipped
 
 
 def update_mistakes(step):
-    """Yield (text, options of Step.update): what AdamW may do otherwise."""
-    groups = step.numbers["optimizer"]["groups"]
-    yield "AdamW's bias correction is missing", dict(bias_correction=False)
-    yield "eps is inside the square root", dict(eps_in_root=True)
-    yield "the decay is coupled: it is part of the gradient", dict(coupled=True)
-    yield "norms and biases decay too", dict(decay="all")
-    yield "norms and biases do not decay", dict(decay="matrices")
-    yield "no weight decays", dict(h=dict(weight_decay=0.0))
-    yield "AdamW's step count is one too small", dict(count=-1)
-    yield "AdamW's step count is one too large", dict(count=1)
-    beta1, beta2 = groups[0]["betas"]
-    yield "the betas are swapped", dict(h=dict(betas=(beta2, beta1)))
+    """Yield (text, change of AdamW's arguments): what AdamW may do otherwise."""
+
+    def settings(**changes):
+        return lambda a: a | dict(h=a["h"] | changes)
+
+    def eps_in_root(a):  # sqrt(v + eps) is the root of another v
+        beta2, eps = a["h"]["betas"][1], a["h"]["eps"]
+        v = a["v"] + eps * (1 - beta2 ** a["count"]) / beta2
+        return a | dict(h=a["h"] | dict(eps=0.0), v=v)
+
+    def coupled(a):
+        g = a["g"] + a["h"]["weight_decay"] * a["weight"]
+        return a | dict(h=a["h"] | dict(weight_decay=0.0), g=g)
+
+    yield "AdamW's bias correction is missing", lambda a: a | dict(count=math.inf)
+    yield "eps is inside the square root", eps_in_root
+    yield "the decay is coupled: it is part of the gradient", coupled
+    yield "norms and biases decay too", step.decaying("all")
+    yield "norms and biases do not decay", step.decaying("matrices")
+    yield "no weight decays", settings(weight_decay=0.0)
+    yield "AdamW's step count is one too small", lambda a: a | dict(count=a["count"] - 1)
+    yield "AdamW's step count is one too large", lambda a: a | dict(count=a["count"] + 1)
+    h = step.numbers["optimizer"]["groups"][0]
+    yield "the betas are swapped", settings(betas=h["betas"][::-1])
     for k, text in factors_of(step).items():
-        yield f"the learning rate is {k:.4g} times the recorded one: {text}", dict(
-            h=dict(lr=groups[0]["lr"] * k))  # fmt: skip
+        yield f"the learning rate is {k:.4g} times the recorded one: {text}", settings(
+            lr=h["lr"] * k)  # fmt: skip
 
 
 # The checks -----------------------------------------------------------------------------------
@@ -709,7 +649,16 @@ def check_logprobs(step):
 
     def error(lps):
         return max((abs(s.logprobs[t] - lp[t]) / (1 + abs(lp[t])) for s, lp in zip(S, lps)
-                    for t, on in enumerate(s.mask) if on), default=0.0)  # fmt: skip
+                    for t in at(s)), default=0.0)  # fmt: skip
+
+    def shifted(by):
+        def model(tokens):
+            logits = step.model(tokens)
+            logits = logits if torch.is_tensor(logits) else logits.logits
+            places = torch.arange(tokens.shape[1]) + by
+            return logits[:, places.clamp(0, tokens.shape[1] - 1)]
+
+        return model
 
     first = error(step.run_model(c.temperature))
     if first <= step.tolerance:
@@ -720,8 +669,8 @@ def check_logprobs(step):
         ("log-probs are at temperature 1", dict(temperature=1.0)),
         ("log-probs are divided by the temperature twice", dict(temperature=T * T)),
         ("logits are multiplied by the temperature", dict(temperature=1 / T)),
-        ("log-probs are shifted: of the logits at the token itself", dict(shift=1)),
-        ("log-probs are shifted: of the logits two tokens before", dict(shift=-1)),
+        ("log-probs are shifted: of the logits at the token itself", dict(model=shifted(1))),
+        ("log-probs are shifted: of the logits two tokens before", dict(model=shifted(-1))),
     ):
         if error(step.run_model(**dict(temperature=T) | changes)) <= step.tolerance:
             return text, f"largest error {first:.2g}"
@@ -732,9 +681,9 @@ def check_logprobs(step):
     if moved and max(moved) <= step.tolerance:
         return "log-probs are recorded in the wrong column", f"largest error {first:.2g}"
     s = found[0] if found else S[0]
-    at = max((t for t, on in enumerate(s.mask) if on), key=lambda t: abs(s.logprobs[t] - s.lp[t]))
-    return "unexplained", (f"{len(found)} of {len(S)} sequences; sequence {s.place}, token {at} "
-                           f"has {s.logprobs[at]:.6g}, expected {s.lp[at]:.6g}")  # fmt: skip
+    t = max(at(s), key=lambda t: abs(s.logprobs[t] - s.lp[t]))
+    return "unexplained", (f"{len(found)} of {len(S)} sequences; sequence {s.place}, token {t} "
+                           f"has {s.logprobs[t]:.6g}, expected {s.lp[t]:.6g}")  # fmt: skip
 
 
 def check_advantages(step):
@@ -751,13 +700,18 @@ def check_advantages(step):
     def error(other):
         size = max(max(map(abs, other)), 1e-300)
         return max((abs(s.advantages[t] - A) / size for s, A in zip(S, other)
-                    for t, on in enumerate(s.mask) if on), default=0.0)  # fmt: skip
+                    for t in at(s)), default=0.0)  # fmt: skip
 
     if error(want) <= step.tolerance:
         return "", f"largest error {error(want):.1e}"
 
-    def other(sequences=S, unbiased=True, **changes):
-        return advantages(SimpleNamespace(**vars(c) | changes), sequences, unbiased)
+    def other(sequences=S, **changes):
+        return advantages(SimpleNamespace(**vars(c) | changes), sequences)
+
+    def biased(s, A):
+        compared = S if c.advantage == "batch_std" else parts_by(S, "groups")[s.groups,]
+        R = [x.rewards for x in compared]
+        return A * (D.spread(R, free=1) + c.std_eps) / (D.spread(R) + c.std_eps)
 
     size = len(parts_by(S, "groups")[S[0].groups,])
     by_rank = [x for part in parts_by(S, "rank").values() for x in zip(part, other(part))]
@@ -772,7 +726,7 @@ def check_advantages(step):
     kinds = [(f"advantages are {x}, not {c.advantage}", other(advantage=x))
              for x in CHOICES["advantage"] if x != c.advantage]  # fmt: skip
     found = [text for text, values in (
-        ("advantages use a biased standard deviation", other(unbiased=False)),
+        ("advantages use a biased standard deviation", [biased(s, A) for s, A in zip(S, want)]),
         ("advantages are not divided by a standard deviation: group_mean, not group_std",
          other(advantage="group_mean") if c.advantage == "group_std" else want),
         ("advantages are divided by the batch's std, not the group's: batch_std, not group_std",
@@ -788,24 +742,24 @@ def check_advantages(step):
         ("groups are taken as every n-th sequence",
          other([replace(s, groups=i % max(len(S) // size, 1)) for i, s in enumerate(S)])),
         ("advantages are whitened once more over the step",
-         [(A - mean) / (std(want) + 1e-8) for A in want]),
+         [(A - mean) / (D.spread(want, free=1) + 1e-8) for A in want]),
         ("advantages are centred once more over the step's tokens",
          [A - mean_of_tokens for A in want]),
         ("advantages have the wrong sign", [-A for A in want]),
     ) if error(values) <= step.tolerance]  # fmt: skip
-    pairs = [(s.advantages[t], A) for s, A in zip(S, want) for t, on in enumerate(s.mask) if on]
+    pairs = [(s.advantages[t], A) for s, A in zip(S, want) for t in at(s)]
     size = sum(b * b for _, b in pairs)
     k = sum(a * b for a, b in pairs) / max(size, 1e-300)
     if not found and error([k * A for A in want]) <= step.tolerance:
         found = [f"advantages are {k:.6g} times the definition's"]
-    at = max(range(len(pairs)), key=lambda i: abs(pairs[i][0] - pairs[i][1]))
-    return join(found) or "unexplained", f"{pairs[at][0]:.6g}, expected {pairs[at][1]:.6g}"
+    got, due = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
+    return join(found) or "unexplained", f"{got:.6g}, expected {due:.6g}"
 
 
 def explain_gradient(step, g):
     """Return which mistakes give the recorded gradient."""
     found = []
-    right = clip(g, g.norm().item(), step.c.max_grad_norm)
+    right = clip(step.c, g, g.norm().item())
     for text, norm, clipped in clip_mistakes(step):
         # A rule that changes nothing in this step explains nothing.
         if (clipped - right).norm() <= step.tolerance * right.norm():
@@ -837,7 +791,7 @@ def describe_gradient(step, g):
         k, Z = step.numbers["grad_norm"] / norm, denominator(step.c, step.sequences)
         text.append(f"norm {k:.6g} times the definition's, as if Z were {Z / k:.6g} and not {Z}")
     if "grad" in step.flat:
-        got, want = step.flat["grad"], clip(g, norm, step.c.max_grad_norm)
+        got, want = step.flat["grad"], clip(step.c, g, norm)
         cosine = (got @ want / (got.norm() * want.norm()).clamp(min=1e-300)).item()
         text.append(f"cosine {cosine:.6f}")
         errors = {n: ((x - y).norm() / y.norm().clamp(min=1e-300)).item() for (n, x), y in
@@ -896,7 +850,7 @@ def check(directory, model, given=None):
     if not step.can_update():
         row("weights", "not checked", "the dump has no after, no moments or no optimizer")
         return rows, step
-    used = step.flat.get("grad", clip(g, g.norm().item(), c.max_grad_norm))
+    used = step.flat.get("grad", clip(c, g, g.norm().item()))
     noise = None if "grad" in step.flat else used
     error = step.update_error(step.update(used), noise)
     if error <= step.tolerance:
@@ -904,8 +858,8 @@ def check(directory, model, given=None):
     elif term and "grad" not in step.flat:
         row("weights", "departs", f"{term} (by {error:.3g} of the update)")
     else:
-        found = [text for text, options in update_mistakes(step)
-                 if step.update_error(step.update(used, **options), noise) <= step.tolerance]
+        found = [text for text, change in update_mistakes(step)
+                 if step.update_error(step.update(used, change), noise) <= step.tolerance]
         if not found and update_alone:
             found = [explain_gradient(step, g)]
         got, want = (x - step.flat["before"] for x in (step.flat["after"], step.update(used)))
@@ -919,7 +873,8 @@ def check_loss(step, loss, row):
     """Compare the loss that the trainer reports."""
     got, plan = step.numbers["loss"], [(1.0, step.c, step.sequences)]
     Z = denominator(step.c, step.sequences)
-    size = sum(abs(x) for s in step.sequences for _, x, *_ in terms_of(step.c, s)) / Z
+    size = sum(abs(term.loss) for s in step.sequences
+               for term in D.terms_of(step.c, trained(s))) / Z  # fmt: skip
     size = max(size / 10, abs(loss), 1e-300)
 
     def loss_of(plan):
@@ -939,27 +894,7 @@ def check_loss(step, loss, row):
 
 def settings_of(given):
     """Return the settings with all defaults filled in."""
-    for name in given:
-        if name not in DEFAULTS:
-            raise ValueError(f"settings: expected one of {', '.join(DEFAULTS)}, got {name!r}")
-    settings = DEFAULTS | given
-    for name, allowed in CHOICES.items():
-        if settings[name] not in allowed:
-            raise ValueError(f"{name}: expected {' | '.join(allowed)}, got {settings[name]!r}")
-    return SimpleNamespace(**settings)
-
-
-def load(target):
-    """Import MODULE:function or FILE.py:function."""
-    file, _, name = target.rpartition(":")
-    sys.path[:0] = [str(Path.cwd()), str(Path(file).resolve().parent)]
-    if not file.endswith(".py"):
-        return getattr(importlib.import_module(file), name)
-    specification = importlib.util.spec_from_file_location(Path(file).stem, file)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[Path(file).stem] = module
-    specification.loader.exec_module(module)
-    return getattr(module, name)
+    return kit.checked(DEFAULTS, CHOICES, given)
 
 
 def main(argv):
@@ -973,17 +908,14 @@ def main(argv):
     # Settings may stand after --model.
     options = parser.parse_intermixed_args(argv)
     try:
-        given = {}
-        for name, _, value in (text.partition("=") for text in options.settings):
-            is_text = value.replace("_", "a").isalnum() and not value[0].isdigit()
-            is_text &= value not in ("true", "false", "null")
-            given[name] = value if is_text else json.loads(value)
-        rows, step = check(options.dump, load(options.model)(), given)
+        pairs = [text.partition("=") for text in options.settings]
+        given = {name: kit.value_of(value) for name, _, value in pairs}
+        rows, step = check(options.dump, kit.load(options.model)(), given)
     except Exception as error:
         said = str(error).split("\n")[0]
         print(f"step.py: error: {type(error).__name__}: {said}", file=sys.stderr)
         return 2
-    changed = [f"{k}={v}" for k, v in vars(step.c).items() if v != DEFAULTS[k]]
+    changed = [f"{k}={getattr(step.c, k)}" for k, v in DEFAULTS.items() if v != getattr(step.c, k)]
     count = f"{len(step.sequences)} sequences, {step.ranks} ranks"
     count += f", {step.micro_batches} micro-batches"
     print(" ".join([options.dump, *changed]), f"   {count}, {step.dtype}", sep="\n")

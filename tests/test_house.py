@@ -142,7 +142,7 @@ def test_every_tag_ends_in_a_test_that_exists(path):
         assert not tagged or re.search(ending, comment), comment
 
 
-@pytest.mark.parametrize("path", [*FIVE, ROOT / "full/byhand.py"], ids=lambda x: x.stem)
+@pytest.mark.parametrize("path", [*FIVE, ROOT / "conformance/definition.py"], ids=lambda x: x.stem)
 def test_every_equation_of_a_docstring_has_a_line_of_code(path):
     """In a docstring an equation begins a line as (n); the line that computes it names (n)."""
     numbered = set(re.findall(r"^ +\((\d+)\)", ast.get_docstring(tree_of(path), clean=False), re.M))

@@ -1,6 +1,6 @@
 """What `python -m full check grpo | bench` run.
 
-check: whole steps against audit.py, the gradient's invariances, and the matrix: every plan, tree
+check: whole steps against byhand.py, the gradient's invariances, and the matrix: every plan, tree
 mode and family of models against one process that trains without trees, in float64. Cells that say
 `mixed` compute in float32, with masters in float64, and are off by what float32 products are.
 bench: seconds by phase, tokens a second, and what sharing prefixes gains against its bound.
@@ -26,18 +26,18 @@ from oracles import LiveBytes
 from measure_models import QWEN3_06B
 
 import ring_attention as ring
-from full.audit import Case, groups_again
 from full.batches import RolloutQueue, SampledBatch, collect
+from full.byhand import Step, metrics_by_hand, teaches
 from full.check import tiny_model
 from full.checkpoint import write_checkpoint
 from full.config import LORA_TARGETS, Config
-from full.expected import Exact, metrics_by_hand
 from full.hf import save_hf
 from full.logs import do_step, rollout_line
 from full.lora import add_factors, is_factor, take_factors
 from full.model_config import ModelConfig
 from full.optimizer import clip_grad_norm, persistent_buffers, tensors_of, weights_to_store
 from full.places import full
+from full.recorded import Case, groups_again
 from full.ranks import connect
 from full.run import ONE_PROCESS, build, build_teacher, own_shape
 from full.tasks import Task
@@ -133,7 +133,7 @@ def has_truncated(batch):
 
 
 def step_error(device="cpu", **changes) -> float:
-    """The second step of a run against audit.py: the worst of metrics and parameters.
+    """The second step of a run against byhand.py: the worst of metrics and parameters.
 
     The run's step is done on the device, the step by hand on the CPU.
     """
@@ -173,17 +173,17 @@ def step_error(device="cpu", **changes) -> float:
         alone = dataclasses.replace(config, device="cpu", **ONE_PROCESS)
         files = SimpleNamespace(path=folder, config=alone)
         case = Case(files, task, 1, folder, lines, before=folder / "step-00000001")
-        state = case.state(Exact, torch.float64)
         groups = groups_again(config, task, 1, lines)
-        truth = metrics_by_hand(config, groups, state, 1, batch.sampled_by)
+        step = Step(case, [group for group in groups.values() if teaches(config, group)])
+        truth = metrics_by_hand(case, groups, step, batch.sampled_by)
     missing = found.keys() ^ truth.keys()
     not_by_hand = {"logprob_gap/identical", "seconds/rollout", "seconds/wait_train"}
     if config.tree != "disabled":
         not_by_hand.add("tokens/trained")
     assert missing <= not_by_hand, missing
     assert trainer.policy_version > 1 and (config.overlong != "filter" or has_truncated(batch))
-    worst = [abs(found[name] - x.value) / max(1.0, abs(x.value)) for name, x in truth.items()]
-    hand = state.weights | persistent_buffers(state.model)
+    worst = [abs(found[name] - x) / max(1.0, abs(x)) for name, (x, *_) in truth.items()]
+    hand = step.weights | persistent_buffers(step.policy)
     tensors = {name: p for name, p in model.named_parameters() if p.requires_grad}
     tensors |= persistent_buffers(model)
     worst += [(x.cpu() - hand[name]).abs().max().item() for name, x in tensors.items()]

@@ -21,7 +21,6 @@ from full.batches import masked_attention
 from full.check import tiny, tiny_model
 from full.chunks import tree_backward
 from full.config import Config
-from full.expected import Rounding
 from full.experts import Balance
 from full.hf import save_hf
 from full.masks import Mask
@@ -251,16 +250,10 @@ AUDITED = "one", "p2", "t2", "sparse t2", "dta t2e2", "float32"
 
 
 @pytest.mark.parametrize("name", shortened(AUDITED, "one"))
-def test_a_run_of_any_plan_is_audited(flags, tmp_path, capsys, monkeypatch, name):
+def test_a_run_of_any_plan_is_audited(flags, tmp_path, capsys, name):
     """Loss, load, gradient and the bias behind the step, by plain loops."""
     world, more = RUNS[name]
-    run, undecided, each = tmp_path / "run", Rounding.undecided, {}
-
-    def watched(self, exact, rounded):
-        each[exact.margins.size, exact.value] = exact.each
-        return undecided(self, exact, rounded)
-
-    monkeypatch.setattr(Rounding, "undecided", watched)
+    run = tmp_path / "run"
     more += " --save-every 1 --keep 9 --prompts 3 --group 4"
     ranks(tmp_path, world, _train, flags(2, more), run)
     assert main(["audit", str(run), "--all", "--step", "1"]) == 0
@@ -269,16 +262,6 @@ def test_a_run_of_any_plan_is_audited(flags, tmp_path, capsys, monkeypatch, name
     for key in (*losses, "experts/load_max", "grad_norm", "votes"):
         assert name == "float32" or rows[key][2] < 1e-10
     assert all(rows[key][0] > 0.5 for key in losses[:1]) and rows["votes"][0] > 0
-
-    # How far one choice that rounding decides may move a metric: an expert, of 8 for each token of
-    # the smaller update and 2 a token, in 3 layers; a game, of 70.
-    def sizes(key):
-        return [x for x in each if x[1] == pytest.approx(rows[key][1], rel=1e-3)]
-
-    whole, first = max(sizes("experts/load_max")), max(sizes("experts/load_max_first"))
-    smaller = min(first[0], whole[0] - first[0])
-    assert each[whole] == pytest.approx(4 * 3 / smaller)
-    assert [each[x] for x in sizes("eval/solved") if x[0] == 70] == [pytest.approx(1 / 70)]
 
     # A metric that was changed by a little is seen.
     lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]

@@ -15,14 +15,16 @@ import pytest
 import torch
 from conftest import ROOT, LOOKUP, batch_of
 
+from conformance.definition import Sequence, definition, learning_rate
 from full.advantages import gae
 from full.batches import SampledBatch, collect
-from full.byhand import Recorded, loss_definition, rate_by_hand, score_alone
+from full.byhand import read, settings
 from full.check import TINY, tiny_model
 from full.config import LOSS_SETTINGS, Config, choices_of
 from full.metrics import METRICS, Metric
 from full.objectives import grpo_loss, loss_denominator
 from full.packing import pack
+from full.recorded import Recorded
 from full.rollouts import Trajectory, demonstrations
 from full.run import build
 from full.text import make_task
@@ -129,30 +131,33 @@ def test_the_slow_definition_gives_the_loss_its_gradient_and_its_sums(options, c
         loss, sums, grads = loss_of(made(), config, 17.0, critic)
 
         # By loops over the sampled tokens of each row.
-        x, rows = with_leaves(made()), []
+        x, rows, masks = made(), [], []
+        names = dict(lp="lp", old="old", A="A", smp="sampler_BT", ref="ref_BT", H="entropy_BT")
+        if critic:
+            names |= dict(v="value_BT", v_old="old_value_BT", g="return_BT")
         for b in range(1, 5):
-            on = x["mask"][b]
-            s = Recorded(0, b, [], [], x["sampler_BT"][b][on].tolist(), [], False)
-            s.w = 1 / int(on.sum()) if aggregation == "sequence_mean" else 1.0
-            s.lp, s.H, values = (list(x[name][b][on]) for name in LEAVES)
-            s.v = values if critic else None
-            names = dict(A="A", old="old", ref="ref_BT", v_old="old_value_BT", g="return_BT")
-            vars(s).update({key: x[name][b][on].tolist() for key, name in names.items()})
-            rows.append(s)
-        found = loss_definition(rows, 17.0, config)
-        (found + 0 * sum(x[name].sum() for name in LEAVES)).backward()
-        assert found.item() == pytest.approx(loss, abs=1e-13)
-        assert (torch.stack([x[name].grad for name in LEAVES]) - grads).abs().max() < 1e-13
-        terms = [term for s in rows for term in s.terms]
-        names = dict(
-            part="loss/token_mean", clips="ratio/clipped_fraction", H="entropy/token_mean",
-            k="kl/token_mean", r="ratio/token_mean", policy="loss/policy_token_mean",
-        )  # fmt: skip
-        for name, key in (names | dict(value="value/loss") if critic else names).items():
-            total = math.fsum(term[name] for term in terms)
-            assert total == pytest.approx(sums[key].item(), abs=1e-12), key
-        masked = sum(term["x"] == 0 for term in terms)
-        assert sums["importance/masked_fraction"] == masked
+            masks.append(x["mask"][b])
+            lists = {key: x[name][b][masks[-1]].tolist() for key, name in names.items()}
+            rows.append(Sequence(**lists))
+        found, by_row = definition(settings(config), rows, 17.0)
+        assert found == pytest.approx(loss, abs=1e-13)
+        slopes = torch.zeros_like(grads)
+        for place, name in enumerate(("dlp", "dH", "dv")):
+            for b, (mask, terms) in enumerate(zip(masks, by_row), 1):
+                slopes[place, b][mask] = tensor([x.share * getattr(x, name) for x in terms])
+        assert (slopes - grads).abs().max() < 1e-13
+        terms = [term for terms in by_row for term in terms]
+        found = {
+            "loss/token_mean": [x.share * x.loss for x in terms],
+            "loss/policy_token_mean": [x.share * x.policy for x in terms],
+            "ratio/clipped_fraction": [x.clips for x in terms],
+            "kl/token_mean": [x.k for x in terms],
+            "entropy/token_mean": [x.H for x in terms], "ratio/token_mean": [x.r for x in terms],
+            "importance/masked_fraction": [x.x == 0 for x in terms],
+        }  # fmt: skip
+        found |= {"value/loss": [x.critic for x in terms]} if critic else {}
+        for key, values in found.items():
+            assert math.fsum(values) == pytest.approx(sums[key].item(), abs=1e-12), key
 
 
 @pytest.mark.parametrize("options", SETTINGS, ids=label)
@@ -223,24 +228,27 @@ def gradient(trainer, calls, Z):
 
 
 def alone(trainer, t):
-    """A trajectory by itself, as audit.py has it: log-probs and entropies from the whole model."""
+    """A trajectory by itself, as the audit has it: log-probs and entropies from the whole model."""
     at = np.flatnonzero(t.mask).tolist()
-    s = Recorded(t.group, 0, t.tokens, at, t.sampler_logprobs[at].tolist(), [], False)
-    for name, values in dict(A=t.advantages, old=t.old_logprobs, ref=t.ref_logprobs).items():
-        setattr(s, name, None if values is None else values[at].tolist())
-    s.w = 1 / len(at) if trainer.config.aggregation == "sequence_mean" else 1.0
-    s.lp, s.H, _ = score_alone(trainer.model, s, trainer.config.temperature)
-    if s.old is None:
-        s.old = [lp.item() for lp in s.lp]
-    return s
+    names = dict(A=t.advantages, old=t.old_logprobs, ref=t.ref_logprobs)
+    lists = {name: None if x is None else x[at].tolist() for name, x in names.items()}
+    s = Recorded(t.group, 0, t.tokens, at, t.sampler_logprobs[at].tolist(), **lists)
+    lp, H, _, _ = read(trainer.model, s, trainer.config.temperature)
+    s.lp, s.H = lp.tolist(), H.tolist()
+    s.old = s.lp if s.old is None else s.old
+    return s, lp, H
 
 
 def gradient_by_definition(trainer, batch, Z):
     trainer.model.zero_grad()
-    rows = [alone(trainer, t) for t in batch if t.mask.any()]
-    loss = loss_definition(rows, Z, trainer.config)
-    loss.backward()
-    return with_gradient(trainer, loss.item())
+    total = 0.0
+    for t in [t for t in batch if t.mask.any()]:
+        s, *outputs = alone(trainer, t)
+        loss, (terms,) = definition(settings(trainer.config), [s], Z)
+        slopes = [tensor([x.share * getattr(x, name) for x in terms]) for name in ("dlp", "dH")]
+        torch.autograd.backward(outputs, slopes)
+        total += loss
+    return with_gradient(trainer, total)
 
 
 OPTIONS = [
@@ -292,7 +300,7 @@ def test_supervised_steps_follow_the_mean_log_likelihood_of_demonstrations(proce
     batch = demonstrations(task, starts, (0,))
     got = gradient(trainer, [batch], trainer.loss_denominator(batch))
     trainer.model.zero_grad()
-    loss = -torch.stack([lp for t in batch for lp in alone(trainer, t).lp]).mean()
+    loss = -torch.cat([alone(trainer, t)[1] for t in batch]).mean()
     loss.backward()
     expected = with_gradient(trainer, loss.item())
     assert (got - expected).norm() <= 1e-12 * expected.norm()
@@ -466,7 +474,7 @@ def test_the_rates_are_torchtitans_schedule_whose_warm_up_is_at_most_the_whole_r
         config = Config(lr=2.0, lr_decay=decay, **how).check()
         trainer, steps = SimpleNamespace(config=config), range(config.steps)
         found = [Trainer.learning_rate(trainer, step) for step in steps]
-        by_hand = [rate_by_hand(config, step) for step in steps]
+        by_hand = [learning_rate(config, step) for step in steps]
         assert np.allclose(found, by_hand, rtol=1e-15, atol=0)
         return found
 

@@ -17,7 +17,7 @@ from test_run import good, refused
 import models
 from full import experts
 from full.audit import audited
-from full.byhand import Routes
+from full.byhand import Routing
 from full.check import tiny_model
 from full.config import Config
 from full.experts import Replay, RouteRecorder, SparseMLP
@@ -74,9 +74,9 @@ def test_a_row_records_the_experts_of_each_token_that_was_fed(slots):
         assert len(row.routes) == len(row.tokens) - 1
 
 
-def alone(model, s, **how):
+def alone(model, s):
     """Log-probs of all tokens by a forward with the callback of the audit."""
-    hidden = model.hidden(torch.tensor(s.tokens)[None], on_routing=Routes(model, s, **how))
+    hidden = model.hidden(torch.tensor(s.tokens)[None], on_routing=Routing(model, s))
     return model.logits(hidden).log_softmax(-1)
 
 

@@ -1,0 +1,399 @@
+"""What a run has recorded, and the state before a step: adds a reader to `train_grpo.train`.
+
+The files of a run's directory, its rollouts as the task says them again, the models of its
+checkpoints. Where a file is missing, the ordinary code fills it in: it goes on from the checkpoint
+before. Nothing is written in the directory.
+"""
+
+import dataclasses
+import gc
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from full.batches import Demonstrations, RolloutQueue, pending_batches
+from full.checkpoint import checkpoints, read_checkpoint
+from full.config import Config, resumed_config
+from full.engine import Engine
+from full.files import whole_lines
+from full.hf import load_hf
+from full.logs import do_step, read_reference, rollout_line
+from full.lora import take_factors
+from full.rollouts import Trajectory, at_once, draw_prompts
+from full.run import ONE_PROCESS, build, build_teacher, policy_in
+from full.tasks import asking, bare, names_of
+from full.trainer import Trainer, keep_wide
+from train_grpo import ROLLOUT
+
+
+class RunFiles:
+    """Read a run's directory: configuration, metrics, rollouts, checkpoints.
+
+    No file that the run names is imported: the auditor gives the run's FILE.py:Class and
+    FILE.py:function again, as `task` and `reward`, and its objects, if it was made by full.api.
+    """
+
+    def __init__(self, run, task="", reward="", objects=None):
+        self.path = Path(run)
+        if not (self.path / "config.json").exists():
+            raise ValueError("it holds no config.json; give the directory of a run")
+        given = {name: spec for name, spec in (("task", task), ("reward", reward)) if spec}
+        config = resumed_config(self.path / "config.json", given | names_of(objects))
+
+        # One process needs no plan and no engine, and by hand sums have any order. It keeps the
+        # run's tree.
+        self.engine, self.exact = config.engine, config.exact
+        alone = dict(device="cpu", engine="", engine_timeout=Config.engine_timeout, exact=False)
+        self.config = dataclasses.replace(config, **alone, **ONE_PROCESS).check()
+
+        # A line a step, from 0. The last one may be torn, if the run was killed or is alive.
+        self.metrics = whole_lines(self.path / "metrics.jsonl")
+        for n, line in enumerate(self.metrics):
+            if line.get("step") != n:
+                raise ValueError(f"line {n + 1} of metrics.jsonl is of step {line.get('step')!r}")
+        self.checkpoints = {int(path.name[5:]): path for path in checkpoints(self.path)}
+
+    def chosen_step(self, step) -> int:
+        """Return the step to audit. None: the last that a checkpoint's weights sampled, or 0."""
+        if not self.metrics:
+            raise ValueError("metrics.jsonl holds no whole line")
+        last = len(self.metrics) - 1
+        if step is None:
+            sampled = [n + self.config.staleness for n in self.checkpoints]
+            return max([n for n in sampled if n <= last], default=0)
+        if not 0 <= step <= last:
+            raise ValueError(f"metrics.jsonl has no step {step}: its lines are of 0 to {last}")
+        return step
+
+    def rollouts(self, step, shape):
+        """Return {group: lines} of a step if all its rollouts are there, else None."""
+        groups = {}
+        for number, line in enumerate(whole_lines(self.path / "rollouts.jsonl"), 1):
+            if line.get("step") != step:
+                continue
+            try:
+                t = Trajectory.from_json(line["group"], line | {"path": []}, shape)
+                if self.config.replay_routes and t.routes is None:
+                    raise ValueError("expected routes")
+                groups.setdefault(t.group, {})[line["rollout"]] = line
+                A = line["advantage"]  # None: the group was not trained on
+                if len(t.tokens) < 2 or (A is not None and np.shape(A) != t.mask.shape):
+                    raise ValueError("expected a number for each target")
+                np.array(A, dtype=float)
+            except (ValueError, TypeError, KeyError) as error:
+                text = f"rollouts.jsonl line {number} is not a rollout: {error}"
+                raise ValueError(text) from error
+
+        # At an evaluation step only one group is there, and of a torn file the last is not whole.
+        whole = all(group.keys() == {*range(self.config.group)} for group in groups.values())
+        if not whole or groups.keys() != {*range(max(len(groups), self.config.prompts))}:
+            return None
+        return {n: [groups[n][i] for i in sorted(groups[n])] for n in sorted(groups)}
+
+
+# Rollouts ----------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Recorded:
+    """A rollout from the run's files, and what the step by hand makes of it.
+
+    Its lists have one entry for each sampled token. They have the names of a Sequence of
+    conformance/definition.py.
+    """
+
+    group: int
+    number: int  # in its group
+    tokens: list
+    # Where the sampled tokens are: tokens[at + 1] is predicted from tokens[: at + 1].
+    at: list = field(default_factory=list)
+    smp: list = field(default_factory=list)  # log-probs by the sampler, as the run recorded them
+    rewards: list = field(default_factory=list)  # (`at` of a turn's last token, reward)
+    truncated: bool = False
+    reward: float = 0.0  # the sum of `rewards`
+    prompt: int = 0  # number of tokens before the policy's first turn
+    differs: int = 0  # wrong or missing tokens in what the task said
+    routes: list | None = None  # [token][layer] -> the sampler's experts, of all tokens but one
+    spelled: object = None  # spelled(model, tokens) -> logits: replaces the model's own code
+    lp: list | None = None
+    old: list | None = None
+    ref: list | None = None
+    A: list | None = None
+    H: list | None = None
+    v: list | None = None
+    v_old: list | None = None
+    g: list | None = None
+    terms: list = field(default_factory=list)  # the definition's, of each sampled token
+
+    @property
+    def targets(self):
+        return [self.tokens[at + 1] for at in self.at]
+
+
+def groups_again(config, task, step, lines) -> dict:
+    """Return {group: Recorded rollouts} of lines of rollouts.jsonl."""
+    # The prompts are a function of (seed, step, group).
+    first = step * config.prompts * config.max_rounds
+    groups = {}
+    for n, state, prompt in draw_prompts(config, task, ROLLOUT, step, lines, first=first):
+        groups[n] = []
+        for i, line in enumerate(lines[n]):
+            s = Recorded(n, i, line["tokens"], routes=line.get("routes"))
+            play_again(config, task, state, prompt, s)
+            s.smp = [line["logprobs"][at] for at in s.at]
+            groups[n].append(s)
+    return groups
+
+
+def play_again(config, task, state, prompt, s):
+    """Say the sampled tokens of a recorded rollout to the task again, and fill in `s`.
+
+    The task says which tokens were not sampled, what each turn earns, and where the rollout ends.
+    """
+    # Where the task spoke, the tokens must be the task's. All others were sampled.
+    #
+    #     ?  3  .  higher  5  .        the prompt, a turn, the reply, a turn
+    #        x  x          x  x        sampled: targets 0 1 and 3 4, in `at`
+    tokens = s.tokens
+    s.prompt = place = turn = len(prompt)
+    s.differs = max(0, len(prompt) - len(tokens))
+    s.differs += len([token for token, said in zip(prompt, tokens) if token != said])
+    ended = False
+    while place < len(tokens) and not ended:
+        s.at.append(place - 1)
+        place += 1
+        if tokens[place - 1] not in task.end:
+            continue
+
+        # The turn is over. The task's reply follows, as far as there is room. Rewards are added as
+        # the run adds them, since two sums may be compared: 0.1 + 0.2 + 0.3 is more than 0.3 + 0.3.
+        with asking(task):
+            state, reply, reward = task.reply(state, tokens[turn:place])
+        reward = float(bare(reward))
+        s.rewards.append((place - 2, reward))
+        s.reward += reward
+        ended = reply is None
+        reply = reply or ()
+        s.differs += len([token for token, said in zip(reply, tokens[place:]) if token != said])
+        place = turn = place + len(reply)
+
+    # A rollout ends where the task says so, or at the limit. Tokens past its end were never said,
+    # and a rollout that neither ended nor met the limit lacks some.
+    limit = len(prompt) + config.max_new_tokens
+    s.truncated = not ended
+    s.differs += abs(len(tokens) - (min(place, limit) if ended else limit))
+
+
+def shares(c, s, at) -> list:
+    """Return for each turn of s up to target `at` which rollouts share it: the first, how many."""
+    # With 2 forks at each of 2 turns a prompt is played for 4 rollouts until turn 1 ends, then for
+    # 2 until turn 2 ends. Rollout 3 shares its turns with rollouts 0 to 3, with 2 and 3, with none.
+    found = []
+    for turn in range(1 + len([end for end, _ in s.rewards if end < at])):
+        share = c.forks ** max(0, c.fork_turns - turn)
+        found.append((s.number - s.number % share, share))
+    return found
+
+
+class Replay(Engine):
+    """An engine that answers each turn with the tokens that rollouts.jsonl holds.
+
+    lines: {step: {group: its lines}}.
+    """
+
+    start = staticmethod(at_once)
+
+    def __init__(self, lines):
+        self.urls = [""]
+        self.group = None
+        self.lines = lines
+
+    def push(self, model, optimizer, version):
+        """Do nothing, because the recorded tokens need no weights."""
+
+    def turn(self, url, row, limit, temperature, end) -> bool:
+        """Append what is queued, then the recorded turn. Return whether an end token ended it."""
+        while row.queue and row.new < limit:
+            row.append(None, 0.0)
+        line = self.lines[row.key[1]][row.group][row.number]
+        while row.new < limit:
+            at = len(row.tokens) - 1
+            if row.tokens != line["tokens"][: at + 1] or at == len(line["sampled"]):
+                raise ValueError(f"rollouts.jsonl: rollout {row.number} of group {row.group} of "
+                                 f"step {row.key[1]} is not the one that the task says")
+            # A token without a finite log-prob was not trained on.
+            token = line["tokens"][at + 1]
+            row.append(token, line["logprobs"][at] if line["sampled"][at] else -math.inf)
+            if token in end:
+                return True
+        return False
+
+
+# The state before a step -------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """A step to audit: its files, and where the state before it is stored."""
+
+    files: RunFiles
+    task: object
+    step: int
+    room: Path  # a directory for the time of the audit
+    lines: dict | None  # group -> its lines of rollouts.jsonl
+    before: Path | None = None  # the checkpoint before the step
+    sampler: Path | None = None  # the checkpoint whose weights sampled
+    again: int = 0  # steps that were done again on the way to `before`
+
+    @property
+    def config(self):
+        return self.files.config
+
+    def find_states(self, say):
+        """Find or make the checkpoints, and the lines if they are missing.
+
+        say: a function. It gets a sentence for each part of the way.
+        """
+        # Checkpoint step-M is the state before step M. The sampler's weights are from `staleness`
+        # steps before. Without these two, or the lines, the ordinary code has to come along.
+        sampled_at = max(0, self.step - self.config.staleness)
+        stored = self.files.checkpoints
+        if self.lines is not None and {self.step, sampled_at} <= stored.keys():
+            self.before, self.sampler = stored[self.step], stored[sampled_at]
+            say(f"from {self.before.name}, the state before step {self.step}")
+        else:
+            self.walk(sampled_at, say)
+            gc.collect()  # the trainer is gone, and its memory is needed
+        for path in {self.before, stored.get(self.step + 1, self.before)}:
+            counts_in(path)  # a damaged checkpoint is named now, and not after an hour
+
+    def walk(self, sampled_at, say):
+        """Do the steps from the last checkpoint that is early enough, and store what is needed."""
+        task, step = self.task, self.step
+        config = dataclasses.replace(self.config, exact=self.files.exact)
+        model, generator, reference = build(config, task)
+        generator = Replay({}) if self.files.engine else generator
+        trainer = Trainer(config, model, generator=generator, reference=reference,
+                          teacher=build_teacher(config, task))  # fmt: skip
+        start = max([n for n in self.files.checkpoints if n <= sampled_at], default=0)
+        self.again, pending = step - start, {}
+        if start in self.files.checkpoints:
+            path = self.files.checkpoints[start]
+            state = trainer.load_checkpoint(path)
+            if state["step"] != start:
+                raise ValueError(f"{path.name} is of another step")
+            pending = pending_batches(config, trainer, path, state)
+            say(f"from {path.name}, the state before step {start}")
+        else:
+            # Step 0 needs none: its weights are drawn from the seed or read from --model. The
+            # supervised steps of --demos leave one, which --keep may have deleted.
+            source = Demonstrations(config, task, trainer, -config.demos)
+            for n in range(-config.demos, 0):
+                do_step(config, source, trainer, n)
+            trainer.optimizer.state.clear()  # the loop begins with a new optimizer
+            self.again += config.demos
+            demos = f", after {config.demos} supervised steps" if config.demos else ""
+            say(f"from the first weights, which --seed and --model determine{demos}")
+        read_reference(self.files.path, trainer)
+
+        # On to the step by the ordinary code, in one process, for as long as it makes the run's own
+        # rollouts. In float32 rounding makes it draw a different token sooner or later.
+        # An engine's rollouts are read: those that the checkpoint does not have.
+        if step > start:
+            say(f"on to step {step} by the ordinary code, in one process: {step - start} steps"
+                f"{', with the recorded rollouts' if self.files.engine else ''}")  # fmt: skip
+        for n in range(start + len(pending), step + 1) if self.files.engine else ():
+            generator.lines[n] = self.files.rollouts(n, trainer.shape)
+            if generator.lines[n] is None:
+                raise ValueError(
+                    f"rollouts.jsonl does not hold all rollouts of step {n}, and an engine's "
+                    f"rollouts cannot be drawn again; audit a step right after a checkpoint, or "
+                    f"keep more (--save-every, --keep), or record all (--log-rollouts all)")
+        queue = RolloutQueue(config, task, trainer, start, pending, last=step)
+        for n in range(start, step + 1):
+            if n in (sampled_at, step):
+                self.before = self.room / f"step-{n:08d}"
+                trainer.save_checkpoint(self.before, step=n)
+                self.sampler = self.before if n == sampled_at else self.sampler
+            if n < step:
+                self.require_the_same(n, do_step(config, queue, trainer, n))
+        if self.lines is None:
+            say("rollouts.jsonl does not hold all rollouts of this step: sampled again, by the "
+                "ordinary code")  # fmt: skip
+            self.lines = {n: [rollout_line(task, step, i, t) for i, t in enumerate(rollouts)]
+                          for n, rollouts in sorted(queue.get(step).groups.items())}  # fmt: skip
+
+    def require_the_same(self, n, found):
+        """Raise a ValueError if a step on the way has made other rollouts than the run's."""
+        for name in ("tokens/generated", "reward/mean"):
+            there = self.files.metrics[n].get(name)
+            if not isinstance(there, int | float) or abs(found[name] - there) > 1e-9:
+                raise ValueError(
+                    f"on the way to step {self.step} the rollouts of one process are not the "
+                    f"run's: {name} of step {n} is {found[name]} here, {there} in metrics.jsonl; "
+                    f"audit a step right after a checkpoint")
+
+    # What the checkpoints hold. Each model is read when it is needed, and computes in float64: its
+    # weights are rounded as the run rounds them.
+
+    def policy(self, path, dtype, merged=True):
+        return widened(policy_in(path, self.config, self.task, dtype, merged=merged))
+
+    def sampling_model(self, path):
+        """Return the model of a checkpoint as the sampler has it: a push rounds the weights."""
+        return self.policy(path, self.config.rollout_dtype)
+
+    def reference(self):
+        """Return the frozen reference; the reference of factors is their base."""
+        if self.config.lora is not None:
+            model = self.policy(self.before, self.config.compute, merged=False)
+            take_factors(model)
+            for votes in model.buffers():
+                votes.zero_()
+            return model
+        reference = build(self.config, self.task)[2].to_empty(device="cpu")
+        read_reference(self.files.path, SimpleNamespace(model=None, reference=reference))
+        return widened(reference)
+
+    def teacher(self):
+        stored = getattr(torch, self.config.compute)
+        teacher = load_hf(self.config.teacher, dtype=stored).requires_grad_(False)
+        return widened(keep_wide(self.config, teacher))
+
+    def trained(self) -> list:
+        """Return the names of the weights that are trained."""
+        named = build(self.config, self.task)[0].named_parameters()
+        return [name for name, p in named if p.requires_grad]
+
+    def stored(self, path, names, what="model") -> dict:
+        """Return the tensors of a checkpoint as the run stores them: {name: weight}.
+
+        what: "model", or "optimizer" for {name: [AdamW's steps, m, v]}.
+        """
+        model = build(self.config, self.task)[0]
+        keys = ("",) if what == "model" else (".step", ".exp_avg", ".exp_avg_sq")
+        tensors = {f"{what}.{name}{key}": torch.empty(
+            () if key == ".step" else model.get_parameter(name).shape,
+            dtype=torch.float32 if key == ".step" else getattr(torch, self.config.dtype))
+            for name in names for key in keys}  # fmt: skip
+        read_checkpoint(path, tensors, only=f"{what}.")
+        if what == "model":
+            return {name: tensors[f"model.{name}"] for name in names}
+        found = {name: [tensors.pop(f"{what}.{name}{key}") for key in keys] for name in names}
+        return {name: [int(steps), m, v] for name, (steps, m, v) in found.items()}
+
+
+def counts_in(path) -> dict:
+    """Return what a checkpoint counts, such as `policy_version`."""
+    return read_checkpoint(path, {}, only=("no tensor",))
+
+
+def widened(model):
+    """Return a model in float64, its states between layers included."""
+    if model.residual_dtype is not None:
+        model.residual_dtype = torch.float64
+    return model.double()
