@@ -171,7 +171,7 @@ def sampling_rows(case, groups, say) -> list:
         routing = Routing(model, s) if model.config.sparse_layers else None
         logp_NV = read(model, s, config.temperature, routing)[3]
         routes += routing.misses if routing else []
-        allowed = T / 2 + flip(routing, T)
+        allowed = (T * s.spread + flip(routing, T)) / 4
         p_NV, at = logp_NV.exp(), torch.tensor(s.targets)[:, None]
         lp = logp_NV.gather(1, at)[:, 0]
         if case.files.engine:
@@ -188,8 +188,8 @@ def sampling_rows(case, groups, say) -> list:
             # probabilities, and the number's interval says which token it draws.
             ends = p_NV.cumsum(-1).gather(1, at)[:, 0]
             draws = [number_of(case, s, at) for at in s.at]
-            for draw, end, width in zip(draws, ends.tolist(), lp.exp().tolist()):
-                misses.append((max(0.0, end - width - draw, draw - end), allowed))
+            for draw, end, width, most in zip(draws, ends.tolist(), lp.exp().tolist(), allowed):
+                misses.append((max(0.0, end - width - draw, draw - end), most))
     rows = []
     if config.replay_routes:
         rows.append(largest("sampling/routes", routes, T))
@@ -199,7 +199,7 @@ def sampling_rows(case, groups, say) -> list:
     if case.files.engine:
         return rows + engine_rows(case, told, np.array(surprise), say)
 
-    # T moves an end of an interval by T / 2 at the most, for a sum of half of all probability.
+    # T moves an end of an interval by T / 4 at the most, for a sum of half of all probability.
     miss, allowed = max(misses, key=lambda pair: pair[0] / pair[1])
     row = largest("sampling", [miss], allowed)
     outside = sum(x > 0 for x, _ in misses)

@@ -27,7 +27,7 @@ from test_run import runs_made_once
 from conformance import definition
 from full.__main__ import main
 from full.audit import audited, order
-from full.byhand import is_near, settings, tolerance
+from full.byhand import tolerance
 from full.checkpoint import write_checkpoint
 from full.config import Config
 from full.metrics import METRICS
@@ -151,28 +151,13 @@ def test_a_line_that_is_not_a_rollout_is_refused(copied, key, value):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("changes, ratio, near", [
-    ({}, 1.3, True), ({}, 0.8, True), ({}, 1.1, False), ({}, 3.0, False),
-    (dict(dual_clip=3.0), 3.0, True), (dict(objective="cispo", cispo_bound=5.0), 5.0, True),
-    (dict(objective="gmpo"), 1.1, False), (dict(objective="gmpo"), np.exp(0.3), True),
-    (dict(objective="sapo"), 1.3, False), (dict(objective="dppo"), 0.2, False),
-    (dict(objective="dppo"), 1 + 0.3 * np.e, True),
-])  # fmt: skip
-def test_a_decision_is_near_where_rounding_may_turn_it(changes, ratio, near):
-    """The bounds are 0.8 and 1.3; gmpo's are of the logarithm, dppo's of the probability."""
-    s = SimpleNamespace(lp=[np.log(ratio) - 1], old=[-1.0], A=[1.0])
-    config = Config(**dict(clip_low=0.2, clip_high=0.3) | changes)
-    assert is_near(settings(config), s, 0, SimpleNamespace(r=ratio), 1e-6) == near
-
-
-@pytest.mark.quick
 def test_the_tolerance_has_the_unit_of_its_dtype():
     """For each of 4 layers, and in float32 of 25 numbers each: by their root."""
     shape = SimpleNamespace(num_hidden_layers=4, hidden_size=25)
-    assert tolerance(shape, "float32") == 40 * 2**-23
-    assert tolerance(shape, "float64") == 40 * 2**-52
-    assert tolerance(shape, "bfloat16") == 20 * 2**-7
-    assert tolerance(shape, "float32", again=3) == 16 * 40 * 2**-23
+    assert tolerance(shape, "float32") == 10 * 2**-23
+    assert tolerance(shape, "float64") == 10 * 2**-52
+    assert tolerance(shape, "bfloat16") == 6 * 2**-7
+    assert tolerance(shape, "float32", again=3) == 16 * 10 * 2**-23
 
 
 # Settings that a file or a precision has a part in; measure_grpo.STEPS has all the others.
@@ -232,7 +217,7 @@ def test_it_goes_on_to_a_step_without_a_checkpoint(honest, process_group, copied
     assert report.wrong is None
     exact = {row.key: row for row in audited(honest(), 3).rows}
     again = {row.key: row for row in report.rows}
-    assert again["loss/token_mean"].allowed > 5 * exact["loss/token_mean"].allowed
+    assert again["loss/token_mean"].allowed > exact["loss/token_mean"].allowed
     assert again["loss/token_mean"].difference == exact["loss/token_mean"].difference
 
     # Without recorded rollouts it samples again.
