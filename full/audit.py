@@ -171,7 +171,7 @@ def sampling_rows(case, groups, say) -> list:
         routing = Routing(model, s) if model.config.sparse_layers else None
         logp_NV = read(model, s, config.temperature, routing)[3]
         routes += routing.misses if routing else []
-        allowed = (T * s.spread + flip(routing, T)) / 4
+        allowed = (T * s.scale + flip(routing, T)) / 4
         p_NV, at = logp_NV.exp(), torch.tensor(s.targets)[:, None]
         lp = logp_NV.gather(1, at)[:, 0]
         if case.files.engine:
