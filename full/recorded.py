@@ -129,7 +129,7 @@ class Recorded:
     g: list | None = None
     terms: list = field(default_factory=list)  # the definition's, of each sampled token
     spread: object = None  # of the logits of each sampled token, (N,)
-    scale: object = None  # the same, at least 1
+    scale: object = None  # the same, at least 0.5
     drawn: dict | None = None  # name -> the terms by hand and of each draw, see byhand.draws
     parts: object = None  # likewise: each token's part of the gradient's norm
 
