@@ -16,15 +16,18 @@ planted mistake is one option of it. The reports that some of them come from:
 import doctest
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conformance import definition, plain_loop, recorders, step
+from conformance import definition, loss, parallel, plain_loop, recorders, step
 from conftest import ROOT, shortened
+from full import byhand
 
 RANKS, MICROS = 2, 3
 SETTINGS = dict(aggregation="token_mean", advantage="group_std", temperature=0.7, clip_high=0.28,
@@ -321,7 +324,6 @@ def build():
 """
 
 
-@pytest.mark.quick
 def test_a_process_has_one_definition(tmp_path):
     """In scripts of a copy of the folder, from any directory, and in the repository."""
     copy = shutil.copytree(ROOT / "conformance", tmp_path / "conformance")
@@ -335,10 +337,7 @@ def test_a_process_has_one_definition(tmp_path):
 
     assert said(f"{copy}/loss.py", "../mine.py:loss").count("1 definition") == 12
     assert "1 definition" in said(f"{copy}/step.py", "dump", "--model", "../mine.py:build")
-    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]; import mine\n"
-    code += "from conformance import loss, parallel, recorders, step; from full import byhand\n"
-    assert said("-c", code + "print(mine.definitions())").strip() == str(
-        [f"{ROOT}/conformance/definition.py"])  # fmt: skip
+    assert {x.D for x in (loss, parallel, step)} == {definition, byhand.definition}
 
 
 def run(*words, world=1):
@@ -391,3 +390,31 @@ def test_a_real_run_of_trl(tmp_path, settings, words, world):
         assert {verdict for verdict, _ in found.values()} == {"holds"}
     verdict, why = found["gradient norm"]
     assert words in why and (verdict == "departs") == bool(words)
+
+
+def test_the_first_use_of_the_readme_runs_as_written(tmp_path, monkeypatch, capfd):
+    page = (ROOT / "conformance/README.md").read_text().split("## First use")[1]
+    page = page.split("\n## ")[0]
+    (code,), (shown,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.S)
+                         for kind in ("python", "text"))  # fmt: skip
+    commands = re.findall(r"^python (.*)", page, re.M)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("conformance").symlink_to(ROOT / "conformance")
+
+    def said(words):
+        monkeypatch.setattr(sys, "argv", words.split())
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            return end.code, "".join(capfd.readouterr())
+        return 0, ""
+
+    Path("my_loss.py").write_text(code)
+    codes, texts = zip(*map(said, commands))
+    assert codes == (1, 0, 0, 1, 1) and shown in texts[0] and "8 passed, 4 failed" in texts[0]
+    prose = re.sub(r"```.*?```", "", page, flags=re.S).replace("\n", " ")
+    quoted = re.findall(r"\"(.*?)\"", prose)
+    assert len(quoted) == 3 and all(x in y for x, y in zip(quoted, texts[2:], strict=True))
+    Path("my_loss.py").write_text(code.replace(".mean()", ".sum() / batch.Z"))
+    assert said(commands[0])[0] == 0
