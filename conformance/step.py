@@ -41,7 +41,7 @@ finding. A check that fails is compared with the definition with one mistake in 
 in a list. The exit status is 0 if the step holds, 1 if it does not, and 2 after an error.
 """
 
-import argparse
+import functools
 import json
 import math
 import sys
@@ -309,15 +309,15 @@ class Step:
     def fits(self, *given, **options):
         return all(error <= self.tolerance for error in self.errors(*given, **options).values())
 
-    def has_loss(self, loss):
-        return self.loss_error(loss) <= self.tolerance
+    @functools.cached_property
+    def size_of_loss(self):
+        """A tenth of the loss if all terms had one sign. Terms may add up to nearly nothing."""
+        terms = [term for s in self.sequences for term in D.terms_of(self.c, s.trained())]
+        return sum(abs(term.loss) for term in terms) / denominator(self.c, self.sequences) / 10
 
     def loss_error(self, loss):
         """Return how far the recorded loss is from another, relative to the terms' sizes."""
-        # Terms of both signs may add up to nearly nothing.
-        terms = [term for s in self.sequences for term in D.terms_of(self.c, s.trained())]
-        size = sum(abs(term.loss) for term in terms) / denominator(self.c, self.sequences) / 10
-        return abs(self.numbers["loss"] - loss) / max(size, abs(loss), 1e-300)
+        return abs(self.numbers["loss"] - loss) / max(self.size_of_loss, abs(loss), 1e-300)
 
 
 # Mistakes in the sum --------------------------------------------------------------------------
@@ -657,7 +657,7 @@ def check_advantages(step):
 
 
 def explain(step, departs, g):
-    """Return {quantity: which mistakes explain it} for the loss and the gradient, if they depart.
+    """Return {quantity: which mistakes explain it, or ""} for the loss and the gradient.
 
     departs: some of "loss" and "gradient". g: the definition's gradient.
     """
@@ -680,8 +680,8 @@ def explain(step, departs, g):
                       for k, why in factors_of(step).items()}  # fmt: skip
         for k, text in tries.items():
             fits = {"gradient"} if of_gradient and step.fits(k * other) else set()
-            if "loss" in departs and (fits or k == 1) and step.has_loss(k * loss):
-                fits.add("loss")
+            close = "loss" in departs and step.loss_error(k * loss) <= step.tolerance
+            fits |= {"loss"} if close and (fits or k == 1) else set()
             found.append((text, k == 1, fits))
 
     # One mistake that explains both is one finding. One mistake is likelier than two.
@@ -690,7 +690,7 @@ def explain(step, departs, g):
         choices = ([text for text, is_one, fits in found if is_one and fits == departs],
                    [text for text, is_one, fits in found if is_one and quantity in fits],
                    [text for text, _, fits in found if quantity in fits])  # fmt: skip
-        result[quantity] = join(next(filter(None, choices), ["unexplained"]))
+        result[quantity] = join(next(filter(None, choices), []))
     return result
 
 
@@ -715,7 +715,7 @@ def describe_gradient(step, g):
 def check_weights(step, g, finding):
     """Compare the new weights with AdamW's, on the gradient that it got if that was recorded.
 
-    finding: what explains the gradient, if nothing but the weights shows it.
+    finding: what explains the gradient, if nothing but the weights shows it. None: not tried.
     """
     if not step.can_update():
         return None, "after, no moments or no optimizer"
@@ -726,10 +726,11 @@ def check_weights(step, g, finding):
         return "", f"error {error:.1e} of the update"
     if names := step.numbers.get("changed"):
         finding = f"something other than the optimizer changed {', '.join(names[:3])} in the step"
-    if not finding:
-        finding = join(text for text, change in update_mistakes(step).items()
-                       if step.update_error(step.update(used, change), noise) <= step.tolerance)
-    if not finding and noise is not None:
+    tried = finding is not None or noise is None
+    finding = finding or join(
+        text for text, change in update_mistakes(step).items()
+        if step.update_error(step.update(used, change), noise) <= step.tolerance)  # fmt: skip
+    if not finding and not tried:
         finding = explain(step, {"gradient"}, g)["gradient"]
     got, want = (x - step.flat["before"] for x in (step.flat["after"], want))
     k = (got @ want / (want @ want).clamp(min=1e-300)).item()
@@ -750,16 +751,16 @@ def check_gradient(step):
             "gradient": (None, "gradient")}  # fmt: skip
     if "loss" in step.numbers:
         rows["loss"] = "", f"error {step.loss_error(loss):.1e}"
-        departs |= set() if step.has_loss(loss) else {"loss"}
+        departs |= set() if step.loss_error(loss) <= step.tolerance else {"loss"}
     found = explain(step, departs, g) if departs else {}
     if "loss" in departs:
         figures = f"the loss is {step.numbers['loss']:.6g}, expected {loss:.6g}"
-        rows["loss"] = found["loss"], figures
+        rows["loss"] = found["loss"] or "unexplained", figures
     for quantity in errors.keys() & rows.keys():
         rows[quantity] = "", f"error {errors[quantity]:.1e}"
         if quantity in wrong:
-            rows[quantity] = found["gradient"], describe_gradient(step, g)
-    of_gradient = "" if "grad" in step.flat else found.get("gradient", "")
+            rows[quantity] = found["gradient"] or "unexplained", describe_gradient(step, g)
+    of_gradient = None if "grad" in step.flat else found.get("gradient")
     return rows | {"weights": check_weights(step, g, of_gradient)}
 
 
@@ -769,10 +770,9 @@ def check(directory, model, given=None):
     A row is a dict of quantity, verdict, finding, figures, and why, which is the last two.
     """
     step = Step(directory, model, given or {})
-    c, S = step.c, step.sequences
     found = {"log-probs": check_logprobs(step), "advantages": check_advantages(step)}
-    lacking = "" if S[0].advantages is not None else "advantages, and no rewards"
-    if c.kl_coef and S[0].ref_logprobs is None:
+    lacking = "" if step.sequences[0].advantages is not None else "advantages, and no rewards"
+    if step.c.kl_coef and step.sequences[0].ref_logprobs is None:
         lacking = "ref_logprobs"
     found |= check_gradient(step) if not lacking else dict.fromkeys(
         ("loss", "gradient norm", "gradient", "weights"), (None, lacking))  # fmt: skip

@@ -14,7 +14,6 @@ planted mistake is one option of it. The reports that some of them come from:
 """
 
 import doctest
-import json
 import re
 import runpy
 import shutil
@@ -28,6 +27,7 @@ import torch
 from conformance import definition, loss, parallel, plain_loop, recorders, step
 from conftest import ROOT, shortened
 from full import byhand
+from safetensors.torch import load_file, save_file
 
 RANKS, MICROS = 2, 3
 SETTINGS = dict(aggregation="token_mean", advantage="group_std", temperature=0.7, clip_high=0.28,
@@ -258,6 +258,24 @@ def test_a_planted_mistake_is_found_and_named(tmp_path, bug):
     quantity, words = BUGS[bug]
     found = report(toy_step(tmp_path, bug))
     verdict, why = found[quantity]
+    assert verdict == "departs" and words in why
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("bug, words", [
+    ("eps", "eps is inside the square root"), ("tool reply", "masked tokens between"),
+    ("changed weight", "something other than the optimizer changed head.weight"),
+])  # fmt: skip
+def test_new_weights_are_enough_to_name_a_mistake(tmp_path, bug, words, norm):
+    """The dump has no gradient, and perhaps no norm."""
+    toy_step(tmp_path, bug)
+    tensors, numbers = load_file(tmp_path / "step.safetensors"), tmp_path / "step.json"
+    save_file({name: x for name, x in tensors.items() if not name.startswith("grad.")},
+              tmp_path / "step.safetensors")  # fmt: skip
+    if not norm:
+        numbers.write_text(numbers.read_text().replace('"grad_norm"', '"unused"'))
+    verdict, why = report(tmp_path)["weights"]
     assert verdict == "departs" and words in why
 
 
