@@ -487,3 +487,22 @@ def test_the_command_prints_a_row_for_each_property(capsys):
     how = [f"{ROOT}/tests/adapters.py:ours", "objective=gspo", "aggregation=sequence_mean"]
     assert kit.main(how) == 0
     assert capsys.readouterr().out.count("passed") >= 12
+
+
+OURS_FILE = f"{ROOT}/tests/adapters.py"
+
+
+@pytest.mark.parametrize("argv, expected", [
+    ([OURS_FILE], "expected FILE.py:function or MODULE:function, got"),
+    ([f"{OURS_FILE}:our"], "got 'our'"),
+    (["nowhere.py:loss"], "expected a file, got 'nowhere.py'"),
+    ([f"{OURS_FILE}:ours", "objektive=clip"], "got 'objektive'"),
+    ([f"{OURS_FILE}:ours", "objective=clop"], "objective: expected reinforce | clip"),
+    ([f"{OURS_FILE}:ours", "clip_low=small"], "clip_low: expected a number, got 'small'"),
+    ([f"{OURS_FILE}:ours", "clip_low"], "expected KEY=VALUE, got 'clip_low'"),
+])  # fmt: skip
+def test_a_slip_of_the_command_is_one_line(argv, expected, capsys):
+    assert kit.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and err.startswith("loss.py: error: ")
+    assert expected in err
