@@ -39,8 +39,8 @@ import torch
 
 from full.metrics import measured
 
-# DEVIATES: without --proximal old is smp. Where rounding could clip, old is the policy itself now,
-# in the first update: with --proximal if sampler and trainer round apart, and if a step has one
+# DEVIATES: without --proximal old is smp. In the first update old is the policy itself where
+# rounding could clip: with --proximal if sampler and trainer round apart, and if a step has one
 # update and its weights sampled. The log-ratio of (2) is clamped to +-10 before exp; PPO's critic
 # shares the policy's trunk. Not here: top-p, which biases every ratio. Pinned by
 # tests/full/test_loss.py::test_loss_and_gradient_are_trls. A ratio of a sequence has one gradient
