@@ -627,7 +627,7 @@ def add_flags(parser, fields):
         if f.name == "advantage":
             default = "'group_mean'; with --teacher 'teacher'"
         if f.name == "proximal":
-            default = "with bfloat16 or --engine, unless --staleness: on"
+            default = "on with bfloat16 or --engine, but not with --staleness"
         text = text.replace("%", "%%") + f" [{default}]"
         if f.type is bool:
             how = dict(action=argparse.BooleanOptionalAction)
