@@ -294,6 +294,8 @@ def test_every_flag_is_one():
     programs = [*ROOT.glob("full/*.py"), *ROOT.glob("tests/bench/*.py")]
     code = "".join(path.read_text() for path in programs)
     known = {f"--{name.replace('_', '-')}" for name in Config.__dataclass_fields__}
+    fields = dataclasses.fields(Config)
+    known |= {f"--no-{f.name.replace('_', '-')}" for f in fields if f.type is bool}
     known |= set(re.findall(r'"(--[\w-]+)"', code)) | FLAGS_ELSEWHERE
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", PAGES.text)) <= known
     for span in PAGES.spans:
