@@ -1,6 +1,6 @@
 """Learning curves of train_grpo.py and of TRL's GRPOTrainer on one task. Needs trl, datasets.
 
-    python tests/bench/curve_trl.py run VARIANT SEED [--model runs/smollm] >> FILE.jsonl   # 3 min
+    python tests/bench/curve_trl.py run VARIANT SEED [--model runs/smollm] >> FILE.jsonl   # 2 min
     python tests/bench/curve_trl.py draw FILE.jsonl PICTURE.png      # and prints the table
 
 VARIANT: `flat` is train_grpo.py by rows, `tree` the same with --tree, `trl` is GRPOTrainer.
@@ -228,9 +228,10 @@ def draw(points, picture):
             for run in runs:
                 x, y = [p[name] for p in run], [p["solved"] for p in run]
                 axes.plot(x, y, f"C{color}", lw=0.8, alpha=0.5)
-            axes.plot(*mean, f"C{color}o-", lw=2.5, markersize=4, label=NAMES[variant])
+            width = 4.4 - 1.1 * color  # curves that coincide stay visible
+            axes.plot(*mean, f"C{color}o-", lw=width, markersize=5, label=NAMES[variant])
 
-        solved = [cell([x["solved"] for x in at], 2) for at in zip(*runs)]
+        solved = [cell([x["solved"] for x in at], 3) for at in zip(*runs)]
         rate = cell([run[-1]["seconds"] / run[-1]["step"] for run in runs], 1)
         reward = cell([run[-1]["reward"] for run in runs], 2)
         if not color:
@@ -238,6 +239,7 @@ def draw(points, picture):
             print("|---" * (len(steps[0]) + 3) + "|")
         print(f"| {NAMES[variant]} | {' | '.join(solved)} | {rate} | {reward} |")
     panels[0].set(xlabel="step", ylabel="solved, held-out prompts", ylim=(-0.02, 1.02))
+    panels[0].set_xticks(steps[0])
     panels[1].set(xlabel="CPU seconds of training")
     for axes in panels:
         axes.grid(alpha=0.3)
