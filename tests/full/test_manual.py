@@ -120,6 +120,10 @@ TABLE = {
         "conformance::a_checkpoint_is_measured_on_its_own_prompts",
     "python tests/bench/bench_trl.py --rounds 7":
         "conformance::trl_gives_our_loss_and_gradient_on_its_own_batch",
+    "python tests/bench/curve_trl.py run VARIANT SEED >> tests/bench/curve_trl.jsonl":
+        "conformance::trl_makes_our_curve_of_our_rollouts",
+    "python tests/bench/curve_trl.py draw tests/bench/curve_trl.jsonl assets/curve.png":
+        "conformance::the_curves_beside_trls_are_drawn_and_their_table_is_on_the_page",
 
     # Several machines, and a GPU.
     **dict.fromkeys(SEVERAL, "plan::the_training_commands_of_the_recipes_have_plans_that_fit"),
