@@ -1,8 +1,8 @@
 """The losses of ms-swift's GRPOTrainer.
 
-    pip install --no-deps --target DIR ms-swift
-    PYTHONPATH=DIR python conformance/loss.py conformance/subjects/ms_swift_losses.py:loss
-    GENERATION=2 PYTHONPATH=DIR python conformance/loss.py conformance/subjects/ms_swift_losses.py:loss
+    pip install --no-deps --target DIR ms-swift; export PYTHONPATH=DIR
+    python conformance/loss.py conformance/subjects/ms_swift_losses.py:loss
+    GENERATION=2 python conformance/loss.py conformance/subjects/ms_swift_losses.py:loss
 
 GENERATION is steps_per_generation divided by gradient_accumulation_steps: the number of optimizer
 steps for which the trainer generates at once.
@@ -79,8 +79,9 @@ def loss(batch):
         epsilon_high=c["clip_high"] + (c["objective"] == "cispo"), tau_pos=c["tau_pos"],
         tau_neg=c["tau_neg"], max_completion_length=c["max_new_tokens"],
         importance_sampling_level="sequence" if c["objective"] == "gspo" else "token",
-        current_gradient_accumulation_steps=batch.micro_batches, model=SimpleNamespace(training=True),
-        accelerator=Accelerator(batch.ranks), args=SimpleNamespace(
+        current_gradient_accumulation_steps=batch.micro_batches,
+        model=SimpleNamespace(training=True), accelerator=Accelerator(batch.ranks),
+        args=SimpleNamespace(
             delta=c["dual_clip"] or None, gradient_accumulation_steps=batch.micro_batches),
     )  # fmt: skip
     trainer = object.__new__(TRAINER)
