@@ -165,6 +165,37 @@ def test_the_losses_of_other_code_bases_are_what_the_table_says(adapter, setting
         assert words in failed[name]
 
 
+MEASURED = {"value", "gradient", "padding content"}
+SUBJECTS = [  # file, package, environment, settings, and the properties that fail
+    ("skyrl_losses", "skyrl", {}, [], {"padding content"}),
+    ("skyrl_losses", "skyrl", dict(COV="clip_cov"), [], {"padding content"}),
+    ("skyrl_losses", "skyrl", dict(COV="kl_cov"), [],
+     MEASURED | {"clip edges, signs", "global count"}),
+    ("areal_losses", "areal", {}, ["objective=gspo"], {"padding content"}),
+    ("areal_losses", "areal", dict(M2PO="0.04"), [],
+     MEASURED | {"micro-batches", "order and ranks", "clip edges, signs", "dtype"}),
+    ("ms_swift_losses", "swift", {}, [], {"padding content"}),
+    ("ms_swift_losses", "swift", dict(GENERATION="2"), [], MEASURED),
+    ("torchtitan_losses", "torchtitan", {}, [], set()),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file, package, environment, settings, failed", [
+    pytest.param(*row, marks=needs(row[1])) for row in SUBJECTS
+])  # fmt: skip
+def test_a_loss_of_the_subjects_is_what_the_table_says(
+    file, package, environment, settings, failed, tmp_path
+):
+    """Of SkyRL 0.3.0, AReaL 1.0.4, ms-swift 4.6.0 and torchtitan 0.3.0, on the Python path."""
+    target = f"{ROOT}/conformance/subjects/{file}.py:loss"
+    code, out, err = as_script(
+        ROOT / "conformance" / "loss.py", target, *settings, cwd=tmp_path, **environment
+    )
+    assert {name for name in kit.PROPERTIES if re.search(f"{name} +failed", out)} == failed, err
+    assert code == bool(failed)
+
+
 @pytest.mark.slow
 @needs("trl")
 @pytest.mark.parametrize("how", ["dapo token_mean", "grpo sequence_mean"])

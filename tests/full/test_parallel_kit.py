@@ -423,6 +423,24 @@ def test_the_plans_of_transformers(model, micro_batches, status, text):
     assert done.returncode == status and text in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("file, package, number, environment, status, text", [
+    ("peft_tp.py", "peft", "2", {}, 0, "agrees"),
+    ("peft_tp.py", "peft", "2", dict(TARGETS="down_proj"), 2, "is invalid for input of size"),
+    ("trl_gkd.py", "trl", "2", {}, 1, "1/2 of the definition's"),
+    ("trl_gkd.py", "trl", "1", dict(GENERATED="4"), 1, "0.666667 times the definition's"),
+    ("trainer_moe.py", "transformers", "2", dict(AUXILIARY="0", MICRO_BATCHES="2"), 0, "agrees"),
+    ("trainer_moe.py", "transformers", "1", dict(MICRO_BATCHES="2"), 1, "gradient 2e+00"),
+    ("trainer_moe.py", "transformers", "2", {}, 1, "gradient 2e+00"),
+])  # fmt: skip
+def test_the_trainers_of_hugging_face(file, package, number, environment, status, text):
+    """Of transformers 5.24.0, TRL 1.16.0 and PEFT 0.21.2."""
+    pytest.importorskip(package)
+    done = run(f"conformance/subjects/{file}", "--ranks", number, **environment)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert text in done.stdout + done.stderr
+
+
 class KeyBias(nn.Module):
     """A softmax does not depend on the bias of its keys, so this has a gradient of rounding."""
 
