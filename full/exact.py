@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import models
-from full.attend import backward_tiles, checked_config, run_backward, run_forward
+from full.attend import backward_tiles, checked_scale, run_backward, run_forward
 from full.experts import Experts
 from full.generate import KVCache
 from full.logprobs import LogprobOptions, TokenLogprobs
@@ -231,12 +231,12 @@ class PackedAttention(torch.autograd.Function):
     """Exact attention in a row of documents, with the ordinary backward."""
 
     @staticmethod
-    def forward(ctx, q_1HSD, k_1GSD, v_1GSD, mask, config, place_BL, is_real_BL):
-        def forward(q, k, v, mask, config):
+    def forward(ctx, q_1HSD, k_1GSD, v_1GSD, mask, scale, place_BL, is_real_BL):
+        def forward(q, k, v, mask, scale):
             # Each document is a row that begins at position 0.
             qkv = (x_1XSD[0, :, place_BL].transpose(0, 1) for x_1XSD in (q, k, v))
             first = [0] * len(place_BL)
-            out_BHLD, lse_BHL = exact_attention(*qkv, first, config.scale, mask.window)
+            out_BHLD, lse_BHL = exact_attention(*qkv, first, scale, mask.window)
             place_S = place_BL[is_real_BL]
             wide = out_BHLD.dtype
             out_1HSD = torch.zeros_like(q, dtype=wide)
@@ -246,7 +246,7 @@ class PackedAttention(torch.autograd.Function):
             return out_1HSD, lse_1HS
 
         padding = mask.padding_tokens()
-        return run_forward(ctx, forward, padding, q_1HSD, k_1GSD, v_1GSD, mask, config)
+        return run_forward(ctx, forward, padding, q_1HSD, k_1GSD, v_1GSD, mask, scale)
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -264,9 +264,9 @@ def packed_attention(document_1S):
     place_BL = place_BL.clamp(max=document_1S.shape[1] - 1)
 
     def attention(q, k, v, /, *, layer, scale, window=None):
-        config = checked_config(q, k, v, mask, scale=scale, softcap=None, backend=None)
+        scale = checked_scale(q, k, v, mask, scale)
         places = [x.to(q.device) for x in (place_BL, is_real_BL)]
-        return PackedAttention.apply(q, k, v, mask.with_window(window), config, *places)[0]
+        return PackedAttention.apply(q, k, v, mask.with_window(window), scale, *places)[0]
 
     return attention
 

@@ -59,14 +59,14 @@ def loss_scale(replicated):
     return 1 / RING if replicated else 1.0
 
 
-def prefix_attention(q, k, v, /, *, length, group=None, layout="zigzag", **options):
+def prefix_attention(q, k, v, /, *, length, group=None, **options):
     """A prefix of P = `length` tokens over the ring, and what fills a cache.
 
     Returns out (B, H, s, D) of this rank, and k, v (B, G, P, D) whole on each, differentiable.
     options: those of `ring_attention`. The suffix route of pi0.7, with `suffix_attention`.
     """
-    out = ring_py.ring_attention(q, k, v, group=group, layout=layout, **options)
-    whole = dict(dim=2, group=group, layout=layout, length=length)
+    out = ring_py.ring_attention(q, k, v, group=group, **options)
+    whole = dict(dim=2, group=group, length=length)
     return out, unshard(k, **whole), unshard(v, **whole)
 
 

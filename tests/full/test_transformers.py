@@ -21,7 +21,7 @@ from full.trie import TokenTrie
 FAMILIES = {"Qwen3": "qwen3 tied", "Qwen2": "qwen2 slides", "Gemma 3": "gemma3 pattern"}
 OTHERS = {
     "llama": {}, "mistral": dict(sliding_window=4), "mixtral": {}, "phi3": {},
-    "gemma2": dict(sliding_window=4, head_dim=8, attn_logit_softcapping=2.0),
+    "gemma2": dict(sliding_window=4, head_dim=8, attn_logit_softcapping=None),
     "olmo3": dict(sliding_window=4), "qwen3_moe": CASES["qwen3_moe normed"] | dict(head_dim=8),
 }  # fmt: skip
 OTHERS["qwen3_moe"].pop("model_type")
