@@ -475,8 +475,6 @@ class Rank:
         numbers = 2 * heads * self.config.head_dim * self.n  # of a block of k and v
         sent = numbers * ((2 + self.again) * self.step.product + self.wide)
         yield Message("c", "send", c, calls * (c - 1) * sent)
-        agreed = 8 * 3  # a problem, a digest and a count of tokens, which the ranks compare
-        yield Message("c", "allgather", c, calls * (1 + self.again) * agreed)
 
     def experts(self):
         """Rows to their experts and back, on average over ranks."""

@@ -431,7 +431,7 @@ def bad(**changes):
         ([*bad()[:2], bad()[2].double()], {}, "one dtype"),
         ([x.long() for x in bad()], {}, "one dtype"),
         (bad(), {"mask": Mask.causal(6)}, r"a mask of \(5, 5\) queries and keys, got \(6, 6\)"),
-        (bad(), {"mask": Mask.causal(5, batch=3)}, "batch 3"),
+        (bad(), {"mask": Mask.causal(5, batch=3)}, "batch of 3"),
         (bad(), {"mask": torch.ones(5, 5) > 0}, "expected a Mask or None as mask, got Tensor"),
         (bad(), {"mask": "causal"}, "expected a Mask or None as mask, got str"),
         (bad(), {"scale": -1.0}, "expected a positive number or None as scale"),

@@ -86,7 +86,7 @@ def _bad(rank, sequences, data):
     [
         ([[[1]], [[1], [2]]], [["a"], ["b"]], "rank 1: 2 sequences, but data for 1; one for each"),
         ([[[1]], [[]]], [["a"], ["b"]], "rank 1: sequence 0: expected 1-D integers"),
-        ([[[1]], [[2]]], [None, ["b"]], "rank 0: 'NoneType' object is not iterable"),
+        ([[[1]], [[2]]], [None, ["b"]], "rank 0: TypeError: 'NoneType' object is not iterable"),
     ],
 )
 def test_one_ranks_mistake_is_an_error_on_every_rank(tmp_path, sequences, data, message):
