@@ -174,7 +174,7 @@ class Config(train_grpo.Config):
     shard_ranks: int = 0  # fsdp: how many ranks share one copy of the weights (HSDP); 0: all of d
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"  # of the c ranks of --plan
     pp_schedule: Schedule = "1f1b"  # of the p ranks of --plan
-    debug: bool = False  # the plan's c: raise on all ranks where attention is not finite; slow
+    debug: bool = False  # the plan's c: raise where ranks' inputs differ or are not finite; slow
     timeout: int = 60  # seconds that a rank waits for another before the run ends
     # memory and speed
     tree: Literal["disabled", "sparse", "dta"] = "disabled"  # share prefixes; dta: chunk by chunk
