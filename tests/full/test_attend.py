@@ -21,7 +21,6 @@ from full.ring import indices
 from ring_attention import merge
 
 
-
 @pytest.fixture(params=("formulas", "fused"))
 def both(request, monkeypatch):
     """Torch's kernels, and the formulas, which other devices and gradients of lse use."""

@@ -7,8 +7,8 @@ from conftest import complaint_of
 from oracles import worst
 from test_ranks import ranks
 
-from full.check import TinyModel, example_loss, forests, relative, tiny_model
 from full.batches import masked_attention
+from full.check import TinyModel, example_loss, forests, relative, tiny_model
 from full.chunks import redistribute, tree_backward
 from full.ring import indices
 from full.trie import TokenTrie
