@@ -174,7 +174,7 @@ class Config(train_grpo.Config):
     shard_ranks: int = 0  # fsdp: how many ranks share one copy of the weights (HSDP); 0: all of d
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"  # of the c ranks of --plan
     pp_schedule: Schedule = "1f1b"  # of the p ranks of --plan
-    debug: bool = False  # the plan's c: raise on all ranks where attention is not finite; slow
+    debug: bool = False  # the plan's c: raise where ranks' inputs differ or are not finite; slow
     timeout: int = 60  # seconds that a rank waits for another before the run ends
     # memory and speed
     tree: Literal["disabled", "sparse", "dta"] = "disabled"  # share prefixes; dta: chunk by chunk
@@ -409,11 +409,13 @@ class Config(train_grpo.Config):
         """Return an error for each way to share the work that does not go with the others."""
         # --tree dta runs chunks forward and backward in an order of its own. A pipeline's schedule
         # has another order, FSDP2 gathers once a step and not once a chunk, a chunk's keys come
-        # from the stack of one rank, --recompute takes the place of --ac, and each chunk would be
+        # from the stack of one rank, ranks of e have other trees and so other numbers of calls,
+        # --recompute takes the place of --ac, and each chunk would be
         # compiled for a shape of its own.
         plan = self.plans.trainer or Plan()
         unfit = {
-            "p": plan.pp > 1, "c": plan.cp > 1, "fsdp": self.data_parallel == "fsdp",
+            "p": plan.pp > 1, "c": plan.cp > 1, "e": plan.ep > 1,
+            "fsdp": self.data_parallel == "fsdp",
             "--ac": self.ac != "none", "--compile": self.compile,
         }  # fmt: skip
         wrong = []

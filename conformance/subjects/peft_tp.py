@@ -10,7 +10,7 @@ import os
 
 import peft
 import transformers_tp
-from transformers_tp import MESH, TOLERANCE, clip, loss  # noqa: F401, what the kit reads
+from transformers_tp import SETTINGS, clip, loss  # noqa: F401, what the kit reads
 
 TARGETS = os.environ.get("TARGETS", "q_proj k_proj v_proj gate_proj up_proj").split()
 CONFIG = peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False)

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 
-LOSS = "mean"
-TOLERANCE = 1e-5  # the norms of transformers compute in float32
+SETTINGS = dict(ranks="mean", tolerance=1e-5)  # transformers has norms in float32
 MICRO_BATCHES = int(os.environ.get("MICRO_BATCHES", 1))
 AUXILIARY = float(os.environ.get("AUXILIARY", 0.1))
 

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl.experimental.gkd import GKDTrainer
 
-LOSS = "mean"
-TOLERANCE = 1e-5  # the norms of transformers compute in float32
+SETTINGS = dict(ranks="mean", tolerance=1e-5)  # transformers has norms in float32
 IN_DATA_SET = 6
 GENERATED = int(os.environ.get("GENERATED", IN_DATA_SET))
 PROMPT = 2
