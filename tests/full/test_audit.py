@@ -575,7 +575,7 @@ def refusal(capsys, *argv):
 def test_tokens_past_the_end_and_missing_tokens_are_counted(tokens, differs):
     """A lone 9 ends a rollout of `Chat`; another one goes on to the limit, here 4 tokens."""
     task = Chat()
-    s = Recorded(0, 0, [0, 1, *tokens], [], [], [], False)
+    s = Recorded(group=0, number=0, tokens=[0, 1, *tokens])
     play_again(Config(max_new_tokens=4), task, *task.prompt(None, 1, False), s)
     assert s.differs == differs
 
