@@ -60,6 +60,11 @@ ENGINE = {"float64": (1e-9, 1e-9), "float32": (1e-3, 1e-4), "bfloat16": (4.0, 0.
 
 SURPRISE = 5  # deviations that an engine's sum of -log p may be from the sum of the entropies
 
+BEFORE_METRICS = [
+    "rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling/routes", "sampling",
+    "sampling/tokens", "sampling/bits", "sampling/mean", "sampling/surprise", "rollouts/rewards",
+]  # fmt: skip
+
 # What no step determines. A line's other numbers must be found here, or are named as unknown.
 NOT_BY_HAND = ("seconds/", "memory/peak", "logprob_gap/identical", "tokens/trained")
 
@@ -68,14 +73,10 @@ def order() -> list:
     """Return the rows of the table, causes before their effects, by METRICS."""
     # The first row that is outside says where to look. The first update's metrics come before those
     # that a change of the weights has a part in.
-    rows = ["rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling/routes", "sampling",
-            "sampling/tokens", "sampling/bits", "sampling/mean", "sampling/surprise",
-            "rollouts/rewards"]  # fmt: skip
-    for name in METRICS:
-        if name == OF_UPDATES[0]:
-            rows += ["rollouts/advantage", *(f"{name}_first" for name in OF_UPDATES)]
-        rows.append(name)
-    return [*rows, "votes", "parameters"]
+    rows = [*METRICS, "votes", "parameters"]
+    first = rows.index(OF_UPDATES[0])
+    rows[first:first] = ["rollouts/advantage", *(f"{name}_first" for name in OF_UPDATES)]
+    return [*BEFORE_METRICS, *rows]
 
 
 class Row(NamedTuple):
@@ -174,7 +175,7 @@ def draws_of(case, s):
 @torch.no_grad()
 def sampling_rows(case, say) -> list:
     """Compare each draw, or an engine's log-probs, with the sampler's distribution by hand."""
-    config, model = case.config, case.sampling_model(case.sampler)
+    config, model = case.config, case.policy(case.sampler)
     T = tolerance(model.config, config.rollout_dtype, case.again)
     compare = surprises if case.files.engine else misses
     found, routes = [], []
@@ -375,7 +376,7 @@ class Report:
 def tell_size(case, tell):
     """Say how long the audit will take, by one reading of a rollout, and how much memory."""
     rollouts, c = everyone(case.groups.values()), case.config
-    model, start = case.sampling_model(case.sampler), time.monotonic()
+    model, start = case.policy(case.sampler), time.monotonic()
     with torch.no_grad():
         read(model, rollouts[0], c.temperature)
     each = (time.monotonic() - start) / len(rollouts[0].tokens)
@@ -432,8 +433,7 @@ def audited(
         def evaluated(key, make, off):
             return [solved_row(case, key, number_in(line, key), make(), off)] if key in line else []
 
-        rows += evaluated("eval/solved_before",
-                          lambda: case.policy(case.before, config.rollout_dtype), off)
+        rows += evaluated("eval/solved_before", lambda: case.policy(case.before), off)
         by_hand = Step(case)
         found = metrics_by_hand(case, by_hand, counts_in(case.sampler)["policy_version"])
         if files.checkpoints.get(number + 1):
@@ -453,7 +453,7 @@ def audited(
     unknown = [name for name in report.left_out if not name.startswith(NOT_BY_HAND)]
     if unknown:
         say(f"the audit does not know {', '.join(unknown)}: add the definition to "
-            f"`metrics_by_hand` in full/audit.py")  # fmt: skip
+            f"`metrics_by_hand` in full/byhand.py")  # fmt: skip
 
     # A group whose rewards are all equal would show nothing but the entropy bonus.
     report.updates = max(1, len(by_hand.updates))

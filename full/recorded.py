@@ -104,17 +104,17 @@ class RunFiles:
 class Recorded(definition.Sequence):
     """A rollout from the run's files, and what the step by hand makes of it.
 
-    A Sequence's lists have a number for each sampled token. `smp` is recorded, byhand.py sets the
-    others. They are None until then, or where the run's settings need none.
+    Lists and arrays have an entry for each of the N sampled tokens. None: it is not known yet, or
+    the run's settings have none.
     """
 
     group: int
     number: int  # in its group
     tokens: list
-    routes: list | None = None  # [token][layer] -> the sampler's experts, of all tokens but the last
+    routes: list | None = None  # [token][layer] -> the sampler's experts, but of the last token
     spelled: object = None  # spelled(model, tokens) -> logits: replaces the model's own code
 
-    # By the task, see `play_again`.
+    # What the task says, by `play_again`.
     at: list = field(default_factory=list)  # tokens[at + 1] was sampled, from tokens[: at + 1]
     rewards: list = field(default_factory=list)  # (`at` of a turn's last token, reward)
     reward: float = 0.0  # the sum of `rewards`
@@ -122,14 +122,14 @@ class Recorded(definition.Sequence):
     prompt: int = 0  # number of tokens before the policy's first turn
     differs: int = 0  # wrong or missing tokens in what the task said
 
-    # By byhand.py, of rollouts that are trained on.
+    # What byhand.py finds.
     lp: np.ndarray | None = None
     old: np.ndarray | None = None
     A: np.ndarray | None = None
     teacher: np.ndarray | None = None  # log-probs by the model of --teacher
     lost: np.ndarray | None = None  # what each token's reward loses to the KL and the length
     terms: list = field(default_factory=list)  # the definition's, of each sampled token
-    T: np.ndarray | None = None  # how far the difference of two logits may be off, (N,)
+    T: np.ndarray | None = None  # how far the difference of two logits may be off
     routing: object = None  # the experts of its tokens
     drawn: dict | None = None  # name -> the terms by hand and of each draw, see `draws`
     parts: np.ndarray | None = None  # likewise: each token's part of the gradient's norm
@@ -337,12 +337,13 @@ class Case:
                 f"cannot be drawn again; audit a step right after a checkpoint, or keep more "
                 f"(--save-every, --keep), or record all (--log-rollouts all)")
         groups = groups_again(config, self.task, n, lines)
-        batch = {k: [trajectory(config, s, line, trainer.shape)
-                     for s, line in zip(group, lines[k])] for k, group in groups.items()}  # fmt: skip
-        rollouts = everyone(batch.values())
-        metrics = {"tokens/generated": sum(int(t.mask.sum()) for t in rollouts),
-                   "reward/mean": math.fsum(t.reward for t in rollouts) / len(rollouts)}  # fmt: skip
         kept = [k for k, group in groups.items() if teaches(config, group)]
+        batch = {k: [] for k in groups}
+        for s in everyone(groups.values()):
+            batch[s.group].append(trajectory(config, s, lines[s.group][s.number], trainer.shape))
+        made = everyone(batch.values())
+        metrics = {"tokens/generated": sum(int(t.mask.sum()) for t in made),
+                   "reward/mean": math.fsum(t.reward for t in made) / len(made)}  # fmt: skip
         return SampledBatch(batch, kept, config.minibatches, trainer.policy_version, metrics)
 
     def require_the_same(self, n, found):
@@ -350,34 +351,35 @@ class Case:
         for name in ("tokens/generated", "reward/mean"):
             there = self.files.metrics[n].get(name)
             if not isinstance(there, int | float) or abs(found[name] - there) > 1e-9:
-                raise ValueError(
-                    f"on the way to step {self.step} the rollouts of one process are not the "
-                    f"run's: {name} of step {n} is {found[name]} here, {there} in metrics.jsonl; "
-                    f"audit a step right after a checkpoint")
+                raise ValueError(f"on the way to step {self.step} the rollouts of one process are "
+                                 f"not the run's: {name} of step {n} is {found[name]} here, "
+                                 f"{there} in metrics.jsonl; audit a step right after a checkpoint")
 
     # What the checkpoints hold. Each model is read when it is needed, and computes in float64: its
     # weights are rounded as the run rounds them.
 
-    def policy(self, path, dtype, merged=True):
-        return widened(policy_in(path, self.config, self.task, dtype, merged=merged))
-
-    def sampling_model(self, path):
-        """Return the model of a checkpoint as the sampler has it: a push rounds the weights."""
-        return self.policy(path, self.config.rollout_dtype)
+    def policy(self, path):
+        """Return the model of a checkpoint as the sampler has it, because a push rounds weights."""
+        return widened(policy_in(path, self.config, self.task, self.config.rollout_dtype))
 
     def reference(self):
-        """Return the frozen reference; the reference of factors is their base."""
+        """Return the frozen reference, or None. The reference of factors is their base."""
+        if not self.config.kl_coef:
+            return None
         if self.config.lora is not None:
-            model = self.policy(self.before, self.config.compute, merged=False)
+            model = policy_in(self.before, self.config, self.task, self.config.compute, merged=False)
             take_factors(model)
             for votes in model.buffers():
                 votes.zero_()
-            return model
+            return widened(model)
         reference = build(self.config, self.task)[2].to_empty(device="cpu")
         read_reference(self.files.path, SimpleNamespace(model=None, reference=reference))
         return widened(reference)
 
     def teacher(self):
+        """Return the model of --teacher, or None."""
+        if not self.config.teacher:
+            return None
         stored = getattr(torch, self.config.compute)
         teacher = load_hf(self.config.teacher, dtype=stored).requires_grad_(False)
         return widened(keep_wide(self.config, teacher))

@@ -323,7 +323,7 @@ def test_what_the_audit_does_not_know_is_said_in_one_line(
     report = audited(run, 2)
     assert report.wrong is None and report.intro[-1] == (
         "the audit does not know new/metric: add the definition to `metrics_by_hand` in "
-        "full/audit.py")
+        "full/byhand.py")
     config = RunFiles(run).config
     monkeypatch.delitem(definition.OBJECTIVES, config.objective)
     assert main(["audit", str(run), "--step", "2"]) == 2
