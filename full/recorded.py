@@ -312,8 +312,14 @@ class Case:
         if step > start:
             say(f"on to step {step} by the ordinary code, in one process: {step - start} steps"
                 f"{', with the recorded rollouts' if self.files.engine else ''}")  # fmt: skip
-        for n in range(start + len(pending), step + 1) if self.files.engine else ():
-            pending[n] = self.recorded_batch(n, trainer)
+        more = range(start + len(pending), step + 1) if self.files.engine else ()
+        lines = {n: self.files.rollouts(n, trainer.shape) for n in more}
+        for n in [n for n in more if lines[n] is None]:
+            raise ValueError(
+                f"rollouts.jsonl does not hold all rollouts of step {n}, and an engine's rollouts "
+                f"cannot be drawn again; audit a step right after a checkpoint, or keep more "
+                f"(--save-every, --keep), or record all (--log-rollouts all)")
+        pending |= {n: self.recorded_batch(n, lines[n], trainer) for n in more}
         queue = RolloutQueue(config, task, trainer, start, pending, last=step)
         for n in range(start, step + 1):
             if n in (sampled_at, step):
@@ -328,15 +334,9 @@ class Case:
             self.lines = {n: [rollout_line(task, step, i, t) for i, t in enumerate(rollouts)]
                           for n, rollouts in sorted(queue.get(step).groups.items())}  # fmt: skip
 
-    def recorded_batch(self, n, trainer) -> SampledBatch:
+    def recorded_batch(self, n, lines, trainer) -> SampledBatch:
         """Return the batch of step n as an engine sampled it, from its lines."""
-        config, lines = self.config, self.files.rollouts(n, trainer.shape)
-        if lines is None:
-            raise ValueError(
-                f"rollouts.jsonl does not hold all rollouts of step {n}, and an engine's rollouts "
-                f"cannot be drawn again; audit a step right after a checkpoint, or keep more "
-                f"(--save-every, --keep), or record all (--log-rollouts all)")
-        groups = groups_again(config, self.task, n, lines)
+        config, groups = self.config, groups_again(self.config, self.task, n, lines)
         kept = [k for k, group in groups.items() if teaches(config, group)]
         batch = {k: [] for k in groups}
         for s in everyone(groups.values()):
@@ -367,7 +367,8 @@ class Case:
         if not self.config.kl_coef:
             return None
         if self.config.lora is not None:
-            model = policy_in(self.before, self.config, self.task, self.config.compute, merged=False)
+            config = self.config
+            model = policy_in(self.before, config, self.task, config.compute, merged=False)
             take_factors(model)
             for votes in model.buffers():
                 votes.zero_()
@@ -386,19 +387,18 @@ class Case:
 
     def weights(self, path) -> dict:
         """Return {name: tensor} of a checkpoint's trained weights, as the run stores them."""
-        model = empty_policy(self.config, shape_of(self.config, self.task))
-        found = {name: torch.empty_like(p, device="cpu") for name, p in model.named_parameters()
-                 if p.requires_grad}  # fmt: skip
+        named = empty_policy(self.config, shape_of(self.config, self.task)).named_parameters()
+        found = {name: torch.empty_like(p, device="cpu") for name, p in named if p.requires_grad}
         read_checkpoint(path, {f"model.{name}": x for name, x in found.items()}, only="model.")
         return found
 
     def moments(self, path, weights) -> dict:
         """Return {name: [AdamW's steps, m, v]} of a checkpoint, for these trained weights."""
-        found = {name: [torch.empty(()), torch.empty_like(x), torch.empty_like(x)]
-                 for name, x in weights.items()}  # fmt: skip
-        keys = ("step", "exp_avg", "exp_avg_sq")
-        tensors = {f"optimizer.{name}.{key}": x for name in found
-                   for key, x in zip(keys, found[name])}  # fmt: skip
+        found, tensors = {}, {}
+        for name, x in weights.items():
+            found[name] = [torch.empty(()), torch.empty_like(x), torch.empty_like(x)]
+            keys = (f"optimizer.{name}.{key}" for key in ("step", "exp_avg", "exp_avg_sq"))
+            tensors |= zip(keys, found[name])
         read_checkpoint(path, tensors, only="optimizer.")
         return {name: [int(steps), m, v] for name, (steps, m, v) in found.items()}
 
