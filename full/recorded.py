@@ -131,8 +131,8 @@ class Recorded(definition.Sequence):
     terms: list = field(default_factory=list)  # the definition's, of each sampled token
     T: np.ndarray | None = None  # how far the difference of two logits may be off
     routing: object = None  # the experts of its tokens
-    drawn: dict | None = None  # name -> the terms by hand and of each draw, see `draws`
-    parts: np.ndarray | None = None  # likewise: each token's part of the gradient's norm
+    drawn: dict | None = None  # name -> (1 + DRAWS, N): the terms by hand, then of each draw
+    parts: np.ndarray | None = None  # (1 + DRAWS, N): each token's part of the gradient's norm
 
     @property
     def targets(self):
