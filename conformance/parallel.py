@@ -2,6 +2,7 @@
 
     python conformance/parallel.py FILE.py                # on 1, 2 and 4 ranks of this CPU
     python conformance/parallel.py FILE.py --ranks 2
+    python conformance/parallel.py FILE.py ranks=mean     # replaces a setting
 
 FILE.py has three functions, for example:
 
@@ -27,27 +28,27 @@ FILE.py may have these too, where its parallelism differs from the default:
                                  If it returns a loss with a graph, the kit calls backward. Without
                                  one, it has run the backward and reduced the gradients itself, as a
                                  pipeline or an accumulation does. None: this rank has no loss.
-    LOSS = "same"                How the ranks' losses make up the whole loss. same: each rank has
-                                 the whole loss. mean or sum: their mean or sum is the whole loss.
-    MESH = {4: dict(dp=2, tp=2)} The mesh for a number of ranks. For another number, all ranks are
-                                 on the last dimension. Default: one dimension named "ranks".
     gather(model, name, x)       Return a whole tensor from a rank's part x of parameter `name`. All
                                  ranks that have the parameter call it. A DTensor needs none. A
                                  tensor of the definition's shape is a replica, and needs none.
     clip(model, max_norm)        Clip gradients and return their norm before. Default: torch's
                                  clip_grad_norm_.
     optimizer(model, **adamw)    Return an object with step(). Default: torch's AdamW.
-    TOLERANCE = 1e-9             Largest error allowed, relative to a tensor's largest entry. Raise
-                                 it if the model computes in float32 inside.
+
+SETTINGS, a dict in FILE.py, with its defaults:
+    ranks="same"        How the ranks' losses make up the whole loss. same: each rank has the whole
+                        loss. mean or sum: their mean or sum is the whole loss.
+    mesh={}             {4: dict(dp=2, tp=2)}: the mesh for a number of ranks. For another number,
+                        all ranks are on the last dimension. Default: one dimension named "ranks".
+    tolerance=1e-9      Largest error allowed, relative to a tensor's largest entry. Raise it if the
+                        model computes in float32 inside.
 
 The exit status is 0 if all agree, 1 if something differs or could not be compared, and 2 if a rank
 raised an error. Each difference is shown with its parameters, its ranks, and what it looks like.
 """
 
-import argparse
 import copy
 import datetime
-import importlib.util
 import itertools
 import math
 import re
@@ -63,6 +64,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+
+if __name__ == "__main__":  # a script has its own folder on the path, not the package's
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from conformance import command
+from conformance import definition as D
 
 STEPS = 3
 ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -81,26 +87,28 @@ def optimizer(model, **adamw):
     return torch.optim.AdamW(model.parameters(), **adamw)
 
 
-DEFAULTS = dict(
-    rank_loss=None, LOSS="same", MESH={}, gather=None, clip=clip, optimizer=optimizer,
-    TOLERANCE=1e-9,
-)  # fmt: skip
+FUNCTIONS = dict(rank_loss=None, gather=None, clip=clip, optimizer=optimizer)
+DEFAULTS = dict(ranks="same", mesh={}, tolerance=1e-9)
+CHOICES = dict(ranks=("same", "mean", "sum"))
 
 
-def subject_of(functions):
-    """Return a subject from a dict of its functions and constants, with the defaults filled in."""
+def subject_of(functions, given=None):
+    """Return a subject from a dict of its functions and SETTINGS, with the defaults filled in.
+
+    given: settings that replace its own.
+    """
     missing = [name for name in ("build", "shard", "loss") if name not in functions]
     if missing:
         raise ValueError(f"expected the functions build, shard and loss, got no {missing[0]}")
-    subject = SimpleNamespace(**{**DEFAULTS, **functions})
+    settings = command.checked(DEFAULTS, CHOICES, functions.get("SETTINGS", {}) | (given or {}))
+    settings["mesh"] = {int(world): sizes for world, sizes in settings["mesh"].items()}
+    subject = SimpleNamespace(**{**FUNCTIONS, **functions, **settings})
     subject.rank_loss = subject.rank_loss or subject.loss
-    if subject.LOSS not in ("same", "mean", "sum"):
-        raise ValueError(f"LOSS: expected same | mean | sum, got {subject.LOSS!r}")
     return subject
 
 
 # The definition -------------------------------------------------------------------------------
-# One process, no process group. The norm and AdamW are written out, so that nothing of what the
+# One process, no process group. The clip and AdamW are definition.py's, so that nothing of what the
 # ranks use is used here but the model and `loss`.
 
 
@@ -129,7 +137,7 @@ def define(subject, scale=None, steps=STEPS):
     for name, p in parameters.items():
         if scale and re.sub(r"\d+", "*", name) == scale[0]:
             p.data *= scale[1]
-    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in parameters.items()}
+    moments = {name: 2 * [torch.zeros_like(p.data)] for name, p in parameters.items()}
     order = []  # of the backward: the parameter nearest to the loss comes first
     for name, p in parameters.items():
         if p.requires_grad:
@@ -145,10 +153,11 @@ def define(subject, scale=None, steps=STEPS):
 
         # The clip is active in the first step: max_norm is half of its norm.
         max_norm = truth.setdefault("max_norm", norm / 2)
-        factor = min(1.0, max_norm / (norm + 1e-6))
+        c = SimpleNamespace(max_grad_norm=max_norm, clip_eps=D.DEFAULTS["clip_eps"])
         for name, p in parameters.items():
             if p.grad is not None:
-                p.data = adamw(p.data, factor * gradients[name], moments[name], t)
+                g = D.shrink(c, norm) * gradients[name]
+                p.data, *moments[name] = D.adamw(ADAMW, t, p.data, *moments[name], g)
             p.grad = None
         step = dict(loss=loss.item(), gradient=gradients, norm=norm, weights=copies(parameters))
         truth["steps"].append(step)
@@ -166,15 +175,6 @@ def require_no_dice(subject):
         losses.append(subject.loss(model, batch).item())
     if losses[0] != losses[1]:
         raise ValueError(f"expected one loss, got {losses[0]} and {losses[1]}: turn dropout off")
-
-
-def adamw(weight, gradient, moments, t):
-    """Return the weight after step t of AdamW. Updates the moments in place."""
-    (beta1, beta2), m, v = ADAMW["betas"], *moments
-    m.copy_(beta1 * m + (1 - beta1) * gradient)
-    v.copy_(beta2 * v + (1 - beta2) * gradient.square())
-    direction = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + ADAMW["eps"])
-    return weight * (1 - ADAMW["lr"] * ADAMW["weight_decay"]) - ADAMW["lr"] * direction
 
 
 def copies(tensors):
@@ -199,7 +199,7 @@ def observe(subject, truth, sizes):
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model, batch = build(subject)
     own = None
-    if subject.LOSS != "same":
+    if subject.ranks != "same":
         own = own_gradient(subject, copy.deepcopy(model), batch)
     model = subject.shard(model, mesh)
     parameters = names_of(model.named_parameters())
@@ -289,7 +289,7 @@ def plant(subject, model, gradients, whole, true, held):
             if rank == dist.get_rank():
                 local_part(wrong).mul_(PLANTED)
             found = bring_together(subject, model, name, wrong, true["gradient"][name])
-            if error(found, whole[name], noise_size(whole)) <= subject.TOLERANCE:
+            if error(found, whole[name], noise_size(whole)) <= subject.tolerance:
                 blind.append((name, rank))
     return blind
 
@@ -348,7 +348,7 @@ class Judge:
 
     def __init__(self, subject, truth, records, sizes):
         self.subject, self.truth, self.records, self.sizes = subject, truth, records, sizes
-        self.tolerance = subject.TOLERANCE
+        self.tolerance = subject.tolerance
         self.places = [record["place"] for record in records]
 
         # The sizes that a wrong factor can have, with a name for each.
@@ -557,7 +557,8 @@ class Judge:
             return []
         found = self.records[0]["steps"][0]["gradient"]
         found = torch.cat([found[name].flatten() for name in names])
-        ranks, share = list(range(len(owns))), 1 / len(owns) if self.subject.LOSS == "mean" else 1.0
+        ranks = list(range(len(owns)))
+        share = 1 / len(owns) if self.subject.ranks == "mean" else 1.0
         if not is_close(found, share * sum(flat), self.tolerance) or self.factor(found, want):
             return []  # the ranks did something else, or one factor says it all
         for a, b in itertools.combinations(ranks, 2):
@@ -571,7 +572,7 @@ class Judge:
         weights = torch.linalg.lstsq(columns, want[:, None]).solution[:, 0]
         if is_close(columns @ weights, want, 1e-6):
             text = f"the mean of the ranks' means: in the definition they count {ratios(weights)}"
-            if self.subject.LOSS == "sum":
+            if self.subject.ranks == "sum":
                 text = f"the ranks' terms count {ratios(weights)} times in the definition"
         else:
             text = "a part of the batch is on no rank, or counted in a wrong way within a rank"
@@ -588,15 +589,15 @@ class Judge:
             return math.inf, [[["loss"], [], "no rank returned a loss"]]
         total = sum(losses.values())
         made = {"same": losses, "sum": {0: total}, "mean": {0: total / len(losses)}}
-        found = made[self.subject.LOSS]
+        found = made[self.subject.ranks]
         bad = [r for r, x in found.items() if not is_close(x, want, self.tolerance)]
         if not bad:
             return max(error(x, want) for x in found.values()), []
         value = found[bad[0]]
         text = f"{value:.6g}, expected {want:.6g}"
-        for how in {*made} - {self.subject.LOSS}:
+        for how in {*made} - {self.subject.ranks}:
             if how != "same" and is_close(made[how][0], want, self.tolerance):
-                text += f". The ranks' {how} is the definition's. LOSS = '{how}' would say so"
+                text += f". The ranks' {how} is the definition's. ranks={how} would say so"
         if max(found.values()) - min(found.values()) > self.tolerance * abs(want):
             text += ". The ranks' losses differ"
         elif t == 0 and error(value, want) > 1000 * self.tolerance:
@@ -667,9 +668,9 @@ def examine(subject, truth, sizes):
 
 def mesh_of(subject, world):
     """Return {name: size} of the mesh for a number of ranks."""
-    if world in subject.MESH:
-        return dict(subject.MESH[world])
-    names = [*next(iter(subject.MESH.values()), ["ranks"])]
+    if world in subject.mesh:
+        return dict(subject.mesh[world])
+    names = [*next(iter(subject.mesh.values()), ["ranks"])]
     return {**dict.fromkeys(names, 1), names[-1]: world}
 
 
@@ -713,16 +714,6 @@ def launch(world, target, subject, *arguments):
         return torch.load(f"{folder}/result", weights_only=True)
 
 
-def load(file):
-    """Return the subject of a file."""
-    sys.path[:0] = [str(Path.cwd()), str(Path(file).resolve().parent)]
-    specification = importlib.util.spec_from_file_location(f"subject_{Path(file).stem}", file)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module
-    specification.loader.exec_module(module)
-    return subject_of(vars(module))
-
-
 def report(world, sizes, rows):
     """Return the lines of one number of ranks, and whether all is right."""
     right = not rows["findings"] and not rows["hidden"]
@@ -751,21 +742,22 @@ def report(world, sizes, rows):
     return lines, right
 
 
+@command.one_line_errors
 def main(argv):
     """Print a line for each number of ranks, and the differences. Return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("file", metavar="FILE.py")
+    parser = command.parser(__doc__)
+    parser.add_argument("file", metavar="FILE.py", help="or MODULE")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="replaces SETTINGS")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1)])  # imports a large package, once for all ranks
-    subject = load(options.file)
+    given = command.settings_in(options.settings)
+    subject = subject_of(vars(command.load_module(options.file)), given)
     right = True
     try:
         truth = launch(1, define, subject)
-        print(f"{options.file}: {len(truth['before'])} parameters, tolerance {subject.TOLERANCE:g}")
+        print(f"{options.file}: {len(truth['before'])} parameters, tolerance {subject.tolerance:g}")
         for world in options.ranks:
             sizes = mesh_of(subject, world)
             rows = launch(world, examine, subject, truth, sizes)

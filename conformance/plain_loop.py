@@ -5,9 +5,13 @@
 """
 
 import sys
+from pathlib import Path
 
 import torch
-from step import record
+
+if __name__ == "__main__":  # a script has its own folder on the path, not the package's
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from conformance.recorders import record
 
 
 class Tiny(torch.nn.Module):

@@ -1,12 +1,27 @@
-"""Recorders of step.py for TRL's GRPOTrainer and for this project's full edition.
+"""Record one optimizer step of a trainer, as a dump that step.py holds to the definition.
+
+About ten lines in a trainer write a dump of the step that they surround:
+
+    with record(DUMP, model.named_parameters(), optimizer, settings=dict(aggregation="token_mean",
+                max_grad_norm=1.0, temperature=0.7)) as add:
+        for batch in micro_batches:
+            logprobs = ...
+            loss.backward()
+            add(tokens=.., mask=.., logprobs=.., old_logprobs=.., advantages=.., loss=loss)
+        add(grad_norm=clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+
+Every rank does it, and rank 0 writes. Rows of `add` are sequences. With attention= (B, T), 1 for
+tokens and 0 for padding, padding on the left is cut off, and padding on the right is known.
+step.py --help says what `add` takes.
+
+TRL's GRPOTrainer and this project's full edition have recorders of their own, `record_trl` and
+`recording`. These commands run each on a tiny random model for a few steps, and record one:
 
     python conformance/recorders.py trl DUMP [NAME=VALUE of GRPOConfig ..]
     python conformance/recorders.py full DUMP
     torchrun --nproc-per-node 2 conformance/recorders.py trl DUMP
     python conformance/step.py DUMP --model conformance/recorders.py:build_trl
-
-Each runs a real trainer on a tiny random model for a few steps, and records one. To record a run of
-your own, call `record_trl` or `record_full` around it.
 """
 
 import contextlib
@@ -14,12 +29,130 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from step import record
+from safetensors.torch import save_file
+
+if __name__ == "__main__":  # a script has its own folder on the path, not the package's
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from conformance import command
 
 VOCABULARY = 64
+
+# Any trainer ----------------------------------------------------------------------------------
+
+
+def whole(x):
+    """Return a detached copy of a tensor, all of it if it is sharded. Collective for a DTensor."""
+    x = x.detach()
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).cpu().clone().contiguous()
+
+
+@contextlib.contextmanager
+def record(directory, named_parameters, optimizer, *, settings=None, step_number=1):
+    """Write a dump of the optimizer step inside. Yield `add(**quantities)`. Collective.
+
+    The weights before are copied where the step begins: on entry, or after the optimizer step
+    before it. So a weight that something changes between the forward and optimizer.step() is seen.
+
+    named_parameters: pairs (name, tensor), of the tensors that the optimizer updates.
+    optimizer: a torch AdamW.
+    settings: dict. What the trainer claims to compute, see step.py. Default: the definition's.
+    step_number: int. Which call of optimizer.step() is the recorded one. Default: the first.
+    """
+    named = dict(named_parameters)
+    state = SimpleNamespace(rows=[], numbers={}, tensors={}, calls=0, optimizer={})
+
+    def add(attention=None, loss=None, **given):
+        # One row for each sequence. A call with tokens is one micro-batch.
+        micro_batch = len({row["micro_batch"] for row in state.rows})
+        for name in [x for x in given if torch.is_tensor(given[x]) and given[x].dim() == 0]:
+            given[name] = given[name].item()
+        if loss is not None:
+            state.numbers.setdefault("loss", []).append(float(torch.as_tensor(loss).detach()))
+        if "tokens" not in given:
+            state.numbers.update(given)
+            return
+        for b, tokens in enumerate(given["tokens"]):
+            real = torch.ones_like(tokens) if attention is None else attention[b]
+            first = int(real.argmax())
+            row = dict(micro_batch=micro_batch, width=len(tokens) - first, length=int(real.sum()))
+            for name, x in given.items():
+                if x is not None:
+                    x = torch.as_tensor(x[b]).detach().cpu()
+                    row[name] = x[first:] if x.dim() else x.item()
+            state.rows.append(row)
+
+    def snapshot(prefix, of):
+        state.tensors |= {f"{prefix}.{n}": whole(x) for n, p in named.items()
+                          if (x := of(p)) is not None}  # fmt: skip
+
+    def begin_step():
+        if state.calls + 1 == step_number:
+            snapshot("before", lambda p: p)
+
+    def before_step(*_):
+        state.calls += 1
+        if state.calls == step_number:
+            state.numbers["changed"] = [
+                n for n, p in named.items() if not whole(p).equal(state.tensors[f"before.{n}"])
+            ]
+            snapshot("grad", lambda p: p.grad)
+            for key in ("exp_avg", "exp_avg_sq"):
+                snapshot(key, lambda p, key=key: optimizer.state.get(p, {}).get(key))
+
+    def after_step(*_):
+        if state.calls == step_number:
+            snapshot("after", lambda p: p)
+            names = {id(p): n for n, p in named.items()}
+            groups = [{key: g[key] for key in ("lr", "betas", "eps", "weight_decay")}
+                      | {"names": [names[id(p)] for p in g["params"]]}
+                      for g in optimizer.param_groups]  # fmt: skip
+            done = [x["step"] for x in optimizer.state.values()]
+            state.optimizer = {"step": int(max(done)), "groups": groups}
+        begin_step()
+
+    hooks = [optimizer.register_step_pre_hook(before_step),
+             optimizer.register_step_post_hook(after_step)]  # fmt: skip
+    begin_step()
+    yield add
+    for hook in hooks:
+        hook.remove()
+    if state.calls < step_number:
+        raise RuntimeError(f"expected optimizer step {step_number}, got {state.calls} steps")
+
+    # Rank 0 gets the rows of all ranks. The ranks' own sums of losses are added up as settings say.
+    mine, parts = (state.rows, state.numbers), None
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, mine)
+        if dist.get_rank() != 0:
+            return
+    parts = parts or [mine]
+    rows = [{"rank": rank} | row for rank, (rows, _) in enumerate(parts) for row in rows]
+    write_dump(directory, rows, state.tensors, state.optimizer, parts, settings or {})
+
+
+def write_dump(directory, rows, tensors, optimizer, parts, settings):
+    """Write step.json and step.safetensors. parts: (rows, numbers) of each rank."""
+    T = max(len(row["tokens"]) for row in rows)
+    for name in rows[0]:
+        columns = [torch.as_tensor(row[name]) for row in rows]
+        if columns[0].dim():
+            columns = [torch.nn.functional.pad(x, (0, T - len(x))) for x in columns]
+        tensors[name] = torch.stack(columns)
+    numbers = dict(parts[0][1])
+    if "loss" in numbers:
+        losses = [part["loss"] for _, part in parts]
+        is_mean = [settings.get(key, "sum") == "mean" for key in ("micro_batches", "ranks")]
+        losses = [sum(x) / (len(x) if is_mean[0] else 1) for x in losses]
+        numbers["loss"] = sum(losses) / (len(losses) if is_mean[1] else 1)
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    save_file(tensors, Path(directory, "step.safetensors"))
+    text = json.dumps(numbers | dict(settings=settings, optimizer=optimizer), indent=1)
+    Path(directory, "step.json").write_text(text + "\n", encoding="utf-8")
 
 
 # TRL ------------------------------------------------------------------------------------------
@@ -273,18 +406,15 @@ def run_full(directory, step_number=1, **flags):
         return program.main(words)
 
 
+@command.one_line_errors
 def main(argv):
     """Run a trainer, and record one step."""
-    kind, directory, *words = argv
-    given = {}
-    for name, _, value in (word.partition("=") for word in words):
-        try:
-            given[name] = json.loads(value)
-        except ValueError:
-            given[name] = value
+    kinds = dict(trl=run_trl, full=run_full)
+    if len(argv) < 2 or argv[0] not in kinds:
+        raise ValueError(f"expected {' | '.join(kinds)} and a directory, got {' '.join(argv)!r}")
     torch.set_num_threads(1)
-    dict(trl=run_trl, full=run_full)[kind](directory, **given)
+    return kinds[argv[0]](argv[1], **command.settings_in(argv[2:]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

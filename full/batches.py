@@ -24,7 +24,7 @@ import torch.distributed as dist
 import train_grpo
 from full.advantages import compared_by, table_of_groups
 from full.attend import attend
-from full.chunks import Cost, redistribute, tree_backward
+from full.chunks import redistribute, tree_backward
 from full.exact import packed_attention
 from full.experts import Balance, Replay, update_router_bias
 from full.masks import Mask
@@ -38,7 +38,7 @@ from full.ring import indices, ring_attention
 from full.rollouts import (
     DEMO_PLAY, DEMO_PROMPT, Trajectory, at_once, demonstrations, draw_prompts, evaluate, play,
 )  # fmt: skip
-from full.tree import packed_tree, packed_tree_attention, wanted_edges
+from full.tree import attend_short, wanted_edges
 from full.trie import TokenTrie
 from train_grpo import ROLLOUT
 
@@ -311,19 +311,20 @@ def padded(vectors, like):
     return torch.from_numpy(out_BT).to(like)
 
 
-def masked_attention(mask, group, method, debug=False):
+def masked_attention(mask, group, method, debug=False, attend_alone=attend):
     """Return what a layer calls: attention under a mask of the whole row, or on a group's ring.
 
     method, debug: of `ring_attention`.
+    attend_alone: `attend`, or `attend_short` for trees, whose paths are often short.
     """
 
-    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+    def attention(q, k, v, /, *, layer, scale, window=None):
         # A layer with a window narrows the mask further.
-        options = dict(mask=mask.with_window(window), scale=scale, softcap=softcap)
+        narrowed = mask.with_window(window)
         if group is None:
-            return attend(q, k, v, **options)[0]
-        options |= dict(group=group, method=method, debug=debug and f"layer {layer}")
-        return ring_attention(q, k, v, **options)
+            return attend_alone(q, k, v, narrowed, scale=scale)[0]
+        options = dict(group=group, method=method, debug=debug and f"layer {layer}")
+        return ring_attention(q, k, v, mask=narrowed, scale=scale, **options)
 
     return attention
 
@@ -459,15 +460,18 @@ class TreeBatches(RowBatches):
         # Context ranks share one tree's tokens.
         if self.plan.cp > 1 or self.plan.dp == 1:
             return batch
-        cost = Cost(recomputed=1 / 3 if self.config.recompute else 0.0)
         sequences = [t.tokens for t in batch]
-        _, share = redistribute(sequences, batch, group=self.part.grid.group["dc"], cost=cost)
+        _, share = redistribute(sequences, batch, group=self.part.grid.group["dc"])
         return share
 
     def attention_of_row(self, tree, group):
         """Return the attention to a token's path. tree: (TokenTrie, length of the padded row)."""
-        how = dict(method=self.config.cp_method, debug=self.config.debug)
-        return packed_tree_attention(*tree, group=group, **how)
+        # On a ring a rank holds some of the tokens, while the mask is about indices of the whole
+        # row. So a tree crosses ranks like any sequence: keys and values travel, queries stay.
+        trie, length = tree
+        mask = trie.mask(0, len(trie), padding=length - len(trie))
+        how = self.config.cp_method, self.config.debug
+        return masked_attention(mask, group, *how, attend_alone=attend_short)
 
     def pack_micro_batches(self, sequences, masks, routes=None):
         """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""
@@ -531,8 +535,12 @@ def tree_row(trie, masks, length, routes=None) -> PackedRow:
 
     # A sequence holds the tokens of its path: a pair (sequence, token) for each of them.
     sequence_J = torch.arange(len(masks)).repeat_interleave(trie.lengths)
+
+    # Padding follows the tree: token 0 at position 0.
+    padding = 0, length - len(trie)
+    in_row = [torch.nn.functional.pad(x_N, padding)[None] for x_N in (trie.tokens, trie.positions)]
     return PackedRow(
-        *packed_tree(trie, length), (trie, length), mask_BT,
+        *in_row, (trie, length), mask_BT,
         trie.parent[edges_N], trie.tokens[edges_N], entries_K, sequence_J, trie.paths,
         routes_of_tokens(routes, trie.paths, length) if routes else None,
     )  # fmt: skip
@@ -546,36 +554,52 @@ class ChunkBatches(TreeBatches):
         require_batch(self.model, sequences, masks)
         trie = TokenTrie(sequences, routes and labels_of(routes))
         self.tokens_run = len(trie)
+        # A token counts once for each sequence that contains it: sequences_N[t] times.
+        layers = self.model.config.sparse_layers
+        sequences_N = torch.bincount(trie.paths, minlength=len(trie)).double()
+        sequences_N = sequences_N.to(self.device)
         replay = None
         if routes:
-            sequences_N = torch.bincount(trie.paths, minlength=len(trie)).double()
             routes_NLK = routes_of_tokens(routes, trie.paths, len(trie)).to(self.device)
-            replay = Replay(routes_NLK, self.model.config.sparse_layers, sequences_N)
+            replay = Replay(routes_NLK, layers, sequences_N)
+        parts = {}  # by chunk: one that runs again overwrites its own
+
+        def routing(chunk):
+            tokens_n = torch.arange(chunk.start, chunk.stop)
+            counts = {}
+
+            def count(probs_nE, topk_ids_nK, /, *, layer):
+                weights_nK = sequences_N[tokens_n, None].expand_as(topk_ids_nK)
+                ids, weights = topk_ids_nK.flatten(), weights_nK.flatten()
+                counts[layer] = torch.bincount(ids, weights, probs_nE.shape[1])
+
+            part = count
+            changed = {}
+            if replay is not None:
+                part = replay.of_tokens(tokens_n, count)
+                part.changed = changed
+            parts[chunk.start] = {}, counts, changed
+            return part
 
         def loss_of_chunk(ended, *scores):
             mask_BT = padded([masks[i] for i in ended], scores[0]).bool()
             return loss_fn(ended, mask_BT, *scores)
 
-        # COMM: experts are on other ranks, which have other trees: all make the same number of
-        # calls. Pinned by
-        # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-        sync_group = dist.group.WORLD if self.plan.ep > 1 else None
-        model = self.model
-        if self.plan.tp > 1:
-            model = PaddedTokens(model)
         # check_finite=False: a NaN is optim_step's to find, on all ranks at once.
+        model = PaddedTokens(self.model) if self.plan.tp > 1 else self.model
         config = self.config
-        result = tree_backward(
+        tree_backward(
             model, trie, loss_of_chunk, max_tokens=config.chunk_tokens, recompute=config.recompute,
-            temperature=config.temperature, masks=masks, lockstep=sync_group, batched=True,
-            check_finite=False, replay=replay,
+            temperature=config.temperature, masks=masks, batched=True, check_finite=False,
+            routing=routing if layers else None,
         )  # fmt: skip
 
         # Tensor ranks have walked the same tree and found the same numbers: one of them counts.
         # But each has replayed the routes of the tokens that its layers see.
         speaks = speaks_for_replica(self.model)
-        changed = result.replay_counts if speaks or self.plan.etp == 1 else {}
-        self.experts.parts.append(({}, result.router_counts if speaks else {}, changed))
+        for _, counts, changed in parts.values():
+            changed = changed if speaks or self.plan.etp == 1 else {}
+            self.experts.parts.append(({}, counts if speaks else {}, changed))
 
 
 BATCHES = {"disabled": RowBatches, "exact": ExactBatches, "sparse": TreeBatches,

@@ -28,14 +28,14 @@ from full.chunks import tree_backward, tree_scores
 from full.generate import forward_with_cache, generate, prefill
 from full.hf import full_definition
 from full.logprobs import token_logprobs
-from full.masks import Mask, as_mask
+from full.masks import Mask
 from full.model_config import ModelConfig
 from full.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradients
 from full.parallelize import MODES, parallelize
 from full.places import local
 from full.plans import Grid, Plan
 from full.ranks import is_rank_0
-from full.ring import LAYOUTS, METHODS, gather_objects, ring_attention, ring_of, shard, unshard
+from full.ring import METHODS, ring_attention, ring_of, shard, unshard
 from full.transformer import Transformer
 from full.trie import TokenTrie
 from models import CHECK_FAMILIES, FULL, SLIDING
@@ -48,7 +48,7 @@ from tree_attention import CheckModel, check_loss, definition
 # Every method and mask against `ring_attention.attention_definition`.
 
 
-def examples(length, heads=1):
+def examples(length):
     """Return one mask of every kind for `length` tokens; a batch of 2 where its rows can differ."""
     generator = torch.Generator().manual_seed(0)
     valid_BS = torch.rand(2, length, generator=generator) > 0.3
@@ -71,7 +71,6 @@ def examples(length, heads=1):
         "tree": tree,
         "window": Mask.causal(length, window=5),
         "tree, window": tree.with_window(3),
-        "dense": torch.rand(2, heads, length, length, generator=generator) > 0.8,
     }
 
 
@@ -88,57 +87,49 @@ def relative(found, truth):
 def compare(
     mask, group, dtype, tokens, device="cpu", *, heads=(12, 2), width=16, attention=None, **options
 ):  # fmt: skip
-    """Return the errors of (out, lse, dq, dk, dv) of `ring_attention`: the worst of all ranks.
+    """Return the errors of (out, dq, dk, dv) of `ring_attention`: the worst of all ranks.
 
     mask, group: as in `ring_attention`. dtype, device: of the inputs. tokens, heads, width: S,
     (H, G) and D. options: of `ring_attention`.
     attention: a function of this rank's q, k, v, and group=, that returns out, to compare instead.
-        Then the errors are of (out, dq, dk, dv).
 
     The truth is the definition in float64, of the same rounded inputs.
     """
-    # Every rank draws the same whole sequence. Upstream gradients are random: for out, and in
-    # float64 for lse too. In lower dtypes lse has none, so that torch's kernels are compared.
+    # Every rank draws the same whole sequence, and a random upstream gradient.
     generator = torch.Generator().manual_seed(7)
     h, g = heads
-    shapes = [(2, n, tokens, width) for n in (h, g, g, h)] + [(2, h, tokens)]
+    shapes = [(2, n, tokens, width) for n in (h, g, g, h)]
     drawn = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     drawn = [x.to(device, dtype) for x in drawn]
-    visible = (Mask.full(tokens) if mask is None else as_mask(mask)).dense().to(device)
-    place = dict(dim=2, group=group, layout=options.get("layout", "zigzag"))
-    num_outputs = 2 if attention is None else 1
+    visible = (mask or Mask.full(tokens)).dense().to(device)
+    place = dict(dim=2, group=group)
+    attention = attention or functools.partial(ring_attention, mask=mask, **options)
 
     def defined(q, k, v):
-        return attention_definition(q, *repeat_key_heads(q, k, v), visible)[:num_outputs]
+        return attention_definition(q, *repeat_key_heads(q, k, v), visible)[0]
 
-    def of_shards(*qkv):
-        if attention is None:
-            return ring_attention(*qkv, group=group, mask=mask, return_lse=True, **options)
-        return (attention(*qkv, group=group),)
-
-    def run(function, q, k, v, *upstream):
+    def run(function, q, k, v, upstream):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        outputs = function(*leaves)
-        used = outputs if dtype == torch.float64 else outputs[:1]
-        grads = torch.autograd.grad(used, leaves, upstream[: len(used)])
-        return [x.detach().double() for x in (*outputs, *grads)]
+        out = function(*leaves)
+        grads = torch.autograd.grad(out, leaves, upstream)
+        return [x.detach().double() for x in (out, *grads)]
 
     # Each rank computes its tokens. Then all of them see the whole results.
     truth = run(defined, *(x.double() for x in drawn))
+    of_shards = functools.partial(attention, group=group)
     found = run(of_shards, *(shard(x, **place) for x in drawn))
     found = [unshard(x, **place, length=tokens) for x in found]
     errors = [relative(a, b) for a, b in zip(found, truth, strict=True)]
 
     # Every rank returns the largest error of all ranks, so that all of them print the same.
-    return np.max(gather_objects(errors, ring_of(group)), axis=0).tolist()
+    return np.max(ring_of(group).gather(lambda: errors), axis=0).tolist()
 
 
 def by_way(group, error):
-    """Return {column: error(method=.., layout=..)} for the ways a group can share 12 heads."""
+    """Return {column: error(method=..)} for the ways a group can share 12 heads."""
     # The ring and the all-gather run on any number of ranks.
     methods = METHODS if 12 % ring_of(group).world == 0 else METHODS[:2]
-    ways = itertools.product(methods, LAYOUTS)
-    return {f"{m[:4]} {layout[:3]}": error(method=m, layout=layout) for m, layout in ways}
+    return {method[:8]: error(method=method) for method in methods}
 
 
 def rows_of_rank(tokens, device):
@@ -154,7 +145,7 @@ def rows_of_rank(tokens, device):
         if rank >= world:
             continue
         table = f"float64, world {world}"
-        for name, mask in examples(tokens, 12).items():
+        for name, mask in examples(tokens).items():
             given = mask, groups[world], torch.float64, tokens, device
             row = by_way(groups[world], lambda **way: max(compare(*given, **way)))  # noqa: B023
             rows.append((table, name, 1e-12, row))
@@ -198,7 +189,7 @@ def check_ring() -> bool:
     if not is_rank_0():
         return True
 
-    # One table per world and dtype, one row per mask, one column per method and layout.
+    # One table per world and dtype, one row per mask, one column per method.
     failed = []
     largest = 0.0  # error in float64: what the README quotes
     for table, rows_of_table in itertools.groupby(rows, lambda row: row[0]):
@@ -222,7 +213,7 @@ def check_ring() -> bool:
 
 
 class TinyModel(CheckModel):
-    """`CheckModel` with a window and a softcap in every second layer, as in Gemma."""
+    """`CheckModel` with a window in every second layer, as in Gemma."""
 
     def __init__(self):
         super().__init__()
@@ -239,16 +230,15 @@ class TinyModel(CheckModel):
 
     def layer_options(self, layer):
         """Return the options of `attention` in addition to those of `CheckModel`."""
-        return dict(window=None, softcap=None) if layer % 2 else dict(window=3, softcap=2.0)
+        return dict(window=None if layer % 2 else 3)
 
     @staticmethod
-    def plain_attention(q, k, v, /, *, layer, scale, window, softcap):
+    def plain_attention(q, k, v, /, *, layer, scale, window):
         # One sequence by itself, by the formulas of attention as they stand.
         distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
         visible = (distance >= 0) & (distance < (window or math.inf))
         k, v = repeat_key_heads(q, k, v)
         s = q @ k.mT * scale
-        s = s if softcap is None else softcap * torch.tanh(s / softcap)
         return s.masked_fill(~visible.to(s.device), -math.inf).softmax(-1) @ v
 
 

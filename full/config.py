@@ -154,7 +154,7 @@ class Config(train_grpo.Config):
     kl_coef: float = 0.0  # weight of the KL to the frozen reference; 0: no reference is kept
     kl_in: Literal["loss", "reward"] = "loss"  # where the KL enters
     entropy_coef: float = None  # weight of the entropy bonus
-    proximal: bool = False  # old log-probs from a trainer pass; otherwise the sampler's
+    proximal: bool = None  # old log-probs of the trainer; otherwise the sampler's
     importance: Literal["truncate", "mask"] = "truncate"  # (4) of full/objectives.py
     importance_of: Literal["token", "sequence", "geometric"] = "token"  # whose p_old / p_sampler
     importance_low: float = 0.0  # lower bound of p_old / p_sampler
@@ -174,7 +174,7 @@ class Config(train_grpo.Config):
     shard_ranks: int = 0  # fsdp: how many ranks share one copy of the weights (HSDP); 0: all of d
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"  # of the c ranks of --plan
     pp_schedule: Schedule = "1f1b"  # of the p ranks of --plan
-    debug: bool = False  # the plan's c: raise on all ranks where attention is not finite; slow
+    debug: bool = False  # the plan's c: raise where ranks' inputs differ or are not finite; slow
     timeout: int = 60  # seconds that a rank waits for another before the run ends
     # memory and speed
     tree: Literal["disabled", "sparse", "dta"] = "disabled"  # share prefixes; dta: chunk by chunk
@@ -235,6 +235,10 @@ class Config(train_grpo.Config):
                 setattr(self, name, defaults[start])
         if self.advantage is None:
             self.advantage = "teacher" if self.teacher else "group_mean"
+        # Where rounding alone would move a ratio past the clip. With one update a batch the policy
+        # is its own old policy. With older weights the sampler's log-probs correct for their age.
+        if self.proximal is None:
+            self.proximal = self.rounds_apart and self.minibatches > 1 and not self.staleness
 
     @classmethod
     def from_file(cls, path, **given) -> "Config":
@@ -285,6 +289,19 @@ class Config(train_grpo.Config):
     def rollout_dtype(self) -> str:
         """Return the name of the dtype of the generator's weights, to which a push rounds."""
         return self.generator_dtype or self.compute
+
+    @property
+    def rounds_apart(self) -> bool:
+        """Return whether sampler and trainer differ by more than the rounding of float32."""
+        is_coarse = "bfloat16" in (self.compute, self.rollout_dtype)
+        return not self.exact and (is_coarse or bool(self.engine))
+
+    @property
+    def first_is_its_own_old(self) -> bool:
+        """Return whether the first minibatch's `old` of (2) is its own log-probs, detached."""
+        if self.proximal:
+            return self.rounds_apart
+        return self.minibatches == 1 and not self.staleness
 
     def given(self) -> dict:
         """Return {field: value} of what was given to Config(..), or assigned since."""
@@ -392,11 +409,13 @@ class Config(train_grpo.Config):
         """Return an error for each way to share the work that does not go with the others."""
         # --tree dta runs chunks forward and backward in an order of its own. A pipeline's schedule
         # has another order, FSDP2 gathers once a step and not once a chunk, a chunk's keys come
-        # from the stack of one rank, --recompute takes the place of --ac, and each chunk would be
+        # from the stack of one rank, ranks of e have other trees and so other numbers of calls,
+        # --recompute takes the place of --ac, and each chunk would be
         # compiled for a shape of its own.
         plan = self.plans.trainer or Plan()
         unfit = {
-            "p": plan.pp > 1, "c": plan.cp > 1, "fsdp": self.data_parallel == "fsdp",
+            "p": plan.pp > 1, "c": plan.cp > 1, "e": plan.ep > 1,
+            "fsdp": self.data_parallel == "fsdp",
             "--ac": self.ac != "none", "--compile": self.compile,
         }  # fmt: skip
         wrong = []
@@ -609,6 +628,8 @@ def add_flags(parser, fields):
                 **Config.BY_START[f.name])
         if f.name == "advantage":
             default = "'group_mean'; with --teacher 'teacher'"
+        if f.name == "proximal":
+            default = "on with bfloat16 or --engine, but not with --staleness"
         text = text.replace("%", "%%") + f" [{default}]"
         if f.type is bool:
             how = dict(action=argparse.BooleanOptionalAction)

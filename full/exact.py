@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import models
-from full.attend import backward_tiles, checked_config, run_backward, run_forward
+from full.attend import TiledAttention, backward_tiles, checked_scale
 from full.experts import Experts
 from full.generate import KVCache
 from full.logprobs import LogprobOptions, TokenLogprobs
@@ -227,32 +227,6 @@ class ExactCache(KVCache):
         return out.to(q_BHSD.dtype)
 
 
-class PackedAttention(torch.autograd.Function):
-    """Exact attention in a row of documents, with the ordinary backward."""
-
-    @staticmethod
-    def forward(ctx, q_1HSD, k_1GSD, v_1GSD, mask, config, place_BL, is_real_BL):
-        def forward(q, k, v, mask, config):
-            # Each document is a row that begins at position 0.
-            qkv = (x_1XSD[0, :, place_BL].transpose(0, 1) for x_1XSD in (q, k, v))
-            first = [0] * len(place_BL)
-            out_BHLD, lse_BHL = exact_attention(*qkv, first, config.scale, mask.window)
-            place_S = place_BL[is_real_BL]
-            wide = out_BHLD.dtype
-            out_1HSD = torch.zeros_like(q, dtype=wide)
-            lse_1HS = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
-            out_1HSD[0, :, place_S] = out_BHLD.transpose(1, 2)[is_real_BL].transpose(0, 1)
-            lse_1HS[0, :, place_S] = lse_BHL.transpose(1, 2)[is_real_BL].T
-            return out_1HSD, lse_1HS
-
-        padding = mask.padding_tokens()
-        return run_forward(ctx, forward, padding, q_1HSD, k_1GSD, v_1GSD, mask, config)
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        return *run_backward(ctx, backward_tiles, dout, dlse), None, None, None, None
-
-
 def packed_attention(document_1S):
     """Return the attention of a trainer's row. document_1S: numbers of documents, -1 is padding."""
     # Documents 0 0 0 1 1 - have places [[0, 1, 2], [3, 4, 4]], of which the last is not real.
@@ -263,10 +237,25 @@ def packed_attention(document_1S):
     is_real_BL = place_BL < first_B1 + counts[:, None]
     place_BL = place_BL.clamp(max=document_1S.shape[1] - 1)
 
+    def forward(q_1HSD, k_1GSD, v_1GSD, mask, scale):
+        # Each document is a row that begins at position 0.
+        places, is_real = (x.to(q_1HSD.device) for x in (place_BL, is_real_BL))
+        qkv = (x_1XSD[0, :, places].transpose(0, 1) for x_1XSD in (q_1HSD, k_1GSD, v_1GSD))
+        first = [0] * len(places)
+        out_BHLD, lse_BHL = exact_attention(*qkv, first, scale, mask.window)
+        place_S = places[is_real]
+        out_1HSD = torch.zeros_like(q_1HSD, dtype=out_BHLD.dtype)
+        lse_1HS = out_1HSD.new_full(q_1HSD.shape[:3], -math.inf)
+        out_1HSD[0, :, place_S] = out_BHLD.transpose(1, 2)[is_real].transpose(0, 1)
+        lse_1HS[0, :, place_S] = lse_BHL.transpose(1, 2)[is_real].T
+        return out_1HSD, lse_1HS
+
     def attention(q, k, v, /, *, layer, scale, window=None):
-        config = checked_config(q, k, v, mask, scale=scale, softcap=None, backend=None)
-        places = [x.to(q.device) for x in (place_BL, is_real_BL)]
-        return PackedAttention.apply(q, k, v, mask.with_window(window), config, *places)[0]
+        scale = checked_scale(q, k, v, mask, scale)
+        ways = forward, backward_tiles  # the backward is the ordinary one
+        narrowed = mask.with_window(window)
+        given = ways, narrowed.padding_tokens(), narrowed, scale
+        return TiledAttention.apply(q, k, v, *given)[0]
 
     return attention
 

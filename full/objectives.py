@@ -39,9 +39,10 @@ import torch
 
 from full.metrics import measured
 
-# DEVIATES: without --proximal old is smp, or the current policy itself if a step has one update and
-# its weights sampled, so that rounding cannot clip; the log-ratio of (2) is clamped to +-10 before
-# exp; PPO's critic shares the policy's trunk. Not here: top-p, which biases every ratio. Pinned by
+# DEVIATES: without --proximal old is smp. In the first update old is the policy itself where
+# rounding could clip: with --proximal if sampler and trainer round apart, and if a step has one
+# update and its weights sampled. The log-ratio of (2) is clamped to +-10 before exp; PPO's critic
+# shares the policy's trunk. Not here: top-p, which biases every ratio. Pinned by
 # tests/full/test_loss.py::test_loss_and_gradient_are_trls. A ratio of a sequence has one gradient
 # for all its tokens (verl: each its own, which is another sum if A or x differ); a token that (4)
 # masks stays in Z (verl's rejection takes it out). Pinned by

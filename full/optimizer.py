@@ -337,16 +337,13 @@ def replica_difference(model, optimizer=None) -> str | None:
             f"tensors differ")  # fmt: skip
 
 
-def lr_factor(
-    step, /, *, warmup, total, decay="linear", min_ratio=0.0, first_step="nonzero"
-) -> float:
+def lr_factor(step, /, *, warmup, total, decay="linear", first_step="nonzero") -> float:
     """Return the multiple of lr for a step: a linear warm-up, then a decay to the last step.
 
     step: int from 0 to total - 1. A later step has the factor at the end of the decay.
     warmup: int, at most total. The number of steps that rise to 1.
     total: int. The number of steps of the run.
     decay: "linear", "cosine" or "constant". Default: "linear".
-    min_ratio: float from 0 to 1. The factor that the decay ends at. Default: 0.
     first_step: "nonzero" or "zero". The warm-up begins with 1 / warmup, as in torchtitan, or with
         0, as in Hugging Face and verl. Default: "nonzero".
 
@@ -361,9 +358,8 @@ def lr_factor(
     ):
         if value not in known:
             raise ValueError(f"expected a {name} of {', '.join(known)}, got {value!r}")
-    if not 0 <= warmup <= total or not 0 <= min_ratio <= 1:
-        raise ValueError(f"expected a warm-up of at most {total} steps and a min_ratio from 0 to "
-                         f"1, got {warmup} and {min_ratio}")  # fmt: skip
+    if not 0 <= warmup <= total:
+        raise ValueError(f"expected a warm-up of at most {total} steps, got {warmup}")
 
     if step < warmup:
         risen = step + 1 if first_step == "nonzero" else step
@@ -373,4 +369,4 @@ def lr_factor(
     # all steps are warm-up, only a step past the end gets here, and max avoids a division by 0.
     done = min(1.0, (step - warmup) / max(1, total - warmup))
     left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return min_ratio + (1 - min_ratio) * left[decay]
+    return left[decay]

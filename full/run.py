@@ -331,7 +331,7 @@ def run(config, task, trainer, out, progress, stop, tell=None) -> Ended:
 
 
 def introduce(config, task, trainer, out, first_step, origin):
-    """Say in three lines what is trained, how and where, and cut files to that step. Collective."""
+    """Say what is trained, how and where, and cut files to that step. Collective."""
     # All settings are in config.json.
     c = config
     world = dist.get_world_size()
@@ -345,6 +345,9 @@ def introduce(config, task, trainer, out, first_step, origin):
         f"{trainer.device.type}, {dtype}")  # fmt: skip
     say(f"out {out}: `python -m full plot {out}` draws it; Ctrl-C saves, {flags_to_resume(out)} "
         f"goes on")  # fmt: skip
+    if c.proximal and c.rounds_apart:
+        say("old log-probs are the trainer's, since the sampler rounds otherwise; --no-proximal "
+            "takes the sampler's")  # fmt: skip
     if getattr(task, "note", ""):  # what a task has decided, such as a template
         say(task.note)
 

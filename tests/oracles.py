@@ -26,13 +26,12 @@ def worst(found, truth):
     return max(relative(a.detach(), b.detach()) for a, b in zip(found, truth, strict=True))
 
 
-def plain_attention(q, k, v, visible, *, scale=None, softcap=None):
+def plain_attention(q, k, v, visible, *, scale=None):
     """Return out (B, H, q, D) and lse (B, H, q), with all scores in memory.
 
     q: (B, H, q, D). k, v: (B, G, k, D). Each key head serves H / G consecutive query heads.
     visible: bool, broadcastable to (B, H, q, k). True where query i sees key j.
     scale: factor of the scores. Default: D ** -0.5.
-    softcap: c of c tanh(score / c). Default: none.
 
     A query that sees no key has out 0, lse -inf, and gradients of 0.
     """
@@ -41,8 +40,6 @@ def plain_attention(q, k, v, visible, *, scale=None, softcap=None):
     q = q.unflatten(1, (k.shape[1], -1))
     scores = torch.einsum("bgcqd,bgkd->bgcqk", q, k).flatten(1, 2)
     scores = scores * (width**-0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
 
     # A blind query pretends that it sees every key with a score of 0. Both results are overwritten,
     # which also cuts their gradients.

@@ -13,18 +13,21 @@ planted mistake is one option of it. The reports that some of them come from:
     trl 6380                    a reported number is the mean of the ranks' means
 """
 
+import doctest
+import re
+import runpy
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conformance import definition, loss, parallel, plain_loop, recorders, step
 from conftest import ROOT, shortened
-
-sys.path.insert(0, str(ROOT / "conformance"))
-
-import plain_loop
-import step
+from full import byhand
+from safetensors.torch import load_file, save_file
 
 RANKS, MICROS = 2, 3
 SETTINGS = dict(aggregation="token_mean", advantage="group_std", temperature=0.7, clip_high=0.28,
@@ -89,7 +92,10 @@ def toy_step(directory, bug="", settings=SETTINGS, steps=2):
         mask = (torch.arange(12) >= 1) & (torch.arange(12) < d.length[:, None])
     if bug == "tool reply":
         mask[[0, 5, 10], 7] = True
-    with step.record(directory, model.named_parameters(), optimizer, settings=settings,
+    Z_of = d.mask if bug == "prompt with the right Z" else mask
+    if bug == "prompt with the right Z":
+        mask = (torch.arange(12) >= 1) & (torch.arange(12) < d.length[:, None])
+    with recorders.record(directory, model.named_parameters(), optimizer, settings=settings,
                      step_number=steps) as add:  # fmt: skip
         for n in range(steps):
             sums = []
@@ -100,11 +106,12 @@ def toy_step(directory, bug="", settings=SETTINGS, steps=2):
                     on, old = mask[rows], (lp + d.noise[rows]).detach()
                     ref, A_now = (lp + d.away[rows]).detach(), A[rows, None]
                     ratio = (lp - (ref if bug == "ratio" else old)).exp()
-                    gain = torch.minimum(ratio * A_now, ratio.clamp(0.8, 1.28) * A_now)
+                    smaller = torch.maximum if bug == "max for min" else torch.minimum
+                    gain = smaller(ratio * A_now, ratio.clamp(0.8, 1.28) * A_now)
                     kl = (ref - lp).exp() - (ref - lp) - 1
                     kl = lp - ref if bug == "k1" else kl
                     loss = ((0.3 * kl - gain) * on).sum()
-                    Z = mask.sum()
+                    Z = Z_of.sum()
                     if bug in ("micro-batch means", "sum of means", "sum of micro-batches' means"):
                         Z = on.sum() * {"micro-batch means": 6, "sum of means": 1,
                                         "sum of micro-batches' means": RANKS}[bug]  # fmt: skip
@@ -157,6 +164,8 @@ def toy_step(directory, bug="", settings=SETTINGS, steps=2):
             before = [p.detach().clone() for p in model.parameters()]
             moments = [optimizer.state.get(p, {}) for p in model.parameters()]
             moments = [[x.clone() for k, x in m.items() if k != "step"] for m in moments]
+            if bug == "changed weight" and n == steps - 1:
+                model.head.weight.data[0, 0] += 0.01
             with corrected(optimizer, model, bug, before, moments, n + 1):
                 optimizer.step()
     return directory
@@ -232,10 +241,15 @@ BUGS = {
     "bias correction": ("weights", "bias correction is missing"),
     "eps": ("weights", "eps is inside the square root"),
     "decay": ("weights", "norms and biases decay too"),
-}
+    "max for min": ("gradient", "max in place of min"),
+    "prompt with the right Z": (
+        "gradient", "the prompt is trained on, and the denominator is right"),
+    "changed weight": ("weights", "something other than the optimizer changed head.weight"),
+}  # fmt: skip
 
 
-QUICK = "accumulation twice", "biased std", "temperature", "eps"
+QUICK = "accumulation twice", "biased std", "temperature", "eps", "max for min"
+QUICK += "prompt with the right Z", "changed weight"
 
 
 @pytest.mark.quick
@@ -245,6 +259,103 @@ def test_a_planted_mistake_is_found_and_named(tmp_path, bug):
     found = report(toy_step(tmp_path, bug))
     verdict, why = found[quantity]
     assert verdict == "departs" and words in why
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("bug, words", [
+    ("eps", "eps is inside the square root"), ("tool reply", "masked tokens between"),
+    ("changed weight", "something other than the optimizer changed head.weight"),
+])  # fmt: skip
+def test_new_weights_are_enough_to_name_a_mistake(tmp_path, bug, words, norm):
+    """The dump has no gradient, and perhaps no norm."""
+    toy_step(tmp_path, bug)
+    tensors, numbers = load_file(tmp_path / "step.safetensors"), tmp_path / "step.json"
+    save_file({name: x for name, x in tensors.items() if not name.startswith("grad.")},
+              tmp_path / "step.safetensors")  # fmt: skip
+    if not norm:
+        numbers.write_text(numbers.read_text().replace('"grad_norm"', '"unused"'))
+    verdict, why = report(tmp_path)["weights"]
+    assert verdict == "departs" and words in why
+
+
+@pytest.mark.quick
+def test_one_finding_is_one_line(tmp_path):
+    """Of the loss, the norm and the gradient. Two mistakes at once are one finding, too."""
+    for bug in ("rank means", "sum of means"):
+        rows, _ = step.check(toy_step(tmp_path / bug, bug), toy_model())
+        departs = [line for line in step.lines_of(rows) if "departs" in line]
+        assert len(departs) == 1 and departs[0].startswith("   loss, gradient norm, gradient ")
+
+
+# The definition ---------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_the_example_of_the_definition_is_right():
+    failed, attempted = doctest.testmod(definition)
+    assert not failed and attempted
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kl", definition.CHOICES["kl"])
+@pytest.mark.parametrize("objective", definition.CHOICES["objective"])
+def test_derivatives_of_the_definition_are_differences_of_its_loss(objective, kl):
+    """The weights of cispo and dppo are numbers, so their moves are taken off the difference."""
+    c = SimpleNamespace(**definition.DEFAULTS | dict(objective=objective, kl=kl, kl_coef=0.3))
+
+    def loss_of(lp):
+        s = definition.Sequence(lp, old=[-1.0, -2.1, -0.7], A=3 * [1.5], ref=[-1.2, -2.0, -1.1])
+        return definition.definition(c, [s])
+
+    lp, h = [-1.1, -2.0, -0.9], 1e-6
+    _, (terms,) = loss_of(lp)
+    for t, term in enumerate(terms):
+        up, down = ([x + (n == t) * step for n, x in enumerate(lp)] for step in (h, -h))
+        slope = (loss_of(up)[0] - loss_of(down)[0]) / (2 * h)
+        if objective in ("cispo", "dppo"):  # l is -w A lp, and w moves as r does
+            slope += 1.5 * lp[t] * term.r / 3
+        assert term.share * term.dlp == pytest.approx(slope, abs=1e-8)
+
+
+@pytest.mark.quick
+def test_adamw_is_written_out_once():
+    files = [path for folder in ("conformance", "full") for path in (ROOT / folder).rglob("*.py")
+             if re.search(r"\(1 - beta[12]\) \* \w*g", path.read_text())]  # fmt: skip
+    assert files == [ROOT / "conformance/definition.py"]
+
+
+# One way to import --------------------------------------------------------------------------------
+
+COUNT = """
+import sys
+
+def definitions():
+    files = [getattr(x, "__file__", None) or "" for x in list(sys.modules.values())]
+    return [file for file in files if file.endswith("definition.py")]
+
+def loss(batch):
+    raise NotImplementedError(f"{len(definitions())} definition")
+
+def build():
+    raise ValueError(f"{len(definitions())} definition")
+"""
+
+
+def test_a_process_has_one_definition(tmp_path):
+    """In scripts of a copy of the folder, from any directory, and in the repository."""
+    copy = shutil.copytree(ROOT / "conformance", tmp_path / "conformance")
+    (tmp_path / "mine.py").write_text(COUNT)
+    (tmp_path / "elsewhere").mkdir()
+
+    def said(*argv):
+        done = subprocess.run([sys.executable, *argv], cwd=tmp_path / "elsewhere", text=True,
+                              capture_output=True)  # fmt: skip
+        return done.stdout + done.stderr
+
+    assert said(f"{copy}/loss.py", "../mine.py:loss").count("1 definition") == 12
+    assert "1 definition" in said(f"{copy}/step.py", "dump", "--model", "../mine.py:build")
+    assert {x.D for x in (loss, parallel, step)} == {definition, byhand.definition}
 
 
 def run(*words, world=1):
@@ -260,16 +371,16 @@ def test_the_plain_loop_holds_and_exit_codes_say_so(tmp_path, capsys):
     model = f"{ROOT}/conformance/plain_loop.py:build"
     assert step.main([str(tmp_path), "--model", model]) == 0
     assert step.main([str(tmp_path), "--model", model, "temperature=0.8"]) == 1
-    assert step.main([str(tmp_path), "--model", model, "temprature=0.8"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    for word in ("temprature=0.8", "temperature=warm", "temperature"):
+        assert step.main([str(tmp_path), "--model", model, word]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "expected" in error and error.startswith("step.py: ")
 
 
 @pytest.mark.slow
 def test_our_full_edition_holds_on_two_ranks(tmp_path):
     run("full", str(tmp_path), "plan=d2", "minibatches=2", "step_number=2", "micro_tokens=60",
         world=2)  # fmt: skip
-    import recorders
-
     found = report(tmp_path, recorders.build_full())
     assert {verdict for verdict, _ in found.values()} == {"holds"}
 
@@ -292,10 +403,36 @@ def test_a_real_run_of_trl(tmp_path, settings, words, world):
     if world == 2 and words:
         pytest.skip("the figures are of one process")
     run("trl", str(tmp_path), *settings.split(), world=world)
-    import recorders
-
     found = report(tmp_path, recorders.build_trl())
     if not words:
         assert {verdict for verdict, _ in found.values()} == {"holds"}
     verdict, why = found["gradient norm"]
     assert words in why and (verdict == "departs") == bool(words)
+
+
+def test_the_first_use_of_the_readme_runs_as_written(tmp_path, monkeypatch, capfd):
+    page = (ROOT / "conformance/README.md").read_text().split("## First use")[1]
+    page = page.split("\n## ")[0]
+    (code,), (shown,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.S)
+                         for kind in ("python", "text"))  # fmt: skip
+    commands = re.findall(r"^python (.*)", page, re.M)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("conformance").symlink_to(ROOT / "conformance")
+
+    def said(words):
+        monkeypatch.setattr(sys, "argv", words.split())
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            return end.code, "".join(capfd.readouterr())
+        return 0, ""
+
+    Path("my_loss.py").write_text(code)
+    codes, texts = zip(*map(said, commands))
+    assert codes == (1, 0, 0, 1, 1) and shown in texts[0] and "8 passed, 4 failed" in texts[0]
+    prose = re.sub(r"```.*?```", "", page, flags=re.S).replace("\n", " ")
+    quoted = re.findall(r"\"(.*?)\"", prose)
+    assert len(quoted) == 3 and all(x in y for x, y in zip(quoted, texts[2:], strict=True))
+    Path("my_loss.py").write_text(code.replace(".mean()", ".sum() / batch.Z"))
+    assert said(commands[0])[0] == 0

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-LOSS = "mean"
+SETTINGS = dict(ranks="mean")
 
 
 def build():

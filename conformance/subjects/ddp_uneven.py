@@ -6,7 +6,7 @@ This is what a loop with `loss = criterion(model(x), y)` does. `ddp.py` has the 
 """
 
 import torch.distributed as dist
-from ddp import LOSS, build, loss, shard  # noqa: F401, what the kit reads
+from ddp import SETTINGS, build, loss, shard  # noqa: F401, what the kit reads
 
 
 def rank_loss(model, batch):

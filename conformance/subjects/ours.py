@@ -17,7 +17,7 @@ PLAN = os.environ.get("PLAN")
 PLANS = {1: "d1", 2: "t2 sp", 4: "d2t2e2 sp"}
 DEGREES = {w: dict(re.findall(r"([pdct])(\d+)", PLAN or text)) for w, text in PLANS.items()}
 MESH = {w: {letter: int(x.get(letter, 1)) for letter in "pdct"} for w, x in DEGREES.items()}
-LOSS = "sum"
+SETTINGS = dict(ranks="sum", mesh=MESH)
 
 
 def build():

@@ -13,7 +13,7 @@ from torch import nn, randn
 from torch.distributed.fsdp import fully_shard
 
 MESH = {1: dict(replica=1, shard=1), 4: dict(replica=2, shard=2)}
-LOSS = "mean"
+SETTINGS = dict(ranks="mean", mesh=MESH)
 SYNC = os.environ.get("SYNC", "last")
 
 

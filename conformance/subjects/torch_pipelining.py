@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
-MESH = {1: dict(pp=1)}
+SETTINGS = dict(mesh={1: dict(pp=1)})
 SCHEDULE = os.environ.get("SCHEDULE", "1F1B")
 STAGES_OF_RANK = 1 if SCHEDULE in ("1F1B", "GPipe") else 2  # two of 8 layers a rank at most
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor.experimental import _attention as public
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
-LOSS = "sum"
+SETTINGS = dict(ranks="sum")
 BALANCE = bool(int(os.environ.get("BALANCE", 1)))
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

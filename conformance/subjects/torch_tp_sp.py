@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import (
 )  # fmt: skip
 from transformers import LlamaConfig, LlamaForCausalLM
 
-MESH = {1: dict(tp=1)}
-TOLERANCE = 1e-5  # the norms of transformers compute in float32
+# The norms of transformers compute in float32.
+SETTINGS = dict(mesh={1: dict(tp=1)}, tolerance=1e-5)
 LAYER = {
     "input_layernorm": SequenceParallel(),
     "self_attn": PrepareModuleInput(

@@ -15,8 +15,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 from transformers.distributed.configuration_utils import DistributedConfig
 
-MESH = {1: dict(tp=1)}
-TOLERANCE = 1e-5  # the norms of transformers compute in float32
+# The norms of transformers compute in float32.
+SETTINGS = dict(mesh={1: dict(tp=1)}, tolerance=1e-5)
 transformers.logging.disable_progress_bar()
 MODEL = os.environ.get("MODEL", "llama")
 MICRO_BATCHES = int(os.environ.get("MICRO_BATCHES", 1))

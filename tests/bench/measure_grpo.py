@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -533,9 +534,33 @@ def costs(config):
     return layer, pair, 6 * c.vocab_size * c.hidden_size
 
 
+class Stats(NamedTuple):
+    """Tokens and (query, key) pairs of the flat batch and of the tree, and their ratios."""
+
+    flat_tokens: int
+    tree_tokens: int
+    flat_pairs: int
+    tree_pairs: int
+    token_bound: float  # how many times faster, if tokens were the only cost
+    flop_bound: float | None  # the same of FLOPs; None without their costs
+
+
+def stats_of(trie, flops_per_token=None, flops_per_pair=None):
+    """What sharing saves; the costs are FLOPs of a model per token and per (query, key) pair."""
+    lengths = trie.lengths.numpy()
+    flat = int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum())
+    tree = len(trie), int((trie.positions + 1).sum())
+    flop_bound = None
+    if flops_per_token is not None and len(trie):
+        flops = [n * flops_per_token + pairs * flops_per_pair for n, pairs in (flat, tree)]
+        flop_bound = flops[0] / flops[1]
+    token_bound = flat[0] / tree[0] if len(trie) else 1.0
+    return Stats(flat[0], tree[0], flat[1], tree[1], token_bound, flop_bound)
+
+
 def flops(shape, trie, masks):
     """FLOPs of a step, (flat, tree): layers and pairs of all tokens, the head of scored ones."""
-    (layer, pair, head), stats = costs(shape), trie.stats()
+    (layer, pair, head), stats = costs(shape), stats_of(trie)
     wanted = set()
     for i, mask in enumerate(masks):
         wanted.update(trie.path(i)[1:][torch.from_numpy(mask)].tolist())

@@ -138,9 +138,9 @@ def one_process(kind, dtype, whole, steps):
     model, found = build(kind, dtype), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
-    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+    def attention(q, k, v, /, *, layer, scale, window=None):
         mask = Mask.documents(doc_ids=whole.documents_BS, window=window)
-        return attend(q, k, v, mask, scale=scale, softcap=softcap)[0]
+        return attend(q, k, v, mask, scale=scale)[0]
 
     for _ in range(steps):
         loss = backward(model, [whole], [attention], ROWS * LENGTH)
@@ -176,11 +176,11 @@ class Training:
             rows = torch.arange(count).chunk(plan.dp)[grid.group["d"].rank()]
         is_packed = bool(whole.documents_BS.any())
 
-        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None, of=rows):
+        def attention(q, k, v, /, *, layer, scale, window=None, of=rows):
             mask = Mask.causal(length, window=window)
             if is_packed:
                 mask = Mask.documents(doc_ids=whole.documents_BS[of], window=window)
-            given = dict(mask=mask, method=method, scale=scale, softcap=softcap)
+            given = dict(mask=mask, method=method, scale=scale)
             return ring.ring_attention(q, k, v, group=grid.group["c"], **given)
 
         own = attention if is_packed or plan.cp > 1 else None
@@ -190,7 +190,7 @@ class Training:
 
         # The model's own attention is that of all rows.
         of_micros = rows.chunk(micros or (len(rows) if plan.pp > 1 else 1))
-        take = indices(length, grid.group["c"].rank(), plan.cp, "zigzag")
+        take = indices(length, grid.group["c"].rank(), plan.cp)
         self.parts = [whole.part(some, take, device) for some in of_micros]
         self.attentions = [None] * len(of_micros)
         if is_packed and len(of_micros) > 1:
@@ -475,8 +475,6 @@ class Rank:
         numbers = 2 * heads * self.config.head_dim * self.n  # of a block of k and v
         sent = numbers * ((2 + self.again) * self.step.product + self.wide)
         yield Message("c", "send", c, calls * (c - 1) * sent)
-        agreed = 8 * 3  # a problem, a digest and a count of tokens, which the ranks compare
-        yield Message("c", "allgather", c, calls * (1 + self.again) * agreed)
 
     def experts(self):
         """Rows to their experts and back, on average over ranks."""

@@ -39,17 +39,15 @@ def sdpa(q, k, v, dense=None):
 def multiple_of_sdpa(mask, group, dtype, tokens, device="cpu", **options):
     """The worst error of out, dq, dk, dv as a multiple of SDPA's own at this dtype."""
     dense = mask.dense().to(device)
-    layout = options.get("layout", "zigzag")
 
     def rival(*parts, group):
         # Every rank computes all of it, forward and backward, as one process would.
-        place = dict(group=group, layout=layout)
-        whole = [unshard_replicated(x, dim=2, length=tokens, **place) for x in parts]
-        return _ShardOfReplicas.apply(sdpa(*whole, dense), place)
+        whole = [unshard_replicated(x, dim=2, length=tokens, group=group) for x in parts]
+        return _ShardOfReplicas.apply(sdpa(*whole, dense), dict(group=group))
 
-    out, _, *grads = compare(mask, group, dtype, tokens, device, **options)
+    ours = compare(mask, group, dtype, tokens, device, **options)
+    options = {name: x for name, x in options.items() if name != "method"}
     theirs = compare(mask, group, dtype, tokens, device, attention=rival, **options)
-    ours = out, *grads  # SDPA has no lse
     return max(a / b for a, b in zip(ours, theirs, strict=True))
 
 
@@ -63,7 +61,7 @@ def work_of(mask, tile=128):
     return total
 
 
-def unshard_replicated(x, /, *, dim, group=None, layout="zigzag", length):
+def unshard_replicated(x, /, *, dim, group=None, length):
     """`unshard` as it is often written: its gradient is this rank's slice, with no message.
 
     That is right only where all ranks compute the same loss from the whole and nothing after the
@@ -71,8 +69,8 @@ def unshard_replicated(x, /, *, dim, group=None, layout="zigzag", length):
     both right (the head of OpenTau's model got 2.0 times its gradient on 2 ranks).
     """
     ring = ring_of(group)
-    index = indices(length, ring.rank, ring.world, layout).to(x.device)
-    whole = unshard(x.detach(), dim=dim, group=group, layout=layout, length=length)
+    index = indices(length, ring.rank, ring.world).to(x.device)
+    whole = unshard(x.detach(), dim=dim, group=group, length=length)
     return whole.index_copy(dim, index, x)
 
 
@@ -99,11 +97,9 @@ def check_rows(group, device):
             rows.append(("error over SDPA's", f"{str(dtype)[6:]}, {name}", most, row))
     documents = Mask.documents(doc_ids=np.arange(4096) // 300)
     for name, mask, most in (("causal", Mask.causal(4096), 1.05), ("documents", documents, 1.25)):
-        for layout, budget in (("zigzag", most), ("contiguous", 2.0)):
-            parts = (indices(4096, rank, 4, layout).numpy() for rank in range(4))
-            work = np.array([work_of(mask.slice(part, slice(None))) for part in parts])
-            row = {"max/mean": work.max() / work.mean()}
-            rows.append(("work of 4 ranks", f"{name}, {layout}", budget, row))
+        parts = (indices(4096, rank, 4).numpy() for rank in range(4))
+        work = np.array([work_of(mask.slice(part, slice(None))) for part in parts])
+        rows.append(("work of 4 ranks", name, most, {"max/mean": work.max() / work.mean()}))
     return rows
 
 
@@ -287,15 +283,13 @@ def _failures_of_values():
 def _timed_rank(tokens, way):
     """CPU seconds of this rank: (forward, backward)."""
     world = dist.get_world_size()
-    method, _, layout = way.partition(" ")
-    held = len(indices(tokens, dist.get_rank(), world, layout or "zigzag"))
+    held = len(indices(tokens, dist.get_rank(), world))
     mask = Mask.causal(tokens)
     warm, upstream = random_inputs(256)
     sdpa(*warm).backward(upstream)
     (q, k, v), dout = random_inputs(held)
     marks = [time.process_time()]
-    out = sdpa(q, k, v) if way == "SDPA" else ring_attention(
-        q, k, v, mask=mask, method=method, layout=layout)  # fmt: skip
+    out = sdpa(q, k, v) if way == "SDPA" else ring_attention(q, k, v, mask=mask, method=way)
     marks.append(time.process_time())
     out.backward(dout)
     marks.append(time.process_time())
@@ -352,10 +346,9 @@ def bench(argv):
     args, result = parser.parse_args(argv), {}
     if args.device:
         return bench_kernel(args.device, args.tokens, args.repeats)
-    ways = [f"{method} zigzag" for method in METHODS if method != "usp"] + ["ring contiguous"]
     print("CPU seconds per rank: causal, float32, 8 heads, 2 key heads, D 64; ideal: SDPA's / 2")
     for tokens in args.tokens:
-        found = {way: [] for way in ("SDPA", *ways)}
+        found = {way: [] for way in ("SDPA", *METHODS)}
         for _ in range(args.repeats):
             for way in found:
                 ranks = launch(1 if way == "SDPA" else 2, _timed_rank, tokens, way)

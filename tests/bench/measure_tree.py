@@ -2,7 +2,7 @@
 
 plan: the tree of a list of token lists, its chunks, its partition. bench: training on trees against
 the flat batch. One thread, CPU seconds, alternating; a model of models.py from random weights.
-Flat: one sequence a call, no padding. Percent of the bound: of the FLOPs that `TokenTrie.stats`
+Flat: one sequence a call, no padding. Percent of the bound: of the FLOPs that `stats_of`
 says sharing saves.
 """
 
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measure_grpo import costs, peak
+from measure_grpo import costs, peak, stats_of
 from measure_models import QWEN3_06B, seconds_of
 
 from full.check import TINY, _tree_rows, forests, tiny, tiny_model
-from full.chunks import Cost, partition, partition_tree, tree_backward
+from full.chunks import PAIR, partition, partition_tree, tree_backward
 from full.transformer import Transformer
 from full.trie import TokenTrie
 from tree_attention import definition
@@ -82,7 +82,7 @@ def compare(model, sequences, repeats, budgets=(4, 8)):
             model.zero_grad()
             seconds[name].append(seconds_of(way, device))
     layer, pair, head = costs(model.config)
-    return seconds, peaks, trie.stats(layer + head, pair)
+    return seconds, peaks, stats_of(trie, layer + head, pair)
 
 
 def bench(argv):
@@ -134,16 +134,10 @@ def bench(argv):
     return 0
 
 
-def modeled_time(trie, cost=None, /) -> float:
-    """The modeled time of a whole tree."""
-    cost, stats, above = cost or Cost(), trie.stats(), 0
-    if cost.recomputed and len(trie):
-        held = np.zeros(len(trie) + 1, np.int64)  # sequences that hold a token: those below it
-        np.add.at(held, trie.ends.numpy() + 1, 1)
-        below = held.cumsum()
-        index = np.arange(len(trie))
-        above = int((below[trie.subtree_end.numpy()] - below[index] > 1).sum())
-    return stats.tree_tokens * cost.token + stats.tree_pairs * cost.pair + above * cost.recomputed
+def modeled_time(trie) -> float:
+    """The modeled time of a whole tree, in units of one token."""
+    stats = stats_of(trie)
+    return stats.tree_tokens + stats.tree_pairs * PAIR
 
 
 def draw(trie, most=40) -> str:
@@ -189,7 +183,7 @@ def describe(argv) -> int:
     max_tokens, world = options.chunk_tokens, options.world
     trie = TokenTrie(sequences)
     print(draw(trie))
-    print("\n".join(f"{name:>12} {value}" for name, value in trie.stats()._asdict().items()))
+    print("\n".join(f"{name:>12} {value}" for name, value in stats_of(trie)._asdict().items()))
     print(f"\nchunks of at most {max_tokens or 'all'} tokens, depth first:")
     end = trie.subtree_end.numpy()
     for b, (start, stop, parent) in enumerate(partition_tree(trie, max_tokens)):

@@ -14,13 +14,21 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from full import ring
 from full import attend as attention
-from full.attend import DTYPES, KEPT_PAIRS, attend
+from full.attend import DTYPES, KEPT_PAIRS, attend, can_fuse
 from full.check import examples, relative
-from full.masks import ALL, NEVER, PARTIAL, TILES, Mask, Sizes, as_mask, boxes
+from full.masks import ALL, NEVER, PARTIAL, TILES, Mask, Sizes, boxes
 from full.ring import indices
 from ring_attention import merge
 
-both = pytest.mark.parametrize("backend", ("math", "fused"))
+
+@pytest.fixture(params=("formulas", "fused"))
+def both(request, monkeypatch):
+    """Torch's kernels, and the formulas, which other devices and gradients of lse use."""
+    if request.param == "formulas":
+        monkeypatch.setattr("full.attend.can_fuse", lambda q: False)
+    return request.param
+
+
 quick = pytest.mark.quick
 
 
@@ -32,9 +40,8 @@ def compared(leaves, dout, mask, **options):
     """Ours, and the definition's: out, lse, gradients through out, through lse, through both."""
     every = Mask.full(max(leaves[0].shape[2], leaves[1].shape[2]))
     every = every.slice(slice(leaves[0].shape[2]), slice(leaves[1].shape[2]))
-    visible = (every if mask is None else as_mask(mask)).dense()
-    scores = {name: options[name] for name in ("scale", "softcap") if name in options}
-    pairs = attend(*leaves, mask, **options), plain_attention(*leaves, visible, **scores)
+    visible = (mask or every).dense()
+    pairs = attend(*leaves, mask, **options), plain_attention(*leaves, visible, **options)
     upstream = dout, noise(pairs[1][1].shape, pairs[1][1].dtype)
     results = []
     for pair in pairs:
@@ -66,9 +73,9 @@ def set_tiles(monkeypatch, tile, *, partial=None, most=None):
 def exact_cases():
     """{name: (arguments of `draw`, mask, options, sides of a tile)}."""
     found = {}
-    for kind, mask in examples(41, 4).items():
+    for kind, mask in examples(41).items():
         found[kind] = dict(rows=41), mask, {}, (128, 3)
-        whole = Mask.full(41) if mask is None else as_mask(mask)
+        whole = mask or Mask.full(41)
         for name, rows, keys in (
             ("two shards", indices(41, 1, 3), indices(41, 0, 3)),
             ("a corner", slice(9, 41), slice(0, 13)),
@@ -76,8 +83,7 @@ def exact_cases():
             part = whole.slice(rows, keys)
             shape = dict(rows=part.shape[2], keys=part.shape[3])
             found[f"{name} of {kind}"] = shape, part, {}, (4,)
-        for scores in (dict(softcap=1.5), dict(scale=0.7, softcap=3.0), dict(scale=0.7)):
-            found[f"{kind}, {scores}"] = dict(rows=41), mask, scores, (8,)
+        found[f"{kind}, scale"] = dict(rows=41), mask, dict(scale=0.7), (8,)
 
     # Heads and widths, numbers of queries and keys, and none; one row of a mask for a whole batch.
     for groups, width in itertools.product((1, 2, 4), (1, 3, 64, 129, 512)):
@@ -102,12 +108,11 @@ EVERY = [
 
 
 @pytest.mark.parametrize("name, tile", EVERY)
-def test_attention_and_its_gradients_are_the_plain_attention(name, tile, monkeypatch):
+def test_attention_and_its_gradients_are_the_plain_attention(name, tile, both, monkeypatch):
     set_tiles(monkeypatch, tile)
     shape, mask, options, _ = EXACT[name]
-    for backend in ("math",) if "softcap" in options else ("math", "fused"):
-        found, truth = compared(*draw(**shape), mask, backend=backend, **options)
-        assert worst(found, truth) < 1e-12
+    found, truth = compared(*draw(**shape), mask, **options)
+    assert worst(found, truth) < 1e-12
     if name in examples(8):  # zeros would not pass, but for dv through lse, which is 0
         norms = [x.detach().norm() for x in truth[2:]]
         assert norms.pop(5) == 0 and min(norms) > 1 and relative(0 * truth[2], truth[2]) == 1
@@ -121,27 +126,25 @@ STRIDES = {
 
 
 @quick
-@both
 @pytest.mark.parametrize("name", STRIDES)
-def test_strides_do_not_matter(backend, name):
+def test_strides_do_not_matter(both, name):
     """Of inputs, and of upstream gradients, of which an expanded one has a stride of 0."""
     leaves, dout = draw(20, width=6)
     for mask, upstream in ((Mask.causal(20), dout), (None, torch.ones(()).expand(dout.shape))):
-        truth = attend(*leaves, mask, backend=backend)[0]
+        truth = attend(*leaves, mask)[0]
         want = grad_of(truth, leaves, upstream.contiguous().double())
         views = [STRIDES[name](x.detach()).requires_grad_() for x in leaves]
         assert all(torch.equal(a, b) for a, b in zip(views, leaves, strict=True))
-        out = attend(*views, mask, backend=backend)[0]
+        out = attend(*views, mask)[0]
         upstream = STRIDES[name](dout) if mask else upstream.double()
         assert worst((out, *grad_of(out, views, upstream)), (truth, *want)) < 1e-14
 
 
 @quick
-@both
-def test_expanded_inputs_get_the_sum_of_the_gradients(backend):
+def test_expanded_inputs_get_the_sum_of_the_gradients(both):
     leaves, dout = draw(13, heads=4, groups=4)
     one = [x.detach()[:1, :1].clone().requires_grad_() for x in leaves]
-    pair = attend(*(x.expand(2, 4, -1, -1) for x in one), Mask.causal(13), backend=backend)
+    pair = attend(*(x.expand(2, 4, -1, -1) for x in one), Mask.causal(13))
     truth = plain_attention(*one, Mask.causal(13).dense())
     want = grad_of(truth[0], one, dout.sum((0, 1), keepdim=True))
     truth = [x.expand(2, 4, *x.shape[2:]) for x in truth]
@@ -151,17 +154,16 @@ def test_expanded_inputs_get_the_sum_of_the_gradients(backend):
 @quick
 def test_a_second_derivative_is_refused():
     leaves, dout = draw(5)
-    for function in (attend, functools.partial(ring.ring_attention, return_lse=True)):
+    for function in (lambda *x: attend(*x)[0], ring.ring_attention):
         with pytest.raises(NotImplementedError, match="second derivative"):
-            grad_of(function(*leaves)[0], leaves[0], dout, create_graph=True)
+            grad_of(function(*leaves), leaves[0], dout, create_graph=True)
 
 
 @quick
-@both
-def test_nothing_is_written_into_arguments(backend):
+def test_nothing_is_written_into_arguments(both):
     leaves, dout = draw(12)
     before = [x.detach().clone() for x in (*leaves, dout)]
-    out, lse = attend(*leaves, examples(12, 4)["blocks"], backend=backend)
+    out, lse = attend(*leaves, examples(12)["blocks"])
     before += out.detach().clone(), lse.detach().clone()
     out.backward(dout)
     merge(out, lse, out, lse)
@@ -196,25 +198,23 @@ def test_low_precision_stays_within_twice_the_error_of_sdpa(dtype, most, window)
 
 
 DEAD = torch.arange(40) % 5 == 2
-GEN = torch.Generator().manual_seed(0)
 SEE_NOTHING = {  # masks in which some queries see nothing
     "blocks": Mask.blocks(torch.arange(40) // 7, ~DEAD),
-    "dense": (torch.rand(2, 4, 40, 40, generator=GEN) > 0.7) & ~DEAD[:, None],
+    "padding": Mask.padding(~DEAD),
 }
 
 
 @quick
-@both
 @pytest.mark.parametrize("kind", SEE_NOTHING)
 @pytest.mark.parametrize("dtype, tile", diagonal(DTYPES, (3, 128, 8)), indirect=["tile"])
-def test_a_row_that_sees_nothing_is_zero_whatever_arrives(dtype, kind, backend, tile):
+def test_a_row_that_sees_nothing_is_zero_whatever_arrives(dtype, kind, both, tile):
     leaves, dout = draw(40, dtype=dtype)
-    mask = as_mask(SEE_NOTHING[kind]).slice(ALL, ALL)  # without boxes of another tile
-    clean = grad_of(attend(*leaves, mask, backend=backend)[0], leaves, dout)
+    mask = SEE_NOTHING[kind].slice(ALL, ALL)  # without boxes of another tile
+    clean = grad_of(attend(*leaves, mask)[0], leaves, dout)
     most = {torch.float64: 1e-12, torch.bfloat16: 1e-2}.get(dtype, 1e-3)  # the way may be another
     arriving = torch.tensor([1.0, 1e300, math.inf, math.nan], dtype=torch.float64).repeat(2)
     dout[:, :, DEAD] = arriving[:, None].to(dtype)
-    out, lse = attend(*leaves, mask, backend=backend)
+    out, lse = attend(*leaves, mask)
     assert (out[:, :, DEAD] == 0).all() and (lse[:, :, DEAD] == -math.inf).all()
     assert lse[:, :, ~DEAD].isfinite().all()
     grads = grad_of(out, leaves, dout, retain_graph=True)
@@ -232,25 +232,23 @@ PADDED = {
     "padding, all see": Mask.padding(~PAD, causal=False),
     "documents": Mask.documents(doc_ids=torch.where(PAD, -1, torch.arange(40) // 15)),
     "blocks": Mask.blocks(torch.arange(40) // 7, ~PAD),
-    "dense": Mask.padding(~PAD).dense(),
 }
 
 
 @quick
-@both
 @pytest.mark.parametrize("poison, tile", diagonal(
     (math.nan, math.inf, -math.inf, 1e300), (3, 8, 128)), indirect=["tile"])  # fmt: skip
 @pytest.mark.parametrize("kind", PADDED)
-def test_garbage_in_pad_reaches_nothing(kind, poison, backend, tile):
+def test_garbage_in_pad_reaches_nothing(kind, poison, both, tile):
     """In q, k, v and both upstream gradients at once: every result is equal to the last bit."""
     leaves, dout = draw(40)
-    mask = as_mask(PADDED[kind]).slice(ALL, ALL)  # without boxes of another tile
+    mask = PADDED[kind].slice(ALL, ALL)  # without boxes of another tile
 
     def run(fill):
         tensors = [x.detach().masked_fill(PAD[:, None], fill).requires_grad_() for x in leaves]
         dlse = noise(dout.shape[:3]).masked_fill(PAD, fill)
         upstream = dout.masked_fill(PAD[:, None], fill), dlse
-        pair = attend(*tensors, mask, backend=backend)
+        pair = attend(*tensors, mask)
         through_out = grad_of(pair[0], tensors, upstream[0], retain_graph=True)
         return [*pair, *through_out, *grad_of(pair, tensors, upstream)]
 
@@ -262,10 +260,9 @@ def test_garbage_in_pad_reaches_nothing(kind, poison, backend, tile):
     assert all(grad[:, :, ~PAD].any() for grad in grads)
 
 
-@both
 @pytest.mark.parametrize("poison", shortened([math.nan, math.inf, -math.inf], math.nan, math.inf))
 @pytest.mark.parametrize("case", ["future", "document", "window"])
-def test_what_is_not_finite_stays_out_of_other_tiles_and_is_not_hidden(case, poison, backend, tile):
+def test_what_is_not_finite_stays_out_of_other_tiles_and_is_not_hidden(case, poison, both, tile):
     """Rows that share no tile with a bad query or key are clean; rows that see it are not."""
     at = torch.arange(40)
     bad, mask, reached, clean = {
@@ -275,7 +272,7 @@ def test_what_is_not_finite_stays_out_of_other_tiles_and_is_not_hidden(case, poi
     }[case]
     clean = clean & (tile <= 10)
     leaves, dout = draw(40)
-    truth = attend(*leaves, mask, backend=backend)[0]
+    truth = attend(*leaves, mask)[0]
     upstream = torch.where(clean[:, None], dout, 0.0)
     want = grad_of(truth, leaves, upstream, retain_graph=True)[0]
     of_all = grad_of(truth, leaves, dout)
@@ -283,7 +280,7 @@ def test_what_is_not_finite_stays_out_of_other_tiles_and_is_not_hidden(case, poi
         tensors = [x.detach().clone() for x in leaves]
         tensors[which][:, :, bad] = poison
         tensors = [x.requires_grad_() for x in tensors]
-        out, lse = attend(*tensors, mask, backend=backend)
+        out, lse = attend(*tensors, mask)
         dq = grad_of(out, tensors, upstream, retain_graph=True)[0]
         pairs = (out, truth), (dq, want)
         assert all(worst([a[:, :, clean]], [b[:, :, clean]]) < 1e-12 for a, b in pairs)
@@ -323,22 +320,22 @@ def test_a_row_of_minus_inf_has_no_mass(overflown, monkeypatch):
     k[:, :, overflown] = -1e30
     others = torch.ones(6, dtype=torch.bool)
     others[overflown] = False
-    truth = attend(q, k[:, :, others], v[:, :, others], backend="math")
-    pair = attend(q, k, v, backend="math")
+    monkeypatch.setattr("full.attend.can_fuse", lambda q: False)
+    truth = attend(q, k[:, :, others], v[:, :, others])
+    pair = attend(q, k, v)
     assert all(torch.equal(a, b) for a, b in zip(pair, truth, strict=True))
     assert pair[1].isfinite().all()
 
 
 @quick
-@both
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_scores_of_1e5_in_either_order_stay_finite(dtype, order, backend, tile):
+def test_scores_of_1e5_in_either_order_stay_finite(dtype, order, both, tile):
     leaves, dout = draw(40, dtype=dtype)
     with torch.no_grad():
         leaves[0][..., 0] = 100.0
         leaves[1][..., 0] = torch.linspace(-3000 * order, 3000 * order, 40)
-    pair = attend(*leaves, Mask.causal(40), backend=backend)
+    pair = attend(*leaves, Mask.causal(40))
     truth = plain_attention(*(x.double() for x in leaves), Mask.causal(40).dense())
     assert pair[1].abs().max() > 1e4
     assert all(x.isfinite().all() for x in (*pair, *grad_of(pair[0], leaves, dout)))
@@ -407,19 +404,11 @@ def test_merge_takes_parts_in_low_precision_and_gives_their_dtype(dtype):
 
 
 @quick
-def test_the_backend_is_fused_where_the_kernel_can_and_says_why_not():
-    def is_fused(x, **options):
-        with Watch() as watch:
-            attend(x, x, x, **options)
-        return bool(watch.calls(FLASH))
-
-    q = torch.zeros(1, 2, 3, 5)
-    other = torch.empty(1, 2, 3, 64, device="meta", dtype=torch.bfloat16)
-    assert is_fused(q) and is_fused(q.half())
-    assert not is_fused(q, softcap=1.0) and not is_fused(q, backend="math")
-    for x, options, text in ((q, dict(softcap=1.0), "softcap"), (other, {}, "meta")):
-        with pytest.raises(ValueError, match=text):
-            attend(x, x, x, backend="fused", **options)
+def test_the_kernel_runs_where_it_can():
+    with Watch() as watch:
+        attend(*(torch.zeros(1, 2, 3, 5) for _ in range(3)))
+    assert watch.calls(FLASH)
+    assert not can_fuse(torch.empty(1, 2, 3, 64, device="meta", dtype=torch.bfloat16))
 
 
 def bad(**changes):
@@ -441,13 +430,10 @@ def bad(**changes):
         ([*bad()[:2], bad()[2].double()], {}, "one dtype"),
         ([x.long() for x in bad()], {}, "one dtype"),
         (bad(), {"mask": Mask.causal(6)}, r"a mask of \(5, 5\) queries and keys, got \(6, 6\)"),
-        (bad(), {"mask": Mask.causal(5, batch=3)}, "batch 3"),
-        (bad(), {"mask": torch.ones(2, 3, 5, 5, dtype=torch.bool)}, "3 heads"),
-        (bad(), {"mask": torch.ones(5, 5)}, "expected a Mask or a bool tensor"),
-        (bad(), {"mask": "causal"}, "expected a Mask or a bool tensor"),
+        (bad(), {"mask": Mask.causal(5, batch=3)}, "batch of 3"),
+        (bad(), {"mask": torch.ones(5, 5) > 0}, "expected a Mask or None as mask, got Tensor"),
+        (bad(), {"mask": "causal"}, "expected a Mask or None as mask, got str"),
         (bad(), {"scale": -1.0}, "expected a positive number or None as scale"),
-        (bad(), {"softcap": math.inf}, "expected a positive number or None as softcap"),
-        (bad(), {"backend": "flash"}, "as backend, got"),
     ],
 )
 def test_bad_input_is_refused_with_what_came(tensors, options, text):
@@ -477,13 +463,12 @@ LARGE = {
 
 
 @pytest.mark.parametrize("kind", shortened(LARGE, "causal", "padding", "tree"))
-def test_nothing_of_size_s_by_s_is_allocated(kind):
+def test_nothing_of_size_s_by_s_is_allocated(kind, both):
     given = dict(heads=1, groups=1, batch=1, dtype=torch.float32)
     leaves, dout = draw(4096, width=16, **given)
-    for backend in ("math", "fused"):
-        with Watch() as watch:
-            attend(*leaves, LARGE[kind](), backend=backend)[0].backward(dout)
-        assert watch.largest <= 4096 * 4096 // 16
+    with Watch() as watch:
+        attend(*leaves, LARGE[kind]())[0].backward(dout)
+    assert watch.largest <= 4096 * 4096 // 16
 
     # The watch sees what the definition allocates.
     leaves, dout = draw(512, **given)

@@ -27,7 +27,7 @@ from test_run import runs_made_once
 from conformance import definition
 from full.__main__ import main
 from full.audit import audited, order
-from full.byhand import UNITS, tolerance
+from full.byhand import tolerance
 from full.checkpoint import write_checkpoint
 from full.config import Config
 from full.metrics import METRICS
@@ -155,10 +155,10 @@ def test_a_line_that_is_not_a_rollout_is_refused(copied, key, value):
 def test_the_tolerance_has_the_unit_of_its_dtype():
     """For each of 4 layers, and in float32 of 25 numbers each: by their root."""
     shape = SimpleNamespace(num_hidden_layers=4, hidden_size=25)
-    assert tolerance(shape, "float32") == UNITS["float32"] * 10 * 2**-23
-    assert tolerance(shape, "float64") == UNITS["float64"] * 10 * 2**-52
-    assert tolerance(shape, "bfloat16") == UNITS["bfloat16"] * 2 * 2**-7
-    assert tolerance(shape, "float32", again=3) == 16 * tolerance(shape, "float32")
+    assert tolerance(shape, "float32") == 80 * 2**-23
+    assert tolerance(shape, "float64") == 80 * 2**-52
+    assert tolerance(shape, "bfloat16") == 4 * 2**-7
+    assert tolerance(shape, "float32", again=3) == 16 * 80 * 2**-23
 
 
 # Settings that a file or a precision has a part in; measure_grpo.STEPS has all the others.

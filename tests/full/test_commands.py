@@ -36,7 +36,8 @@ from full.text import Text, make_task
 
 SMALL = "--size 3 --turns 3 --device cpu --layers 1 --hidden 32 --heads 2 --prompts 12 --group 8 "
 SMALL += "--lr 0.007 --lr-warmup 0 --lr-decay constant --eval-every 3 --eval-prompts 6 --out run "
-SMALL += "--max-new-tokens 8 --generator-dtype bfloat16 --save-every 3 --keep 9 --steps"
+SMALL += "--max-new-tokens 8 --generator-dtype bfloat16 --no-proximal --save-every 3 --keep 9 "
+SMALL += "--steps"
 ASK = "--task guess --size 3 --turns 3 --eval-prompts 6 --max-new-tokens 8".split()
 
 

@@ -24,6 +24,7 @@ GSPO, GMPO = CLIP | dict(objective="gspo"), CLIP | dict(objective="gmpo")
 CISPO = CLIP | dict(objective="cispo", clip_high=1.0)
 SAPO, DPPO = dict(objective="sapo"), dict(objective="dppo", clip_low=0.15, clip_high=0.15)
 SEQUENCES = dict(aggregation="sequence_mean")
+POINTS = ROOT / "tests" / "bench" / "curve_trl.jsonl"
 
 
 def verdicts(loss, settings):
@@ -164,6 +165,37 @@ def test_the_losses_of_other_code_bases_are_what_the_table_says(adapter, setting
         assert words in failed[name]
 
 
+MEASURED = {"value", "gradient", "padding content"}
+SUBJECTS = [  # file, package, environment, settings, and the properties that fail
+    ("skyrl_losses", "skyrl", {}, [], {"padding content"}),
+    ("skyrl_losses", "skyrl", dict(COV="clip_cov"), [], {"padding content"}),
+    ("skyrl_losses", "skyrl", dict(COV="kl_cov"), [],
+     MEASURED | {"clip edges, signs", "global count"}),
+    ("areal_losses", "areal", {}, ["objective=gspo"], {"padding content"}),
+    ("areal_losses", "areal", dict(M2PO="0.04"), [],
+     MEASURED | {"micro-batches", "order and ranks", "clip edges, signs", "dtype"}),
+    ("ms_swift_losses", "swift", {}, [], {"padding content"}),
+    ("ms_swift_losses", "swift", dict(GENERATION="2"), [], MEASURED),
+    ("torchtitan_losses", "torchtitan", {}, [], set()),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file, package, environment, settings, failed", [
+    pytest.param(*row, marks=needs(row[1])) for row in SUBJECTS
+])  # fmt: skip
+def test_a_loss_of_the_subjects_is_what_the_table_says(
+    file, package, environment, settings, failed, tmp_path
+):
+    """Of SkyRL 0.3.0, AReaL 1.0.4, ms-swift 4.6.0 and torchtitan 0.3.0, on the Python path."""
+    target = f"{ROOT}/conformance/subjects/{file}.py:loss"
+    code, out, err = as_script(
+        ROOT / "conformance" / "loss.py", target, *settings, cwd=tmp_path, **environment
+    )
+    assert {name for name in kit.PROPERTIES if re.search(f"{name} +failed", out)} == failed, err
+    assert code == bool(failed)
+
+
 @pytest.mark.slow
 @needs("trl")
 @pytest.mark.parametrize("how", ["dapo token_mean", "grpo sequence_mean"])
@@ -257,6 +289,63 @@ def test_a_checkpoint_is_measured_on_its_own_prompts(checkpoint, tmp_path):  # n
     weights = (directory / "model.safetensors").stat().st_size / 2 / 2**20
     for ours, theirs in summary["memory"].values():
         assert ours > 4 * weights and theirs > 3 * weights
+
+
+@pytest.mark.slow
+@needs("trl")
+def test_trl_makes_our_curve_of_our_rollouts(
+    checkpoint, tmp_path, monkeypatch, capsys,  # noqa: F811
+):  # fmt: skip
+    """curve_trl.py: rewards, learning rates, updates and evaluations are the same in both."""
+    import curve_trl
+    import models
+    import trl
+
+    directory = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    named = dict(chat_template="{{ messages[0]['content'] }} answer:", eos_token="<end>")
+    named |= dict(tokenizer_class="PreTrainedTokenizerFast", pad_token="<end>")
+    (directory / "tokenizer_config.json").write_text(json.dumps(named))
+    monkeypatch.setattr("smollm_tasks.reversed_words", lambda text, line: len(text) % 7 / 6)
+    curves, train = [], curve_trl.train_trl
+
+    def noted(config, task, trainer, curve):
+        curves.append(curve)
+        train(config, task, trainer, curve)
+
+    def played(trainer, prompts, *_, **__):
+        groups = curves[-1].examiner.get(trainer.state.global_step).groups
+        rows = [episode.tokens for episodes in groups.values() for episode in episodes]
+        return [row[len(prompt) :] for row, prompt in zip(rows, prompts)], None
+
+    monkeypatch.setattr(curve_trl, "train_trl", noted)
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate_single_turn", played)
+    size = dict(steps=4, group=16, max_new_tokens=100, eval_prompts=20, lr=1e-3)
+    weights, points = [], []
+    for variant in curve_trl.VARIANTS:
+        model = curve_trl.run(variant, 0, f"{directory}", **size).model
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [x["step"] for x in lines] == [0, 2, 4] and lines[-1]["reward"] > 0
+        points.append([x[name] or 0.0 for x in lines for name in ("reward", "solved")])
+    assert points[1] == points[0] and points[2] == pytest.approx(points[0])
+
+    # Measured: 1e-5 of the change, and as much between our two ways.
+    flat, tree, theirs = weights
+    start = torch.cat([p.flatten() for p in models.load(directory).parameters()])
+    change = (flat - start).norm()
+    assert (tree - flat).norm() < 1e-4 * change and (theirs - flat).norm() < 1e-4 * change
+
+
+@pytest.mark.quick
+def test_the_curves_beside_trls_are_drawn_and_their_table_is_on_the_page(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="draws")
+    import curve_trl
+
+    assert curve_trl.main(["draw", f"{POINTS}", f"{tmp_path / 'curve.png'}"]) == 0
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
+    page = (ROOT / "full" / "RESULTS.md").read_text().splitlines()
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2 + len(curve_trl.VARIANTS) and {*rows} <= {*page}
 
 
 # Our loss in other code bases ------------------------------------------------------------------
@@ -487,3 +576,22 @@ def test_the_command_prints_a_row_for_each_property(capsys):
     how = [f"{ROOT}/tests/adapters.py:ours", "objective=gspo", "aggregation=sequence_mean"]
     assert kit.main(how) == 0
     assert capsys.readouterr().out.count("passed") >= 12
+
+
+OURS_FILE = f"{ROOT}/tests/adapters.py"
+
+
+@pytest.mark.parametrize("argv, expected", [
+    ([OURS_FILE], "expected FILE.py:function or MODULE:function, got"),
+    ([f"{OURS_FILE}:our"], "got 'our'"),
+    (["nowhere.py:loss"], "expected a file, got 'nowhere.py'"),
+    ([f"{OURS_FILE}:ours", "objektive=clip"], "got 'objektive'"),
+    ([f"{OURS_FILE}:ours", "objective=clop"], "objective: expected reinforce | clip"),
+    ([f"{OURS_FILE}:ours", "clip_low=small"], "clip_low: expected a number, got 'small'"),
+    ([f"{OURS_FILE}:ours", "clip_low"], "expected KEY=VALUE, got 'clip_low'"),
+])  # fmt: skip
+def test_a_slip_of_the_command_is_one_line(argv, expected, capsys):
+    assert kit.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and err.startswith("loss.py: error: ")
+    assert expected in err

@@ -188,7 +188,7 @@ def test_a_stage_without_anything_that_is_trained_has_an_optimizer():
 
 # Plans and trees -------------------------------------------------------------------------------
 
-SOME = [("t2", "sparse", "adapted moe"), ("d2e2", "dta", "adapted moe")]
+SOME = [("t2", "dta", "adapted moe"), ("d2e2", "sparse", "adapted moe")]
 MORE = [(plan, tree, family) for plan in PLANS for tree in TREES
         for family in ("adapted moe", "adapted gemma")]  # fmt: skip
 

@@ -120,6 +120,10 @@ TABLE = {
         "conformance::a_checkpoint_is_measured_on_its_own_prompts",
     "python tests/bench/bench_trl.py --rounds 7":
         "conformance::trl_gives_our_loss_and_gradient_on_its_own_batch",
+    "python tests/bench/curve_trl.py run VARIANT SEED >> tests/bench/curve_trl.jsonl":
+        "conformance::trl_makes_our_curve_of_our_rollouts",
+    "python tests/bench/curve_trl.py draw tests/bench/curve_trl.jsonl assets/curve.png":
+        "conformance::the_curves_beside_trls_are_drawn_and_their_table_is_on_the_page",
 
     # Several machines, and a GPU.
     **dict.fromkeys(SEVERAL, "plan::the_training_commands_of_the_recipes_have_plans_that_fit"),
@@ -294,6 +298,8 @@ def test_every_flag_is_one():
     programs = [*ROOT.glob("full/*.py"), *ROOT.glob("tests/bench/*.py")]
     code = "".join(path.read_text() for path in programs)
     known = {f"--{name.replace('_', '-')}" for name in Config.__dataclass_fields__}
+    fields = dataclasses.fields(Config)
+    known |= {f"--no-{f.name.replace('_', '-')}" for f in fields if f.type is bool}
     known |= set(re.findall(r'"(--[\w-]+)"', code)) | FLAGS_ELSEWHERE
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", PAGES.text)) <= known
     for span in PAGES.spans:

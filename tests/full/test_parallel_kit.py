@@ -144,7 +144,8 @@ def optimizer(bug, model, **adamw):
 def tensor_parallel(bug):
     functions = dict(shard=shard, rank_loss=rank_loss, clip=clip, optimizer=optimizer)
     functions = {name: functools.partial(f, bug) for name, f in functions.items()}
-    return dict(functions, build=build, loss=loss, gather=gather, LOSS="sum", MESH={2: dict(tp=2)})
+    settings = dict(ranks="sum", mesh={2: dict(tp=2)})
+    return dict(functions, build=build, loss=loss, gather=gather, SETTINGS=settings)
 
 
 # Data parallelism --------------------------------------------------------------------------------
@@ -177,7 +178,8 @@ def replicate(model, mesh):
 
 
 def data_parallel(bug):
-    return dict(build=build_rows, shard=replicate, loss=square, LOSS="mean", MESH={2: dict(dp=2)},
+    settings = dict(ranks="mean", mesh={2: dict(dp=2)})
+    return dict(build=build_rows, shard=replicate, loss=square, SETTINGS=settings,
                 rank_loss=functools.partial(data_loss, bug))  # fmt: skip
 
 
@@ -215,7 +217,7 @@ def rows_of(rank, names):
     for name in names:
         functions = RIGHT.get(name) or BUGS[name][0](name)
         subject = kit.subject_of(functions)
-        found[name] = kit.examine(subject, kit.define(subject), subject.MESH[2])
+        found[name] = kit.examine(subject, kit.define(subject), subject.mesh[2])
     return found
 
 
@@ -268,10 +270,11 @@ def blind_rows(rank):
         return loss(model, batch) + 0 * model.unused.sum()
 
     found = {}
-    whole = dict(build=unused, loss=half, rank_loss=half, LOSS="same", shard=replicate)
+    whole = dict(build=unused, loss=half, rank_loss=half, shard=replicate,
+                 SETTINGS=dict(mesh={2: dict(tp=2)}))  # fmt: skip
     for name, functions in (("gather", dict(gather=of_rank_0)), ("zero", whole)):
         subject = kit.subject_of({**tensor_parallel(None), **functions})
-        found[name] = kit.examine(subject, kit.define(subject), subject.MESH[2])
+        found[name] = kit.examine(subject, kit.define(subject), subject.mesh[2])
     return found
 
 
@@ -299,7 +302,10 @@ def test_a_loss_that_draws_random_numbers_is_refused(float64):
 
 @pytest.mark.parametrize("functions, said", [
     (dict(build=build, loss=loss), "got no shard"),
-    (dict(build=build, loss=loss, shard=shard, LOSS="max"), "same | mean | sum, got 'max'"),
+    (dict(build=build, loss=loss, shard=shard, SETTINGS=dict(ranks="max")),
+     "same | mean | sum, got 'max'"),
+    (dict(build=build, loss=loss, shard=shard, SETTINGS=dict(rank="mean")),
+     "expected a setting of ranks, mesh, tolerance, got 'rank'"),
 ])  # fmt: skip
 def test_a_file_without_a_function_is_refused(functions, said):
     with pytest.raises(ValueError) as caught:
@@ -415,6 +421,24 @@ def test_the_plans_of_transformers(model, micro_batches, status, text):
     environment = dict(MODEL=model, MICRO_BATCHES=str(micro_batches))
     done = run("conformance/subjects/transformers_tp.py", "--ranks", "2", **environment)
     assert done.returncode == status and text in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file, package, number, environment, status, text", [
+    ("peft_tp.py", "peft", "2", {}, 0, "agrees"),
+    ("peft_tp.py", "peft", "2", dict(TARGETS="down_proj"), 2, "is invalid for input of size"),
+    ("trl_gkd.py", "trl", "2", {}, 1, "1/2 of the definition's"),
+    ("trl_gkd.py", "trl", "1", dict(GENERATED="4"), 1, "0.666667 times the definition's"),
+    ("trainer_moe.py", "transformers", "2", dict(AUXILIARY="0", MICRO_BATCHES="2"), 0, "agrees"),
+    ("trainer_moe.py", "transformers", "1", dict(MICRO_BATCHES="2"), 1, "gradient 2e+00"),
+    ("trainer_moe.py", "transformers", "2", {}, 1, "gradient 2e+00"),
+])  # fmt: skip
+def test_the_trainers_of_hugging_face(file, package, number, environment, status, text):
+    """Of transformers 5.24.0, TRL 1.16.0 and PEFT 0.21.2."""
+    pytest.importorskip(package)
+    done = run(f"conformance/subjects/{file}", "--ranks", number, **environment)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert text in done.stdout + done.stderr
 
 
 class KeyBias(nn.Module):

@@ -177,9 +177,8 @@ FITS = [
 ]
 SCHEDULES = [
     (wrong, r"^expected .*, got ")
-    for wrong in (dict(decay="sqrt"), dict(first_step="one"), dict(warmup=11), dict(warmup=-1),
-                  dict(min_ratio=2), dict(min_ratio=-0.1))
-]  # fmt: skip
+    for wrong in (dict(decay="sqrt"), dict(first_step="one"), dict(warmup=11), dict(warmup=-1))
+]
 CALLS = [
     (SimpleGrid, [([text], f"expected a plan such as .*got '{text}'")
                   for text in ("d2 zero1", "d2x2", "t2sp", "d0", "")]),
@@ -211,7 +210,6 @@ FACTORS = [
     (dict(first_step="zero"), [0, 0.5, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
     (dict(decay="cosine"), [0.5, 1, 1, 0.9619, 0.8536, 0.6913, 0.5, 0.3087, 0.1464, 0.0381]),
     (dict(decay="constant"), [0.5] + [1] * 9),
-    (dict(min_ratio=0.2), [0.5, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.2, 0.2]),
     (dict(warmup=4, total=4), [0.25, 0.5, 0.75, 1, 1]),
 ]
 

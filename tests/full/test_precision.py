@@ -11,6 +11,7 @@ import statistics
 import warnings
 
 import measure_grpo
+import numpy as np
 import pytest
 import test_run
 import torch
@@ -24,13 +25,15 @@ from torch.distributed import fsdp
 
 from full import rollouts, trainer
 from full.audit import audited
+from full.batches import RolloutQueue
 from full.check import relative_error as relative, tiny, tiny_model
-from full.config import Config
+from full.config import Config, parse_config
 from full.hf import load_hf
 from full.optimizer import LocalOptimizer, reduce_gradients, training_tensors
 from full.parallelize import parallelize
 from full.places import full, part_of
 from full.plans import Grid, Plan
+from full.run import build
 from full.talk import load_policy, settings_of_run
 from full.text import make_task
 from full.transformer import Transformer
@@ -114,6 +117,52 @@ def test_runs_of_other_schedules_are_the_run_of_one_process(run_of, tmp_path, ho
     for name in "loss/token_mean", "grad_norm", "kl/token_mean", "entropy/token_mean", "ratio/max":
         assert line[name] == pytest.approx(true[name], rel=1e-3, abs=1e-6), name
     assert line["reward/mean"] == true["reward/mean"] and true["kl/token_mean"] > 1e-6
+
+
+# What its rounding must not do ------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("tree", ["disabled", "sparse"])
+def test_rounding_clips_no_token_of_the_first_minibatch(process_group, tree):
+    """Its ratios are all exactly 1; a later minibatch is held against a pass before the step.
+
+    With the sampler's log-probs rounding moves ratios, and with a clip as narrow as here it takes
+    the gradient of most tokens.
+    """
+    sizes = dict(size=3, turns=3, layers=2, hidden=16, heads=4, prompts=4, group=8, tree=tree)
+    found = {}
+    for proximal in (None, False):
+        config = Config(**sizes, compute_dtype="bfloat16", clip_low=1e-9, clip_high=1e-9,
+                        proximal=proximal).check()  # fmt: skip
+        task = make_task(config)
+        model, generator, _ = build(config, task)
+        policy = trainer.Trainer(config, model, generator=generator)
+        batch = RolloutQueue(config, task, policy).get(0)
+        policy.prepare(batch)
+        first, later = batch.minibatches()
+        for t in first:
+            t.advantages = np.ones(len(t.mask))
+        Z = policy.loss_denominator(first)
+        found[proximal] = policy.forward_backward(first, Z)
+        of_sampler = [np.array_equal(t.old_logprobs, t.sampler_logprobs) for t in later]
+        assert of_sampler == [proximal is False] * len(later)
+    assert found[None]["ratio/max"] == found[None]["ratio/token_mean"] == 1
+    assert found[None]["ratio/clipped_fraction"] == 0 < found[None]["logprob_gap/max"]
+    assert found[False]["ratio/clipped_fraction"] > 0 and found[False]["ratio/max"] > 1
+
+
+@pytest.mark.quick
+def test_where_rounding_would_clip_old_is_the_trainers():
+    """Not with --exact, which has no gap, nor where old is the policy or corrects for an age."""
+    for flags, is_on in (
+        (BF16, True), ("--dtype bfloat16", True), ("--generator-dtype bfloat16", True),
+        ("--engine http://127.0.0.1:1", True), ("", False), ("--dtype float64", False),
+        ("--dtype float64 --generator-dtype float32", False), (f"{BF16} --exact", False),
+        (f"{BF16} --minibatches 1", False), (f"{BF16} --staleness 1", False),
+        (f"{BF16} --no-proximal", False), (f"{BF16} --staleness 1 --proximal", True),
+    ):  # fmt: skip
+        assert parse_config(flags.split()).check().proximal is is_on, flags
 
 
 # How large its errors are ----------------------------------------------------------------------

@@ -427,6 +427,7 @@ REFUSED = {
     "--tree dta --chunk-tokens 9 --plan p2": "--tree dta has no p; use --tree sparse",
     "--tree dta --chunk-tokens 9 --data-parallel fsdp": "--tree dta has no fsdp",
     "--tree dta --chunk-tokens 9 --plan c2": "--tree dta has no c",
+    "--tree dta --chunk-tokens 9 --plan d2e2": "--tree dta has no e; use --tree sparse",
     "--tree dta --chunk-tokens 9 --ac full": "--tree dta has no --ac",
     "--tree dta --chunk-tokens 9 --compile": "--tree dta has no --compile",
     "--ac most": "argument --ac: invalid choice: 'most' (choose from",

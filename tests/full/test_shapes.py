@@ -61,7 +61,7 @@ def models_check():
 
 
 def ring_check():
-    for mask in examples(41, 4).values():
+    for mask in examples(41).values():
         q, k, v = (torch.randn(2, 4, 41, 8, requires_grad=True) for _ in range(3))
         ring_of_masks(q, k, v, mask=mask).sum().backward()
 
