@@ -3,9 +3,10 @@
     python tests/bench/draw.py              # writes assets/ring.png, tree.png, plan.png, and so on
     python tests/bench/draw.py ring tree    # writes two of them
 
-The numbers in a picture are recorded, not typed in. `ring` records the blocks and masks of a ring of 4 ranks, `plan`
-asks the process groups of 8 ranks, `pipeline` runs 1F1B on 4 ranks, and `tree` and `rollout` show a
-group that a small policy played after some training. A picture is 7 inches, or 1400 pixels, wide.
+The numbers in a picture are recorded, not typed in. `ring` records the blocks and masks of a ring
+of 4 ranks, `plan` the process groups of 8 ranks, and `pipeline` a run of 1F1B on 4 ranks. `tree`
+and `rollout` show a group that a small policy played after some training. A picture is 1400 pixels
+wide, for pages that show it at 700.
 """
 
 import datetime
@@ -17,6 +18,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from PIL import Image
 from torch.multiprocessing import start_processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +86,7 @@ def record_plan(text, world, names):
         grid = parallel.Grid(text, PATIENCE)
         model = parallel.check_model()
         parallel.keep_stage(model, grid.group["p"].rank(), grid.group["p"].size())
-        parts = {
+        parts = {  # of the 4 layers and 4 heads of the model, and of a batch of 4 rows
             "layers": [int(name) for name, _ in model.model.layers.named_children()],
             "heads": parallel.own_chunk(torch.arange(4), grid.group["t"]).tolist(),
             "rows": parallel.own_chunk(torch.arange(4), grid.group["dc"]).tolist(),
@@ -182,8 +188,6 @@ class Canvas:
     """A white page whose coordinates are inches from its upper left corner."""
 
     def __init__(self, height):
-        from matplotlib.figure import Figure
-
         self.figure = Figure(figsize=(WIDTH, height), dpi=DOTS, facecolor="white")
         self.axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set(xlim=(0, WIDTH), ylim=(height, 0))
@@ -201,28 +205,22 @@ class Canvas:
 
     def box(self, x, y, width, height, fill, text="", edge="white", **options):
         """Draw a filled rectangle. Its text is white on a dark color, and dark on a light one."""
-        from matplotlib.colors import to_rgb
-        from matplotlib.patches import Rectangle
-
         style = dict(facecolor=fill, edgecolor=edge, linewidth=0.8)
         self.axes.add_patch(Rectangle((x, y), width, height, **style))
-        dark = np.dot(to_rgb(fill), (0.3, 0.6, 0.1)) < 0.62
+        dark = np.dot(to_rgb(fill), (0.3, 0.6, 0.1)) < 0.5
         options = dict(color="white" if dark else INK) | options
         self.text(x + width / 2, y + height / 2, text, **options)
 
-    def line(self, *points, color=GRAY, width=1.0, **options):
-        self.axes.plot(*zip(*points), color=color, linewidth=width, **options)
+    def line(self, *points, color=GRAY, width=0.8):
+        self.axes.plot(*zip(*points), color=color, linewidth=width)
 
-    def arrow(self, start, end, color=GRAY, width=1.2, bend=0.0):
-        style = dict(arrowstyle="-|>", color=color, linewidth=width, mutation_scale=8)
-        style |= dict(shrinkA=0, shrinkB=0, connectionstyle=f"arc3,rad={bend}")
-        self.axes.annotate("", xy=end, xytext=start, arrowprops=style)
+    def arrow(self, start, end, color):
+        style = dict(arrowstyle="-|>", color=color, linewidth=1.2, mutation_scale=8)
+        self.axes.annotate("", end, start, arrowprops=style | dict(shrinkA=0, shrinkB=0))
 
 
 def mixed(color, share):
     """Return a color with white: a share of 1 is the color itself, and 0 is white."""
-    from matplotlib.colors import to_rgb
-
     return tuple(1 - share * (1 - x) for x in to_rgb(color))
 
 
@@ -238,7 +236,7 @@ def ring(world=4, length=16):
     """Draw the hops of a ring: the block that a rank has at each hop, and the mask."""
     shares = [ring_attention.zigzag_indices(length, r, world).tolist() for r in range(world)]
     hops = record_ring(world, length)
-    canvas = Canvas(6.0)
+    canvas = Canvas(6.4)
 
     # Who holds which token.
     canvas.title(f"{length} tokens on {world} ranks: each has an early and a late chunk")
@@ -274,6 +272,10 @@ def ring(world=4, length=16):
         for n, t in enumerate(shares[rank]):
             place = first - 0.14, y + (n + 0.5) * cell
             canvas.text(*place, str(t), size=7, color=COLORS[rank], weight="bold")
+    text = ("A row is a query of the rank. A column is a key, in its owner's color.",
+            "Keys move one rank per hop. In each hop all ranks have equally many visible pairs.")
+    for n, line in enumerate(text):
+        canvas.left(0.15, top + world * down + 0.05 + 0.2 * n, line, color=GRAY)
     return canvas.figure
 
 
@@ -305,7 +307,7 @@ def tree():
         x, y = 0.15 + deep * (len(path) - 1), top + row * (t + 0.5)
         if len(path) > 1:
             corner = x - deep + 0.1, y
-            canvas.line((corner[0], top + row * path[-2] + row), corner, (x, y), width=0.8)
+            canvas.line((corner[0], top + row * path[-2] + row), corner, (x, y))
         width = 0.26 if len(names[t]) == 1 else 0.47
         canvas.box(x, y - row / 2, width, row, colors[t], names[t], size=7.5)
     for i, path in last_path.items():
@@ -357,7 +359,7 @@ def plan(text="p2d2t2"):
         if p == t == 0:
             canvas.text(0.5, y + 0.36, f"d {d}", color=GRAY)
         if d == t == 0:
-            canvas.text(x + 1.36, 0.6, f"p {p}, a stage", color=GRAY)
+            canvas.text(x + 1.36, 0.6, f"p {p} (stage {p})", color=GRAY)
 
     # The same grid once for each kind of group. Ranks of one color are a group.
     for column, (name, lines) in enumerate(messages.items()):
@@ -378,11 +380,11 @@ def pipeline(stages=4, number=8):
     """Draw 1F1B as a timeline: what each stage does when."""
     record = record_1f1b(stages, number)
     end = max(done[-1][3] for done in record)
-    canvas = Canvas(3.05)
-    canvas.title(f"{stages} stages, {number} micro-batches: one forward, one backward")
-    first, top, high = 0.75, 0.95, 0.36
+    canvas = Canvas(2.95)
+    canvas.title(f"1F1B: {stages} pipeline stages, {number} micro-batches")
+    first, top, high = 0.75, 0.8, 0.36
     unit = (WIDTH - first - 0.75) / end
-    canvas.left(first + unit * end + 0.12, top - 0.16, "stores", size=7.5, color=GRAY)
+    canvas.left(first + unit * end + 0.12, top - 0.18, "stored", size=7.5, color=GRAY)
     for stage, done in enumerate(record):
         y = top + high * stage
         canvas.left(0.15, y + 0.165, f"stage {stage}")
@@ -413,7 +415,8 @@ def pipeline(stages=4, number=8):
         x = first + (0, 0.95, 2.75)[n]
         canvas.box(x, y, 0.16, 0.16, color)
         canvas.left(x + 0.22, y + 0.08, name, size=7.5, color=GRAY)
-    shares = [f"{waiting(record_1f1b(stages, n)):.0%} with {n}" for n in (1, 8, 32)]
+    canvas.left(4.35, y + 0.08, "stored: micro-batches in memory, at most", size=7.5, color=GRAY)
+    shares = [f"{100 * waiting(record_1f1b(stages, n)):.0f} % with {n}" for n in (1, 8, 32)]
     text = f"part of the time that a stage waits: {', '.join(shares)} micro-batches"
     canvas.left(first, y + 0.4, text)
     return canvas.figure
@@ -430,8 +433,9 @@ def rollout():
     """Draw a group of rollouts, and what the loss makes of one of them."""
     task, config, episodes, scored = record_group()
     rewards = np.array([e.reward for e in episodes])
-    canvas = Canvas(4.95)
-    canvas.title(f"One prompt, {len(episodes)} rollouts: find the hidden number {episodes[0].state[0]}")
+    canvas = Canvas(5.2)
+    secret = episodes[0].state[0]
+    canvas.title(f"One prompt, {len(episodes)} rollouts: find the hidden number {secret}")
     canvas.text(5.75, 0.5, "reward R", size=8, color=GRAY)
     canvas.text(6.5, 0.5, "advantage A", size=8, color=GRAY)
 
@@ -452,29 +456,34 @@ def rollout():
     y = 0.65 + 0.3 * len(episodes) + 0.1
     canvas.text(5.75, y, f"mean {rewards.mean():.2f}", color=GRAY)
     canvas.text(6.5, y, "A = R - mean", color=GRAY)
-    canvas.left(0.95, y, "boxes: sampled; without a box: said by the task", color=GRAY)
+    canvas.left(0.95, y, "boxes: sampled by the policy; the rest: said by the task", color=GRAY)
 
     # One rollout, target by target.
     best = max(range(len(episodes)), key=lambda i: episodes[i].advantage)
     e = episodes[best]
-    canvas.left(0.15, y + 0.42, f"Rollout {best} in the loss: a column for each target", size=9.5)
+    canvas.left(0.15, y + 0.42, f"Rollout {best} in the loss, one update later", size=9.5)
     found = {t: values for (i, t), values in scored.items() if i == best}
     ratio = {t: np.exp(now - e.old[t]) for t, (now, _) in found.items()}
+    low, high = 1 - config.clip_low, 1 + config.clip_high
     rows = {
         "token": {t: task.show([token]) for t, token in enumerate(e.tokens[1:])},
-        "mask: was it sampled?": {t: str(int(sampled)) for t, sampled in enumerate(e.mask)},
-        "log-prob when sampled": {t: f"{e.old[t]:.2f}" for t in found},
-        "log-prob now": {t: f"{now:.2f}" for t, (now, _) in found.items()},
-        "ratio r = exp(now - old)": {t: f"{r:.2f}" for t, r in ratio.items()},
-        "advantage A": {t: f"{e.advantage:+.2f}" for t in found},
-        "loss -min(r A, clip(r) A)": {t: f"{loss:.2f}" for t, (_, loss) in found.items()},
-    }
+        "mask: did the policy sample it?": {t: str(int(mask)) for t, mask in enumerate(e.mask)},
+        "old: its log-prob then": {t: f"{e.old[t]:.3f}" for t in found},
+        "lp: its log-prob now": {t: f"{now:.3f}" for t, (now, _) in found.items()},
+        "r = exp(lp - old)": {t: f"{r:.3f}" for t, r in ratio.items()},
+        f"clip(r, {low:.2f}, {high:.2f})": {t: f"{np.clip(r, low, high):.3f}"
+                                            for t, r in ratio.items()},
+        "A, one number for the rollout": {t: f"{e.advantage:+.3f}" for t in found},
+        "l = -min(r A, clip(r) A)": {t: f"{loss:.3f}" for t, (_, loss) in found.items()},
+    }  # fmt: skip
     for n, (name, cells) in enumerate(rows.items()):
-        middle = y + 0.78 + 0.27 * n
+        middle = y + 0.76 + 0.26 * n
         canvas.left(0.15, middle, name)
-        canvas.line((0.15, middle + 0.135), (6.85, middle + 0.135), color=PALE, width=0.8)
+        canvas.line((0.15, middle + 0.13), (6.85, middle + 0.13), color=PALE)
         for t, cell in cells.items():
-            canvas.text(2.4 + 0.62 * t, middle, cell)
+            canvas.text(2.4 + 4.45 * (t + 0.5) / len(e.mask), middle, cell)
+    text = "loss = sum of l over the sampled tokens of all rollouts, divided by their number"
+    canvas.left(0.15, middle + 0.32, text)
     return canvas.figure
 
 
@@ -483,9 +492,6 @@ PICTURES = {f.__name__: f for f in (ring, tree, plan, pipeline, rollout)}
 
 def save(figure, path):
     """Write a figure as a PNG of at most 64 colors, which is small and looks the same."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from PIL import Image
-
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
