@@ -23,6 +23,12 @@ def test_a_stage_waits_as_long_as_the_paper_says():
     assert "".join(f"{letter}{n}" for letter, n, _, _ in record[0]) == "F0F1F2B0F3B1B2B3"
 
 
+def test_all_ranks_of_a_ring_have_equally_many_visible_pairs_at_a_hop():
+    ranks = draw.record_ring(2, 8)
+    assert [[int(mask.sum()) for _, mask in hops] for hops in ranks] == [[10, 8]] * 2
+    assert [[owner for owner, _ in hops] for hops in ranks] == [[0, 1], [1, 0]]
+
+
 def test_a_name_without_a_picture_is_refused(capsys):
     assert draw.main(["ring", "rign"]) == 2
     told = capsys.readouterr().err

@@ -133,7 +133,8 @@ def record_group():
     """Train a small policy on `guess`, and return a group that it plays then.
 
     Returns the task, the settings, the rollouts, and {(rollout, target): (log-prob now, loss)}. Now
-    is before the second update of a step, when the first one has changed the policy.
+    is before the second update of a step, when the first one has changed the policy. There is no
+    entropy bonus, so the loss of a token is equation (3).
     """
     config = train_grpo.Config(
         seed=3, steps=50, size=5, turns=3, layers=1, hidden=32, heads=2, prompts=16, group=4,
@@ -416,8 +417,10 @@ def pipeline(stages=4, number=8):
         canvas.box(x, y, 0.16, 0.16, color)
         canvas.left(x + 0.22, y + 0.08, name, size=7.5, color=GRAY)
     canvas.left(4.35, y + 0.08, "stored: micro-batches in memory, at most", size=7.5, color=GRAY)
-    shares = [f"{100 * waiting(record_1f1b(stages, n)):.0f} % with {n}" for n in (1, 8, 32)]
-    text = f"part of the time that a stage waits: {', '.join(shares)} micro-batches"
+    more = 4 * number
+    one, some, many = (100 * waiting(record_1f1b(stages, n)) for n in (1, number, more))
+    text = (f"A stage waits {one:.0f} % of the time with 1 micro-batch, {some:.0f} % with {number}, "
+            f"{many:.0f} % with {more}.")  # fmt: skip
     canvas.left(first, y + 0.4, text)
     return canvas.figure
 
