@@ -419,9 +419,8 @@ def pipeline(stages=4, number=8):
     canvas.left(4.35, y + 0.08, "stored: micro-batches in memory, at most", size=7.5, color=GRAY)
     more = 4 * number
     one, some, many = (100 * waiting(record_1f1b(stages, n)) for n in (1, number, more))
-    text = (f"A stage waits {one:.0f} % of the time with 1 micro-batch, {some:.0f} % with {number}, "
-            f"{many:.0f} % with {more}.")  # fmt: skip
-    canvas.left(first, y + 0.4, text)
+    text = f"A stage waits {one:.0f} % of the time with 1 micro-batch"
+    canvas.left(first, y + 0.4, f"{text}, {some:.0f} % with {number}, {many:.0f} % with {more}.")
     return canvas.figure
 
 
