@@ -19,7 +19,6 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +26,8 @@ import torch
 
 import train_grpo
 from full.byhand import (
-    AGAIN, EACH, EXACT, OF_UPDATES, Routing, Step, cause, flip, mean, metrics_by_hand, near_choices,
-    read, spread_of, teaches, tolerance, trained,
+    AGAIN, EACH, EXACT, OF_UPDATES, Step, cause, flip, mean, metrics_by_hand, near_choices, read,
+    tolerance,
 )  # fmt: skip
 from full.checkpoint import read_checkpoint
 from full.exact import packed_attention, require_exact_kernels
@@ -38,7 +37,9 @@ from full.lora import merge
 from full.metrics import METRICS
 from full.optimizer import persistent_buffers
 from full.ranks import quietly
-from full.recorded import Case, RunFiles, counts_in, groups_again, shares
+from full.recorded import (
+    Case, Recorded, RunFiles, counts_in, everyone, shares, teaches, trained,
+)  # fmt: skip
 from full.report import as_page, as_text
 from full.rollouts import Sampler, play_held_out
 from full.run import ERRORS, one_process, policy_in, require_base, shape_of
@@ -59,6 +60,11 @@ ENGINE = {"float64": (1e-9, 1e-9), "float32": (1e-3, 1e-4), "bfloat16": (4.0, 0.
 
 SURPRISE = 5  # deviations that an engine's sum of -log p may be from the sum of the entropies
 
+BEFORE_METRICS = [
+    "rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling/routes", "sampling",
+    "sampling/tokens", "sampling/bits", "sampling/mean", "sampling/surprise", "rollouts/rewards",
+]  # fmt: skip
+
 # What no step determines. A line's other numbers must be found here, or are named as unknown.
 NOT_BY_HAND = ("seconds/", "memory/peak", "logprob_gap/identical", "tokens/trained")
 
@@ -67,14 +73,10 @@ def order() -> list:
     """Return the rows of the table, causes before their effects, by METRICS."""
     # The first row that is outside says where to look. The first update's metrics come before those
     # that a change of the weights has a part in.
-    rows = ["rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling/routes", "sampling",
-            "sampling/tokens", "sampling/bits", "sampling/mean", "sampling/surprise",
-            "rollouts/rewards"]  # fmt: skip
-    for name in METRICS:
-        if name == OF_UPDATES[0]:
-            rows += ["rollouts/advantage", *(f"{name}_first" for name in OF_UPDATES)]
-        rows.append(name)
-    return [*rows, "votes", "parameters"]
+    rows = [*METRICS, "votes", "parameters"]
+    first = rows.index(OF_UPDATES[0])
+    rows[first:first] = ["rollouts/advantage", *(f"{name}_first" for name in OF_UPDATES)]
+    return [*BEFORE_METRICS, *rows]
 
 
 class Row(NamedTuple):
@@ -123,36 +125,34 @@ def largest(key, differences, allowed) -> Row:
 # The rows of the table ----------------------------------------------------------------------------
 
 
-def rollout_rows(case, groups, step) -> list:
+def rollout_rows(case, step) -> list:
     """Compare rollouts.jsonl with what the task and the step say."""
-    config, lines = case.config, case.lines
+    config = case.config
     tokens = wrong = unlike = 0
     rewards, advantages = [], []
-    for n, group in groups.items():
-        for s, line in zip(group, lines[n]):
-            # Which tokens are the task's, and which were marked as sampled.
-            tokens += len(s.tokens)
-            wrong += s.differs
-            unlike += len({*np.flatnonzero(line["sampled"]).tolist()} ^ {*s.at})
+    for s in everyone(case.groups.values()):
+        # Which tokens are the task's, and which were marked as sampled.
+        line = case.lines[s.group][s.number]
+        tokens += len(s.tokens)
+        wrong += s.differs
+        unlike += len({*np.flatnonzero(line["sampled"]).tolist()} ^ {*s.at})
 
-            # The reward of each turn. A turn that is missing on one side counts as reward 0 there.
-            told, mine = dict(map(tuple, line["rewards"])), dict(s.rewards)
-            rewards += [abs(told.get(at, 0.0) - mine.get(at, 0.0)) for at in {*told, *mine}]
-            rewards.append(float(bool(line["truncated"]) != s.truncated))
-
-            # The advantages of the tokens that are trained on.
-            if s.A is not None and trained(config, [s]) and line["advantage"] is not None:
-                advantages += zip([line["advantage"][at] for at in s.at], s.A)
+        # The reward of each turn. A turn that is missing on one side counts as reward 0 there.
+        told, mine = dict(map(tuple, line["rewards"])), dict(s.rewards)
+        rewards += [abs(told.get(at, 0.0) - mine.get(at, 0.0)) for at in {*told, *mine}]
+        rewards.append(float(bool(line["truncated"]) != s.truncated))
+        if s.A is not None and trained(config, [s]) and line["advantage"] is not None:
+            advantages += zip(np.array(line["advantage"])[s.at], s.A)
 
     # The rounds of a step play as many new groups as are missing, each time.
     played = chosen = 0
     for _ in range(config.max_rounds):
         new = range(played, played + config.prompts - chosen)
-        chosen += len([n for n in new if n not in lines or teaches(config, groups[n])])
+        chosen += len([n for n in new if n not in case.lines or teaches(config, case.groups[n])])
         played = new.stop
     size = max((abs(A) for _, A in advantages), default=0.0)
     return [
-        Row("rollouts/groups", len(lines), played, abs(played - len(lines)), 0),
+        Row("rollouts/groups", len(case.lines), played, abs(played - len(case.lines)), 0),
         Row("rollouts/tokens", tokens, tokens - wrong, wrong, 0),
         Row("rollouts/sampled", 0, unlike, unlike, 0),
         largest("rollouts/rewards", rewards, EXACT),
@@ -161,89 +161,89 @@ def rollout_rows(case, groups, step) -> list:
     ]  # fmt: skip
 
 
-def number_of(case, s, at) -> float:
-    """Return the random number that has drawn the target at `at` of a rollout."""
+def draws_of(case, s):
+    """Return the random numbers that have drawn a rollout's sampled tokens, (N,)."""
     # A rollout has a random number for each place after the prompt. Rollouts that share a turn were
     # played as one, with the numbers of the first of them.
-    played, _ = shares(case.config, s, at)[-1]
-    key = case.config.seed, case.step, s.group, played
-    return train_grpo.uniforms(key, at + 2 - s.prompt)[-1]
+    config, count = case.config, len(s.tokens) - s.prompt
+    firsts = [shares(config, s, at)[-1][0] for at in s.at]
+    numbers = {first: train_grpo.uniforms((config.seed, case.step, s.group, first), count)
+               for first in {*firsts}}  # fmt: skip
+    return np.array([numbers[first][at + 1 - s.prompt] for first, at in zip(firsts, s.at)])
 
 
 @torch.no_grad()
-def sampling_rows(case, groups, say) -> list:
+def sampling_rows(case, say) -> list:
     """Compare each draw, or an engine's log-probs, with the sampler's distribution by hand."""
-    config, model = case.config, case.sampling_model(case.sampler)
+    config, model = case.config, case.policy(case.sampler)
     T = tolerance(model.config, config.rollout_dtype, case.again)
-    misses, told, surprise, routes = [], [], [], []
-    for s in [s for group in groups.values() for s in group]:
-        routing = Routing(model, s) if model.config.sparse_layers else None
-        logp_NV = read(model, s, config.temperature, routing)[3]
-        routes += routing.misses if routing else []
-        allowed = (T * s.scale + flip(routing, T)) / 4
-        p_NV, at = logp_NV.exp(), torch.tensor(s.targets)[:, None]
-        lp = logp_NV.gather(1, at)[:, 0]
-        if case.files.engine:
-            # With forks several rollouts share a turn, which was drawn once.
-            own = [shares(config, s, at)[-1][0] == s.number for at in s.at]
-            seen_NV = logp_NV.masked_fill(p_NV == 0, 0.0)
-            H = -(p_NV * seen_NV).sum(-1)
-            variance = (p_NV * (seen_NV + H[:, None]) ** 2).sum(-1)
-            told += (lp - lp.new_tensor(s.smp)).abs().tolist()
-            surprise += [x for x, is_own in zip(zip((-lp).tolist(), H.tolist(), variance.tolist()),
-                                                own) if is_own]  # fmt: skip
-        else:
-            # A draw is a number in [0, 1). Tokens divide [0, 1) into intervals as wide as their
-            # probabilities, and the number's interval says which token it draws.
-            ends = p_NV.cumsum(-1).gather(1, at)[:, 0]
-            draws = [number_of(case, s, at) for at in s.at]
-            for draw, end, width, most in zip(draws, ends.tolist(), lp.exp().tolist(), allowed):
-                misses.append((max(0.0, end - width - draw, draw - end), most))
-    rows = []
+    compare = surprises if case.files.engine else misses
+    found, routes = [], []
+    for s in everyone(case.groups.values()):
+        reading = read(model, s, config.temperature)
+        routes += reading.routing.misses
+        found.append(compare(case, s, reading, T))
+    rows, found = [], np.concatenate(found, axis=1)
     if config.replay_routes:
         rows.append(largest("sampling/routes", routes, T))
         say(f"sampling: {np.count_nonzero(routes)} of {len(routes)} recorded experts are not among "
-            f"the K best by hand, the worst by a probability of {rows[0].difference:.1e}; rounding "
-            f"in {config.rollout_dtype} explains {rows[0].allowed:.1e}")  # fmt: skip
+            f"the K best by hand")  # fmt: skip
     if case.files.engine:
-        return rows + engine_rows(case, told, np.array(surprise), say)
-
-    # T moves an end of an interval by T / 4 at the most, for a sum of half of all probability.
-    miss, allowed = max(misses, key=lambda pair: pair[0] / pair[1])
-    row = largest("sampling", [miss], allowed)
-    outside = sum(x > 0 for x, _ in misses)
-    say(f"sampling: {len(misses)} draws, of which {outside} lie outside their token's interval of "
-        f"the definition's distribution, the worst by {row.difference:.1e}; rounding in "
-        f"{config.rollout_dtype} explains {row.allowed:.1e}")  # fmt: skip
-    return [*rows, row, *(exact_rows(case, groups, say) if case.files.exact else [])]
+        return rows + engine_rows(case, *found, say)
+    missed, allowed = found
+    worst = (missed / allowed).argmax()
+    rows.append(largest("sampling", missed[worst], allowed[worst]))
+    say(f"sampling: {np.count_nonzero(missed)} of {len(missed)} draws lie outside their token's "
+        f"interval of the definition's distribution")  # fmt: skip
+    return rows + exact_rows(case, say) if case.files.exact else rows
 
 
-def engine_rows(case, told, surprise, say) -> list:
+def misses(case, s, reading, T):
+    """Return how far each draw is outside its token's interval, and how far it may be, (2, N)."""
+    # A draw is a number in [0, 1). Tokens divide [0, 1) into intervals as wide as their
+    # probabilities, and the number's interval says which token it draws. T moves an end of an
+    # interval by T / 4 at the most, for a sum of half of all probability.
+    at = torch.tensor(s.targets)[:, None]
+    ends = reading.logp_NV.exp().cumsum(-1).gather(1, at)[:, 0].numpy()
+    draws = draws_of(case, s)
+    outside = np.maximum(ends - reading.lp.exp().numpy() - draws, draws - ends).clip(min=0)
+    return outside, (T * reading.scale + flip(reading.routing, T)) / 4
+
+
+def surprises(case, s, reading, T):
+    """Return what an engine's log-probs and tokens say of how it draws, for `engine_rows`, (5, N).
+    """
+    # With forks several rollouts share a turn, which was drawn once.
+    is_own = [shares(case.config, s, at)[-1][0] == s.number for at in s.at]
+    H_N1 = reading.H[:, None]
+    seen_NV = reading.logp_NV.where(reading.logp_NV.isfinite(), 0.0)
+    variance = (reading.logp_NV.exp() * (seen_NV + H_N1) ** 2).sum(-1)
+    return np.stack([abs(reading.lp.numpy() - s.smp), is_own, -reading.lp, reading.H, variance])
+
+
+def engine_rows(case, off, is_own, surprise, H, variance, say) -> list:
     """Compare the log-probs that an engine told, and by them how it drew its tokens."""
     # The surprise of a token, -log p, is the entropy on average, if the token is drawn by p. It is
     # not if sampling is greedy or truncated. The sum of a martingale is rarely beyond SURPRISE
     # times this deviation, however rare some tokens are: with a probability of 2 exp(-25 / 2) at
     # the most (Bercu and Touati, 2008).
-    config, (own, H, variance) = case.config, surprise.T
-    deviation = math.sqrt(((own - H) ** 2 + variance).sum())
-    found = [max(told), math.fsum(told) / len(told)]
+    config = case.config
+    surprise, H, variance = (x[is_own == 1] for x in (surprise, H, variance))
+    deviation = math.sqrt(((surprise - H) ** 2 + variance).sum())
 
     # If steps were done again on the way, the sampler's weights have the trainer's rounding too.
     bounds = np.array(ENGINE[config.rollout_dtype])
     if case.again:
         bounds += tolerance(shape_of(config, case.task), config.compute, case.again)
-    say(f"sampling: {case.files.engine} drew {len(own)} tokens by numbers of its own, so no draw "
-        f"is compared; its log-probs are off by {found[0]:.1e} at most and {found[1]:.1e} on "
-        f"average; the tokens' surprises sum to {own.sum():.4g}, and the entropies to "
-        f"{H.sum():.4g}")  # fmt: skip
-    return [*(largest(key, [x], most)
-              for key, x, most in zip(("sampling", "sampling/mean"), found, bounds)),
-            Row("sampling/surprise", own.sum(), H.sum(), abs((own - H).sum()),
-                SURPRISE * deviation)]  # fmt: skip
+    rows = [largest("sampling", off, bounds[0]), largest("sampling/mean", off.mean(), bounds[1])]
+    say(f"sampling: {case.files.engine} drew {len(H)} tokens by numbers of its own, so no draw is "
+        f"compared, but its log-probs, and the sum of -log p of these tokens with their entropies")
+    return [*rows, Row("sampling/surprise", surprise.sum(), H.sum(), abs((surprise - H).sum()),
+                       SURPRISE * deviation)]  # fmt: skip
 
 
 @torch.no_grad()
-def exact_rows(case, groups, say) -> list:
+def exact_rows(case, say) -> list:
     """Compare tokens and log-probs of an --exact run to the bit, by the trainer's own forward."""
     # This shares the model's forward and the formula of its log-probs with the run. What it shows
     # is that the recorded numbers are those of the trainer: of this model, in this precision, for
@@ -251,22 +251,18 @@ def exact_rows(case, groups, say) -> list:
     config = dataclasses.replace(case.config, exact=True)
     model = policy_in(case.sampler, config, case.task, config.rollout_dtype)
     require_exact_kernels(model)
-    count = wrong = unequal = 0
-    worst = 0.0
-    for s in [s for group in groups.values() for s in group if s.at]:
+    off, wrong = [], 0
+    for s in everyone(case.groups.values()):
         tokens_1S = torch.tensor([s.tokens])
         attention = packed_attention(torch.zeros_like(tokens_1S))
         logits_NV = model.logits(model.hidden(tokens_1S, attention=attention)[0, s.at])
-        uniform_N = torch.tensor([number_of(case, s, at) for at in s.at], dtype=torch.float64)
+        uniform_N = torch.from_numpy(draws_of(case, s))
         drawn_N, lp_N = model.sample(logits_NV, uniform_N, temperature=config.temperature)
-        count += len(s.at)
-        wrong += int((drawn_N != tokens_1S[0, 1:][s.at]).sum())
-        off_N = (lp_N - torch.tensor(s.smp, dtype=torch.float64)).abs()
-        unequal += int((~(off_N == 0)).sum())  # NaN too
-        worst = max(worst, off_N.max().item())
+        wrong += np.count_nonzero(drawn_N.numpy() != s.targets)
+        off += abs(lp_N.numpy() - s.smp).tolist()
+    count, unequal = len(off), np.count_nonzero(off)
     say(f"exact: the trainer's forward, which this trusts, draws {count - wrong} of {count} tokens "
-        f"as recorded, with {count - unequal} of their log-probs to the bit, and the largest "
-        f"difference is {worst:.1e}; none is allowed")  # fmt: skip
+        f"as recorded, and {count - unequal} of their log-probs to the bit")  # fmt: skip
     return [Row("sampling/tokens", count, count - wrong, wrong, 0),
             Row("sampling/bits", count, count - unequal, unequal, 0)]  # fmt: skip
 
@@ -293,14 +289,10 @@ def solved_row(case, key, recorded, model, off) -> Row:
 def is_close(model, t, off) -> bool:
     """Return whether rounding may turn one of the choices of a greedy play around."""
     at = np.flatnonzero(t.sampled).tolist()
-    routing = None
-    if model.config.sparse_layers:
-        routing = Routing(model, SimpleNamespace(routes=None))
-    states = model.hidden(torch.tensor(t.tokens)[None], on_routing=routing)[0, at]
-    logp_NV = model.logits(states).log_softmax(-1)
-    best_N2 = logp_NV.topk(2).values
-    lead = (best_N2[:, 0] - best_N2[:, 1]).numpy() / np.maximum(spread_of(logp_NV), 0.5)
-    return bool(lead.min() <= off + flip(routing, off))
+    reading = read(model, Recorded(group=t.group, number=0, tokens=t.tokens, at=at), 1.0)
+    best_N2 = reading.logp_NV.topk(2).values.numpy()
+    lead = (best_N2[:, 0] - best_N2[:, 1]) / reading.scale
+    return bool(lead.min() <= off + flip(reading.routing, off))
 
 
 def as_sampled(step):
@@ -322,16 +314,15 @@ def after_rows(case, step, say) -> list:
     # Each entry is held to its own rounding, and the one furthest from it is shown: AdamW makes
     # steps of one length, so a fault in a small tensor is as large as in a big one.
     rows = {}
-    for name, stored in case.stored(path, step.names).items():
-        allowed = step.slack[name]
+    for name, stored in case.weights(path).items():
+        allowed = step.slack[name].flatten()
         if case.again:  # the steps on the way to this one have moved other entries by rounding
             allowed = torch.full_like(allowed, (AGAIN + EACH * case.again) * allowed.max())
         differences = (step.weights[name].double() - stored).abs().flatten()
-        share = differences / allowed.flatten().clamp(min=1e-30)
-        furthest = int(share.argmax())
-        found = differences[furthest].item()
-        rows[name] = Row("parameters", 0.0, found, found, allowed.flatten()[furthest].item(),
-                         step.lr or 1.0, f"rounding may turn AdamW's step for an entry of {name}")
+        furthest = int((differences / allowed.clamp(min=1e-30)).argmax())
+        found, most = differences[furthest].item(), allowed[furthest].item()
+        rows[name] = Row("parameters", 0.0, found, found, most, step.lr or 1.0,
+                         f"rounding may turn AdamW's step for an entry of {name}")  # fmt: skip
     worst = max(rows, key=lambda name: rows[name].share)
     say(f"parameters after the step: against {path.name}, the worst is {worst}")
     if not case.config.router_bias_rate:
@@ -344,7 +335,7 @@ def after_rows(case, step, say) -> list:
     read_checkpoint(path, {f"buffer.{name}": x for name, x in there.items()}, only=("buffer.",))
     wrong = sum(int((there[name] - x).abs().sum()) for name, x in votes.items())
     sizes = [sum(int(x.abs().sum()) for x in some.values()) for some in (there, votes)]
-    near = near_choices(step, step.updates) if step.updates else 0
+    near = near_choices(step.updates)[0] if step.updates else 0
     return [rows[worst], Row("votes", *sizes, wrong, 4 * near)]
 
 
@@ -377,10 +368,10 @@ class Report:
         return f"audit of step {self.step}: {found}"
 
 
-def tell_size(case, groups, tell):
+def tell_size(case, tell):
     """Say how long the audit will take, by one reading of a rollout, and how much memory."""
-    rollouts, c = [s for group in groups.values() for s in group], case.config
-    model, start = case.sampling_model(case.sampler), time.monotonic()
+    rollouts, c = everyone(case.groups.values()), case.config
+    model, start = case.policy(case.sampler), time.monotonic()
     with torch.no_grad():
         read(model, rollouts[0], c.temperature)
     each = (time.monotonic() - start) / len(rollouts[0].tokens)
@@ -426,32 +417,27 @@ def audited(
                 "the definition selects experts by itself")  # fmt: skip
 
         # The tokens of the rollouts are the run's. Everything else about them is computed again.
-        report.groups = groups = groups_again(config, task, number, case.lines)
+        report.groups = groups = case.groups
         for s in groups[group] if group is not None and not config.replay_routes else ():
             s.spelled = full_definition if config.lora is None else lora_definition
-        tell_size(case, groups, tell)
-        rows = sampling_rows(case, groups, say)
+        tell_size(case, tell)
+        rows = sampling_rows(case, say)
         off = tolerance(shape_of(config, task), config.rollout_dtype, case.again)
         off = max(off, ENGINE[config.rollout_dtype][0]) if files.engine else off
-        key = "eval/solved_before"
-        if key in line:
-            model = case.policy(case.before, config.rollout_dtype)
-            rows.append(solved_row(case, key, number_in(line, key), model, off))
-            del model
-        chosen = [some for some in groups.values() if teaches(config, some)]
-        by_hand = Step(case, chosen)
-        version = counts_in(case.sampler)["policy_version"]
-        found = metrics_by_hand(case, groups, by_hand, version)
+
+        def evaluated(key, make, off):
+            return [solved_row(case, key, number_in(line, key), make(), off)] if key in line else []
+
+        rows += evaluated("eval/solved_before", lambda: case.policy(case.before), off)
+        by_hand = Step(case)
+        found = metrics_by_hand(case, by_hand, counts_in(case.sampler)["policy_version"])
         if files.checkpoints.get(number + 1):
             tell("comparing the parameters, entry by entry")
-        rows += rollout_rows(case, groups, by_hand) + after_rows(case, by_hand, say)
+        rows += rollout_rows(case, by_hand) + after_rows(case, by_hand, say)
         by_hand.moments = by_hand.slack = None
         for p in by_hand.policy.parameters():
             p.grad = None
-        key = "eval/solved"
-        if key in line:
-            model = as_sampled(by_hand)
-            rows.append(solved_row(case, key, number_in(line, key), model, off + by_hand.astray))
+        rows += evaluated("eval/solved", lambda: as_sampled(by_hand), off + by_hand.astray)
     rows += [compared(key, number_in(line, key), *found[key]) for key in line.keys() & found.keys()]
     rows = [row._replace(why=row.why or cause(by_hand, row.key)) if row.is_loose else row
             for row in rows]  # fmt: skip
@@ -462,11 +448,11 @@ def audited(
     unknown = [name for name in report.left_out if not name.startswith(NOT_BY_HAND)]
     if unknown:
         say(f"the audit does not know {', '.join(unknown)}: add the definition to "
-            f"`metrics_by_hand` in full/audit.py")  # fmt: skip
+            f"`metrics_by_hand` in full/byhand.py")  # fmt: skip
 
     # A group whose rewards are all equal would show nothing but the entropy bonus.
     report.updates = max(1, len(by_hand.updates))
-    learning = [n for n in groups if any(any(s.A or []) for s in groups[n])]
+    learning = [n for n in groups if any(s.A is not None and s.A.any() for s in groups[n])]
     report.group = next(iter(learning), 0) if group is None else group
     return report
 

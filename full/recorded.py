@@ -6,7 +6,9 @@ before. Nothing is written in the directory.
 """
 
 import dataclasses
+import functools
 import gc
+import itertools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +17,16 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from full.batches import Demonstrations, RolloutQueue, pending_batches
+from conformance import definition
+from full.batches import Demonstrations, RolloutQueue, SampledBatch, pending_batches
 from full.checkpoint import checkpoints, read_checkpoint
 from full.config import Config, resumed_config
-from full.engine import Engine
 from full.files import whole_lines
 from full.hf import load_hf
 from full.logs import do_step, read_reference, rollout_line
 from full.lora import take_factors
-from full.rollouts import Trajectory, at_once, draw_prompts
-from full.run import ONE_PROCESS, build, build_teacher, policy_in
+from full.rollouts import Trajectory, draw_prompts
+from full.run import ONE_PROCESS, build, build_teacher, empty_policy, policy_in, shape_of
 from full.tasks import asking, bare, names_of
 from full.trainer import Trainer, keep_wide
 from train_grpo import ROLLOUT
@@ -98,40 +100,39 @@ class RunFiles:
 # Rollouts ----------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Recorded:
+@dataclass(eq=False, kw_only=True)
+class Recorded(definition.Sequence):
     """A rollout from the run's files, and what the step by hand makes of it.
 
-    Its lists have one entry for each sampled token. They have the names of a Sequence of
-    conformance/definition.py.
+    Lists and arrays have an entry for each of the N sampled tokens. None: it is not known yet, or
+    the run's settings have none.
     """
 
     group: int
     number: int  # in its group
     tokens: list
-    # Where the sampled tokens are: tokens[at + 1] is predicted from tokens[: at + 1].
-    at: list = field(default_factory=list)
-    smp: list = field(default_factory=list)  # log-probs by the sampler, as the run recorded them
+    routes: list | None = None  # [token][layer] -> the sampler's experts, but of the last token
+    spelled: object = None  # spelled(model, tokens) -> logits: replaces the model's own code
+
+    # What the task says, by `play_again`.
+    at: list = field(default_factory=list)  # tokens[at + 1] was sampled, from tokens[: at + 1]
     rewards: list = field(default_factory=list)  # (`at` of a turn's last token, reward)
-    truncated: bool = False
     reward: float = 0.0  # the sum of `rewards`
+    truncated: bool = False
     prompt: int = 0  # number of tokens before the policy's first turn
     differs: int = 0  # wrong or missing tokens in what the task said
-    routes: list | None = None  # [token][layer] -> the sampler's experts, of all tokens but one
-    spelled: object = None  # spelled(model, tokens) -> logits: replaces the model's own code
-    lp: list | None = None
-    old: list | None = None
-    ref: list | None = None
-    A: list | None = None
-    H: list | None = None
-    v: list | None = None
-    v_old: list | None = None
-    g: list | None = None
+
+    # What byhand.py finds.
+    lp: np.ndarray | None = None
+    old: np.ndarray | None = None
+    A: np.ndarray | None = None
+    teacher: np.ndarray | None = None  # log-probs by the model of --teacher
+    lost: np.ndarray | None = None  # what each token's reward loses to the KL and the length
     terms: list = field(default_factory=list)  # the definition's, of each sampled token
-    spread: object = None  # of the logits of each sampled token, (N,)
-    scale: object = None  # the same, at least 0.5
-    drawn: dict | None = None  # name -> the terms by hand and of each draw, see byhand.draws
-    parts: object = None  # likewise: each token's part of the gradient's norm
+    T: np.ndarray | None = None  # how far the difference of two logits may be off
+    routing: object = None  # the experts of its tokens
+    drawn: dict | None = None  # name -> (1 + DRAWS, N): the terms by hand, then of each draw
+    parts: np.ndarray | None = None  # (1 + DRAWS, N): each token's part of the gradient's norm
 
     @property
     def targets(self):
@@ -146,9 +147,9 @@ def groups_again(config, task, step, lines) -> dict:
     for n, state, prompt in draw_prompts(config, task, ROLLOUT, step, lines, first=first):
         groups[n] = []
         for i, line in enumerate(lines[n]):
-            s = Recorded(n, i, line["tokens"], routes=line.get("routes"))
+            s = Recorded(group=n, number=i, tokens=line["tokens"], routes=line.get("routes"))
             play_again(config, task, state, prompt, s)
-            s.smp = [line["logprobs"][at] for at in s.at]
+            s.smp = np.array(line["logprobs"], dtype=float)[s.at]
             groups[n].append(s)
     return groups
 
@@ -163,9 +164,14 @@ def play_again(config, task, state, prompt, s):
     #     ?  3  .  higher  5  .        the prompt, a turn, the reply, a turn
     #        x  x          x  x        sampled: targets 0 1 and 3 4, in `at`
     tokens = s.tokens
-    s.prompt = place = turn = len(prompt)
-    s.differs = max(0, len(prompt) - len(tokens))
-    s.differs += len([token for token, said in zip(prompt, tokens) if token != said])
+
+    def hear(said, place):
+        """Compare what the task says with the tokens from a place on; return the place after."""
+        s.differs += sum(token != other for token, other in zip(said, tokens[place:]))
+        return place + len(said)
+
+    s.prompt = place = turn = hear(prompt, 0)
+    s.differs += max(0, len(prompt) - len(tokens))
     ended = False
     while place < len(tokens) and not ended:
         s.at.append(place - 1)
@@ -177,13 +183,10 @@ def play_again(config, task, state, prompt, s):
         # the run adds them, since two sums may be compared: 0.1 + 0.2 + 0.3 is more than 0.3 + 0.3.
         with asking(task):
             state, reply, reward = task.reply(state, tokens[turn:place])
-        reward = float(bare(reward))
-        s.rewards.append((place - 2, reward))
-        s.reward += reward
+        s.rewards.append((place - 2, float(bare(reward))))
+        s.reward += s.rewards[-1][1]
         ended = reply is None
-        reply = reply or ()
-        s.differs += len([token for token, said in zip(reply, tokens[place:]) if token != said])
-        place = turn = place + len(reply)
+        place = turn = hear(reply or (), place)
 
     # A rollout ends where the task says so, or at the limit. Tokens past its end were never said,
     # and a rollout that neither ended nor met the limit lacks some.
@@ -192,49 +195,44 @@ def play_again(config, task, state, prompt, s):
     s.differs += abs(len(tokens) - (min(place, limit) if ended else limit))
 
 
-def shares(c, s, at) -> list:
+def everyone(groups) -> list:
+    """Return all rollouts of groups, in order."""
+    return list(itertools.chain.from_iterable(groups))
+
+
+def trained(config, rollouts) -> list:
+    """Return the rollouts that have tokens in the loss: `--overlong filter` leaves some out."""
+    return [s for s in rollouts if s.at and not (s.truncated and config.overlong == "filter")]
+
+
+def teaches(config, group) -> bool:
+    """Return whether a group is trained on: dynamic sampling drops groups of equal rewards."""
+    return not config.dynamic_sampling or len({s.reward for s in group}) > 1
+
+
+def shares(config, s, at) -> list:
     """Return for each turn of s up to target `at` which rollouts share it: the first, how many."""
     # With 2 forks at each of 2 turns a prompt is played for 4 rollouts until turn 1 ends, then for
     # 2 until turn 2 ends. Rollout 3 shares its turns with rollouts 0 to 3, with 2 and 3, with none.
     found = []
     for turn in range(1 + len([end for end, _ in s.rewards if end < at])):
-        share = c.forks ** max(0, c.fork_turns - turn)
+        share = config.forks ** max(0, config.fork_turns - turn)
         found.append((s.number - s.number % share, share))
     return found
 
 
-class Replay(Engine):
-    """An engine that answers each turn with the tokens that rollouts.jsonl holds.
-
-    lines: {step: {group: its lines}}.
-    """
-
-    start = staticmethod(at_once)
-
-    def __init__(self, lines):
-        self.urls = [""]
-        self.group = None
-        self.lines = lines
-
-    def push(self, model, optimizer, version):
-        """Do nothing, because the recorded tokens need no weights."""
-
-    def turn(self, url, row, limit, temperature, end) -> bool:
-        """Append what is queued, then the recorded turn. Return whether an end token ended it."""
-        while row.queue and row.new < limit:
-            row.append(None, 0.0)
-        line = self.lines[row.key[1]][row.group][row.number]
-        while row.new < limit:
-            at = len(row.tokens) - 1
-            if row.tokens != line["tokens"][: at + 1] or at == len(line["sampled"]):
-                raise ValueError(f"rollouts.jsonl: rollout {row.number} of group {row.group} of "
-                                 f"step {row.key[1]} is not the one that the task says")
-            # A token without a finite log-prob was not trained on.
-            token = line["tokens"][at + 1]
-            row.append(token, line["logprobs"][at] if line["sampled"][at] else -math.inf)
-            if token in end:
-                return True
-        return False
+def trajectory(config, s, line, shape) -> Trajectory:
+    """Return a rollout as the trainer had it. ValueError if the task says another one."""
+    # A token that was sampled without a finite log-prob is not marked in the line.
+    if s.differs or {*np.flatnonzero(line["sampled"]).tolist()} - {*s.at}:
+        raise ValueError(f"rollouts.jsonl: rollout {s.number} of group {s.group} of step "
+                         f"{line['step']} is not the one that the task says")  # fmt: skip
+    # The tree of a group's rollouts forks at the first turns only: (first token, `shares`) of each.
+    ends = {end for end, _ in s.rewards}
+    starts = [at + 1 for before, at in zip([None, *s.at], s.at) if before in {None, *ends}]
+    ways = zip(starts, shares(config, s, s.at[-1])[: config.fork_turns + 1])
+    told = dict(path=[(start, *share) for start, share in ways], rewards=s.rewards)
+    return Trajectory.from_json(s.group, line | told | dict(truncated=s.truncated), shape)
 
 
 # The state before a step -------------------------------------------------------------------------
@@ -256,6 +254,11 @@ class Case:
     @property
     def config(self):
         return self.files.config
+
+    @functools.cached_property
+    def groups(self) -> dict:
+        """Return the step's {group: Recorded rollouts}, all that were played, in order."""
+        return groups_again(self.config, self.task, self.step, self.lines)
 
     def find_states(self, say):
         """Find or make the checkpoints, and the lines if they are missing.
@@ -280,7 +283,6 @@ class Case:
         task, step = self.task, self.step
         config = dataclasses.replace(self.config, exact=self.files.exact)
         model, generator, reference = build(config, task)
-        generator = Replay({}) if self.files.engine else generator
         trainer = Trainer(config, model, generator=generator, reference=reference,
                           teacher=build_teacher(config, task))  # fmt: skip
         start = max([n for n in self.files.checkpoints if n <= sampled_at], default=0)
@@ -305,18 +307,19 @@ class Case:
         read_reference(self.files.path, trainer)
 
         # On to the step by the ordinary code, in one process, for as long as it makes the run's own
-        # rollouts. In float32 rounding makes it draw a different token sooner or later.
-        # An engine's rollouts are read: those that the checkpoint does not have.
+        # rollouts. In float32 rounding makes it draw a different token sooner or later. It does not
+        # draw an engine's rollouts again: to it they are batches that were sampled before.
         if step > start:
             say(f"on to step {step} by the ordinary code, in one process: {step - start} steps"
                 f"{', with the recorded rollouts' if self.files.engine else ''}")  # fmt: skip
-        for n in range(start + len(pending), step + 1) if self.files.engine else ():
-            generator.lines[n] = self.files.rollouts(n, trainer.shape)
-            if generator.lines[n] is None:
-                raise ValueError(
-                    f"rollouts.jsonl does not hold all rollouts of step {n}, and an engine's "
-                    f"rollouts cannot be drawn again; audit a step right after a checkpoint, or "
-                    f"keep more (--save-every, --keep), or record all (--log-rollouts all)")
+        more = range(start + len(pending), step + 1) if self.files.engine else ()
+        lines = {n: self.files.rollouts(n, trainer.shape) for n in more}
+        for n in [n for n in more if lines[n] is None]:
+            raise ValueError(
+                f"rollouts.jsonl does not hold all rollouts of step {n}, and an engine's rollouts "
+                f"cannot be drawn again; audit a step right after a checkpoint, or keep more "
+                f"(--save-every, --keep), or record all (--log-rollouts all)")
+        pending |= {n: self.recorded_batch(n, lines[n], trainer) for n in more}
         queue = RolloutQueue(config, task, trainer, start, pending, last=step)
         for n in range(start, step + 1):
             if n in (sampled_at, step):
@@ -331,63 +334,72 @@ class Case:
             self.lines = {n: [rollout_line(task, step, i, t) for i, t in enumerate(rollouts)]
                           for n, rollouts in sorted(queue.get(step).groups.items())}  # fmt: skip
 
+    def recorded_batch(self, n, lines, trainer) -> SampledBatch:
+        """Return the batch of step n as an engine sampled it, from its lines."""
+        config, groups = self.config, groups_again(self.config, self.task, n, lines)
+        kept = [k for k, group in groups.items() if teaches(config, group)]
+        batch = {k: [] for k in groups}
+        for s in everyone(groups.values()):
+            batch[s.group].append(trajectory(config, s, lines[s.group][s.number], trainer.shape))
+        made = everyone(batch.values())
+        metrics = {"tokens/generated": sum(int(t.mask.sum()) for t in made),
+                   "reward/mean": math.fsum(t.reward for t in made) / len(made)}  # fmt: skip
+        return SampledBatch(batch, kept, config.minibatches, trainer.policy_version, metrics)
+
     def require_the_same(self, n, found):
         """Raise a ValueError if a step on the way has made other rollouts than the run's."""
         for name in ("tokens/generated", "reward/mean"):
             there = self.files.metrics[n].get(name)
             if not isinstance(there, int | float) or abs(found[name] - there) > 1e-9:
-                raise ValueError(
-                    f"on the way to step {self.step} the rollouts of one process are not the "
-                    f"run's: {name} of step {n} is {found[name]} here, {there} in metrics.jsonl; "
-                    f"audit a step right after a checkpoint")
+                raise ValueError(f"on the way to step {self.step} the rollouts of one process are "
+                                 f"not the run's: {name} of step {n} is {found[name]} here, "
+                                 f"{there} in metrics.jsonl; audit a step right after a checkpoint")
 
     # What the checkpoints hold. Each model is read when it is needed, and computes in float64: its
     # weights are rounded as the run rounds them.
 
-    def policy(self, path, dtype, merged=True):
-        return widened(policy_in(path, self.config, self.task, dtype, merged=merged))
-
-    def sampling_model(self, path):
-        """Return the model of a checkpoint as the sampler has it: a push rounds the weights."""
-        return self.policy(path, self.config.rollout_dtype)
+    def policy(self, path):
+        """Return the model of a checkpoint as the sampler has it, because a push rounds weights."""
+        return widened(policy_in(path, self.config, self.task, self.config.rollout_dtype))
 
     def reference(self):
-        """Return the frozen reference; the reference of factors is their base."""
+        """Return the frozen reference, or None. The reference of factors is their base."""
+        if not self.config.kl_coef:
+            return None
         if self.config.lora is not None:
-            model = self.policy(self.before, self.config.compute, merged=False)
+            config = self.config
+            model = policy_in(self.before, config, self.task, config.compute, merged=False)
             take_factors(model)
             for votes in model.buffers():
                 votes.zero_()
-            return model
+            return widened(model)
         reference = build(self.config, self.task)[2].to_empty(device="cpu")
         read_reference(self.files.path, SimpleNamespace(model=None, reference=reference))
         return widened(reference)
 
     def teacher(self):
+        """Return the model of --teacher, or None."""
+        if not self.config.teacher:
+            return None
         stored = getattr(torch, self.config.compute)
         teacher = load_hf(self.config.teacher, dtype=stored).requires_grad_(False)
         return widened(keep_wide(self.config, teacher))
 
-    def trained(self) -> list:
-        """Return the names of the weights that are trained."""
-        named = build(self.config, self.task)[0].named_parameters()
-        return [name for name, p in named if p.requires_grad]
+    def weights(self, path) -> dict:
+        """Return {name: tensor} of a checkpoint's trained weights, as the run stores them."""
+        named = empty_policy(self.config, shape_of(self.config, self.task)).named_parameters()
+        found = {name: torch.empty_like(p, device="cpu") for name, p in named if p.requires_grad}
+        read_checkpoint(path, {f"model.{name}": x for name, x in found.items()}, only="model.")
+        return found
 
-    def stored(self, path, names, what="model") -> dict:
-        """Return the tensors of a checkpoint as the run stores them: {name: weight}.
-
-        what: "model", or "optimizer" for {name: [AdamW's steps, m, v]}.
-        """
-        model = build(self.config, self.task)[0]
-        keys = ("",) if what == "model" else (".step", ".exp_avg", ".exp_avg_sq")
-        tensors = {f"{what}.{name}{key}": torch.empty(
-            () if key == ".step" else model.get_parameter(name).shape,
-            dtype=torch.float32 if key == ".step" else getattr(torch, self.config.dtype))
-            for name in names for key in keys}  # fmt: skip
-        read_checkpoint(path, tensors, only=f"{what}.")
-        if what == "model":
-            return {name: tensors[f"model.{name}"] for name in names}
-        found = {name: [tensors.pop(f"{what}.{name}{key}") for key in keys] for name in names}
+    def moments(self, path, weights) -> dict:
+        """Return {name: [AdamW's steps, m, v]} of a checkpoint, for these trained weights."""
+        found, tensors = {}, {}
+        for name, x in weights.items():
+            found[name] = [torch.empty(()), torch.empty_like(x), torch.empty_like(x)]
+            keys = (f"optimizer.{name}.{key}" for key in ("step", "exp_avg", "exp_avg_sq"))
+            tensors |= zip(keys, found[name])
+        read_checkpoint(path, tensors, only="optimizer.")
         return {name: [int(steps), m, v] for name, (steps, m, v) in found.items()}
 
 

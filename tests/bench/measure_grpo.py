@@ -28,7 +28,7 @@ from measure_models import QWEN3_06B
 
 import ring_attention as ring
 from full.batches import RolloutQueue, SampledBatch, collect
-from full.byhand import Step, metrics_by_hand, teaches
+from full.byhand import Step, metrics_by_hand
 from full.check import tiny_model
 from full.checkpoint import write_checkpoint
 from full.config import LORA_TARGETS, Config
@@ -38,7 +38,7 @@ from full.lora import add_factors, is_factor, take_factors
 from full.model_config import ModelConfig
 from full.optimizer import clip_grad_norm, persistent_buffers, tensors_of, weights_to_store
 from full.places import full
-from full.recorded import Case, groups_again
+from full.recorded import Case
 from full.ranks import connect
 from full.run import ONE_PROCESS, build, build_teacher, own_shape
 from full.tasks import Task
@@ -174,9 +174,8 @@ def step_error(device="cpu", **changes) -> float:
         alone = dataclasses.replace(config, device="cpu", **ONE_PROCESS)
         files = SimpleNamespace(path=folder, config=alone)
         case = Case(files, task, 1, folder, lines, before=folder / "step-00000001")
-        groups = groups_again(config, task, 1, lines)
-        step = Step(case, [group for group in groups.values() if teaches(config, group)])
-        truth = metrics_by_hand(case, groups, step, batch.sampled_by)
+        step = Step(case)
+        truth = metrics_by_hand(case, step, batch.sampled_by)
     missing = found.keys() ^ truth.keys()
     not_by_hand = {"logprob_gap/identical", "seconds/rollout", "seconds/wait_train"}
     if config.tree != "disabled":

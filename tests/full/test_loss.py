@@ -232,8 +232,9 @@ def alone(trainer, t):
     at = np.flatnonzero(t.mask).tolist()
     names = dict(A=t.advantages, old=t.old_logprobs, ref=t.ref_logprobs)
     lists = {name: None if x is None else x[at].tolist() for name, x in names.items()}
-    s = Recorded(t.group, 0, t.tokens, at, t.sampler_logprobs[at].tolist(), **lists)
-    lp, H, _, _ = read(trainer.model, s, trainer.config.temperature)
+    lists |= dict(at=at, smp=t.sampler_logprobs[at].tolist())
+    s = Recorded(group=t.group, number=0, tokens=t.tokens, **lists)
+    lp, H, *_ = read(trainer.model, s, trainer.config.temperature)
     s.lp, s.H = lp.tolist(), H.tolist()
     s.old = s.lp if s.old is None else s.old
     return s, lp, H

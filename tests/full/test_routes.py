@@ -76,7 +76,7 @@ def test_a_row_records_the_experts_of_each_token_that_was_fed(slots):
 
 def alone(model, s):
     """Log-probs of all tokens by a forward with the callback of the audit."""
-    hidden = model.hidden(torch.tensor(s.tokens)[None], on_routing=Routing(model, s))
+    hidden = model.hidden(torch.tensor(s.tokens)[None], on_routing=Routing(model, s.routes))
     return model.logits(hidden).log_softmax(-1)
 
 
