@@ -420,6 +420,10 @@ def read_reference(out, trainer):
 # `python -m full plot`: a picture of what runs wrote to metrics.jsonl.
 
 
+# The least upper end of the axis of each panel.
+LEAST = dict(reward=0.1, solved=0.1, entropy=0.1, gap=1e-6, norm=1e-2)
+
+
 def plot(argv) -> int:
     """Draw rewards, solved prompts, entropy, the log-prob gap and the gradient's norm by step.
 
@@ -437,15 +441,14 @@ def plot(argv) -> int:
         raise ImportError("plot needs matplotlib: pip install matplotlib") from error
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
-    first_row = ["reward"] * 3 + ["solved"] * 3
-    panels = figure.subplot_mosaic([first_row, ["entropy"] * 2 + ["gap"] * 2 + ["norm"] * 2])
+    panels = figure.subplot_mosaic([["reward", "solved", "solved"], ["entropy", "gap", "norm"]])
     dots = {}  # (step, solved) -> numbers of the runs that have this evaluation
     for n, run in enumerate(runs):
         lines = whole_lines(run / "metrics.jsonl")
         for name, axes in panels.items():
             points = [(x["step"] + 1, x[COLUMNS[name]]) for x in lines if COLUMNS[name] in x]
             columns = np.array(points, dtype=float).reshape(-1, 2).T  # there may be no point
-            axes.plot(*columns, f"C{n}.-", lw=1, markersize=2, label=run.name)
+            axes.plot(*columns, f"C{n}.-", lw=0.8, markersize=1.5, label=run.name)
 
         # What a step leaves is drawn after it, and what was solved before the first step at 0.
         found = [(0, x["eval/solved_before"]) for x in lines if "eval/solved_before" in x]
@@ -455,18 +458,21 @@ def plot(argv) -> int:
     draw_dots(panels["solved"], dots)
 
     # An axis reaches from 0 to the largest value, so a curve of small rewards is not flat. Negative
-    # rewards extend it. The axes of the first row reach at least to 0.1, as less is mostly noise.
+    # rewards extend it. It reaches at least to LEAST, because smaller values are mostly noise.
     for name, axes in panels.items():
-        axes.update_datalim([(0, 0), (0, 0.1 if name in first_row else 0)])
+        axes.update_datalim([(0, 0), (0, LEAST[name])])
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         axes.set_title(COLUMNS[name], fontsize="medium")
     panels["solved"].set_title("line: reward/solved   dots: eval/solved", fontsize="medium")
-    panels["gap"].set_yscale("symlog", linthresh=1e-8)  # float32 has 1e-6, and --exact has 0
+
+    # Some steps have a hundred times the norm or the gap of others, and with --exact a gap is 0.
+    for name in ("gap", "norm"):
+        panels[name].set_yscale("symlog", linthresh=LEAST[name] / 10)
     figure.supxlabel("step", fontsize="medium")
     labels = panels["reward"].get_legend_handles_labels()
     figure.legend(*labels, loc="outside upper center", ncols=min(5, len(runs)), frameon=False)
-    figure.savefig(runs[0] / "curve.png", dpi=200)
+    figure.savefig(runs[0] / "curve.png", dpi=150)
     print(f"wrote {runs[0] / 'curve.png'}")
     return 0
 
@@ -475,7 +481,7 @@ def draw_dots(axes, dots):
     """Draw a dot for each run that has it: equal dots of several runs stand side by side."""
     from matplotlib.transforms import ScaledTranslation
 
-    size = 4  # points, of which an inch has 72
+    size = 3.5  # points, of which an inch has 72
     for (x, y), runs in dots.items():
         for place, n in enumerate(runs):
             # The shift is in inches, not in steps. It comes after plot, which sets the limits.
