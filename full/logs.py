@@ -481,7 +481,7 @@ def draw_dots(axes, dots):
     """Draw a dot for each run that has it: equal dots of several runs stand side by side."""
     from matplotlib.transforms import ScaledTranslation
 
-    size = 3.5  # points, of which an inch has 72
+    size = 3.5  # points; an inch has 72
     for (x, y), runs in dots.items():
         for place, n in enumerate(runs):
             # The shift is in inches, not in steps. It comes after plot, which sets the limits.
