@@ -4,7 +4,7 @@
     python tests/bench/honest_runs.py FOLDER 40 --first 100    # other ones
 
 Each run has settings drawn by its number: objective, advantage, KL, critic, precisions, trees,
-factors, experts, staleness and ranks. Prints the nearest row of each audit, and the alarms.
+factors, staleness and ranks. Prints the nearest row of each audit, and the alarms.
 """
 
 import argparse
@@ -33,12 +33,12 @@ CHOICES = [  # of each list one entry
      "--advantage batch_std", "--advantage none_batch", "--advantage group_mean",
      "--advantage gae --kl-coef 0.1 --kl-in reward --kl k1",
      "--forks 2 --fork-turns 1 --advantage per_branch"],
-    ["", "", "--kl-coef 0.1", "--kl-coef 0.05 --kl k2"],
+    ["", "", "--kl-coef 0.1", "--kl-coef 0.05 --kl k1"],
     ["", "", "--compute-dtype bfloat16", "--dtype float64", "--generator-dtype bfloat16",
      "--dtype bfloat16"],
     ["", "", "--tree sparse", "--tree dta --chunk-tokens 9"],
     ["", "", "--staleness 1", "--proximal", "--proximal --importance-cap 1.01"],
-    ["", "", "", "--lora-rank 2", "--experts 4 --replay-routes", "--experts 4"],
+    ["", "", "", "--lora-rank 2"],
     ["", "", "--dynamic-sampling --max-rounds 2", "--overlong filter --max-new-tokens 6",
      "--temperature 0.7", "--entropy-coef 0.1"],
 ]  # fmt: skip
