@@ -483,7 +483,7 @@ def generate(model, rows, *, max_new_tokens, temperature=1.0, end=(), after=None
         # Each row has draws of its own, so what it gets does not depend on its neighbors.
         uniform_B = logits_BV.new_tensor([row.draws[row.new] for row in rows], dtype=torch.float64)
         tokens_B, logprobs_B = sample(logits_BV, uniform_B, temperature=temperature)
-        # A row takes its token. A queued end of a turn, such as the user's, ends nothing.
+        # A row takes its token. A queued end token does not stop the row.
         going = []
         drawn = zip(rows, tokens_B.tolist(), logprobs_B.tolist())
         for b, (row, token, logprob) in enumerate(drawn):
@@ -758,7 +758,7 @@ def check_family(family, temperature):
     # Rows whose first two tokens are queued. Queued tokens are like two more tokens of the prompt.
     rows = [Row(document.tolist(), torch.rand(12).tolist()) for document in documents]
     for row in rows:
-        row.queue.extend([3, 9])  # 3 is an end, but nobody sampled it
+        row.queue.extend([3, 9])  # 3 is an end token, but it is not sampled
     options = dict(max_new_tokens=12, end=range(7), after=lambda row: 2 < row.new < 8)
     generate(model, rows, temperature=temperature, **options)
     for row, document in zip(rows, documents):

@@ -111,7 +111,7 @@ def ranks_along(ranks, axes):
     return np.moveaxis(ranks, axes, range(-len(axes), 0)).reshape(-1, size).tolist()
 
 
-# 2. Collectives, and which one is the backward of which -----------------------------------------
+# 2. Collectives, and the backward of each -------------------------------------------------------
 def all_reduce_sum(x, group):
     """Return the sum of x over the ranks, as a new tensor."""
     total = x.contiguous().clone()
@@ -145,8 +145,9 @@ def own_chunk(x, group, dim=0):
     return x.movedim(dim, 0)[first : first + size].movedim(0, dim).contiguous()
 
 
-# A collective is a linear function of the tensors of all ranks, where equal copies count as one
-# tensor. The backward of a linear function is its transpose, which is a collective too:
+# A collective is a linear function of the ranks' tensors: all-reduce maps x_0 and x_1 of 2 ranks to
+# x_0 + x_1. Equal copies count as one tensor, so the sum that both ranks get is one output. The
+# backward of a linear function is its transpose, which is a collective too:
 #
 #     forward          backward          reason
 #     nothing          all-reduce        all ranks use x, so dx is the sum of their gradients
@@ -463,7 +464,8 @@ def layout(name, grid):
     if module in ("q_norm", "k_norm"):
         return dict(over="", dim=0, replicas="dct", partial="dct")
     # Norms, routers, experts and row-parallel biases: t ranks have different tokens with sequence
-    # parallelism, and the same without. An expert has got the rows of all e ranks, so edp remains.
+    # parallelism, and the same without. Each e rank has already received every row of its experts.
+    # What remains is the sum over edp.
     over, replicas = ("e", "edp") if ".experts." in name else ("", "dct")
     return dict(over=over, dim=0, replicas=replicas, partial=replicas if grid.sequence else "dc")
 

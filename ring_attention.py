@@ -271,7 +271,7 @@ def repeat_key_heads(q_BHsD, k_BGsD, v_BGsD):
 
 
 def ring_attention(q_BHsD, k_BGsD, v_BGsD, /, *, group=None, scale=None, window=None):
-    """Compute causal attention over a sequence of W s tokens, of which every rank holds s.
+    """Compute causal attention over a sequence of W s tokens; every rank holds s of them.
 
     q: (B, H, s, D). The tokens `zigzag_indices(W * s, rank, W)`. s must be even.
     k, v: (B, G, s, D). The same tokens; H must be divisible by G.

@@ -352,7 +352,7 @@ def advantages(rewards_G):
     if (rewards_G == rewards_G[0]).all():
         return np.zeros_like(rewards_G)
 
-    # Rewards 1 0 0 1 become .5 -.5 -.5 .5. The mean is a baseline that nobody has to learn.
+    # Rewards 1 0 0 1 become .5 -.5 -.5 .5. The mean is a baseline that needs no critic.
     return rewards_G - rewards_G.mean()  # (1)
 
 
@@ -445,7 +445,7 @@ class Trainer:
         return parallel.all_reduce_sum(x, self.grid.group[axes]).item()
 
     def whole(self, name, p):
-        """Return a parameter whole, on the CPU, of which each t rank may have a shard."""
+        """Return a whole parameter, on the CPU. Each t rank may have a shard of it."""
         shard = parallel.layout(name, self.grid)
         group = self.grid.group[shard["over"]]
         shards = [None] * dist.get_world_size(group)

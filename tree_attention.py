@@ -178,7 +178,7 @@ def tree_logprobs(model, sequences, **options):
     hidden_NM = model.hidden(tokens_N[None], positions=depth_N[None], attention=attention)[0]
 
     # Token t is scored from the state of its parent, so a token at a fork predicts several. The
-    # first token of a path has no parent: take any state, since nobody reads its score.
+    # first token of a path has no parent: take any state, since its score is not used.
     parents = [path[-2] if len(path) > 1 else 0 for path in paths]
     scores = model.logprobs(hidden_NM[parents], tokens_N, **options)  # (2)
 
@@ -191,7 +191,7 @@ def tree_logprobs(model, sequences, **options):
 # The graph of the whole tree may not fit into memory. So call the model once per segment, depth
 # first. A segment needs three things from the segments above it: their keys and values, the state
 # of the last token above, which predicts its first token, and the log-probs and entropies of the
-# path so far. It gets them as leaves: detached copies, each of which collects a gradient of its
+# path so far. It gets them as leaves: detached copies that each collect a gradient of their
 # own.
 #
 #     forward [5], forward [6], forward [7]       [7] reads leaves of [5] and [6]
@@ -212,8 +212,8 @@ def tree_backward(model, sequences, loss_fn, max_tokens=None, **options):
     """Add the gradient of (3) to .grad; return the loss and the log-probs, like `definition`.
 
     loss_fn: loss_fn(i, logprobs, entropies), (L_i - 1,) each, returns the loss of sequence i.
-    max_tokens: tokens of a chunk, of which there is one graph at a time. Default: whole segments,
-        with the graphs of one path at a time.
+    max_tokens: tokens of a chunk. One chunk has a graph at a time. Default: whole segments, with
+        the graphs of one path at a time.
     options: for model.logprobs, as in `definition`.
     """
     recompute = max_tokens is not None
@@ -267,7 +267,7 @@ def tree_backward(model, sequences, loss_fn, max_tokens=None, **options):
             scores_2n, state_1M = run_segment(model, *given, attention, **options)
 
         # Backpropagate from the tensors that the leaves copy, all in one call, with the gradients
-        # that the leaves have collected. A leaf that nobody read has no gradient.
+        # that the leaves have collected. A leaf that no segment read has no gradient.
         pairs = [(scores_2n, path[-1]), (state_1M, state)]
         for layer, kv in own_kv.items():
             pairs += zip(kv, leaves[layer], strict=True)

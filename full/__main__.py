@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m full --plan t2             # train; --help has every flag
     python -m full plot runs/guess-0 [runs/guess-1 ..]        # reward curves, PNG
-    python -m full audit runs/guess-0 [--step N]              # a step again, by hand
+    python -m full audit runs/guess-0 [--step N]              # a step from its definition
     python -m full eval | chat | export runs/guess-0 ..       # pass@k; talk; Hugging Face
     python -m full inspect DIR                                # what of a checkpoint is loaded
     python -m full plan d2t2 ..                               # what each rank holds and sends

@@ -176,8 +176,8 @@ def branch_advantages(rewards_G, paths, /):
     (its first token's index, its first rollout, how many consecutive rollouts share it).
     """
     # A segment is worth the mean reward of the rollouts that pass through it, and its advantage is
-    # what it is worth beyond its parent. Four rollouts with rewards 1, 0, 1/4, 1/4, of which 0 and
-    # 1 share everything up to token 5, as 2 and 3 do (each rollout's last segment is its own):
+    # what it is worth beyond its parent. Four rollouts have the rewards 1, 0, 1/4, 1/4.
+    # 0 and 1 share everything up to token 5, and so do 2 and 3. The last segment is not shared:
     #
     #     rollout 0:   whole group   tokens 5..7 (0, 1)   from token 8 (0 alone)
     #     value        3/8           1/2                  1

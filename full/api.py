@@ -97,7 +97,7 @@ def audit(
     run, *, task=None, reward=None, dataset=None, eval_dataset=None, step=None, group=None,
     tell=lambda line: None,
 ) -> Report:  # fmt: skip
-    """Do a step of a run again by hand, in this process alone. Return the Report of full/audit.py.
+    """Repeat a step of a run from its definition. Return the Report of full/audit.py.
 
     run: a Result, or the directory of a run.
     task, reward, dataset, eval_dataset: the objects that the run had, as in `run`. task and reward

@@ -494,7 +494,7 @@ class TreeBatches(RowBatches):
         micros = [sorted(trie.order[k] for k in run) for run in cut(most)]
         micros += [[]] * (count - len(micros))
 
-        # A tree without a sequence is one token, of which no sequence holds a target.
+        # A tree without a sequence is one token, and no sequence has a target in it.
         def of(values, indices):
             return values and [values[i] for i in indices]
 

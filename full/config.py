@@ -64,7 +64,7 @@ Papers and their settings. The rest stays at its default, and each paper has its
 """
 
 TASKS = "guess", "jsonl"  # values of --task that name no file: `make_task` of text.py
-MAX_STALENESS = 64  # steps, far more than learning bears
+MAX_STALENESS = 64  # steps, far more than training tolerates
 
 # Choices that several fields share, or that are too long for the line of a field.
 Dtype = Literal["float32", "float64", "bfloat16"]
@@ -355,7 +355,7 @@ class Config(train_grpo.Config):
         return wrong
 
     def _ignored_flags(self) -> list[str]:
-        """Return an error for each flag that was given and that this run would not read."""
+        """Return an error for each flag that was given and that the run does not use."""
         plan = self.plans.trainer or Plan()
         dta = self.tree == "dta"
         fsdp = self.data_parallel == "fsdp"

@@ -85,7 +85,7 @@ class VLLM:
     def load(directory, version):
         """Return the requests that let the engine load a directory, in order."""
         # The name comes before the weights. If the engine is killed in between and started again,
-        # it has the name of its first weights, and nobody takes these for the new ones. A cache of
+        # it has the name of its first weights, and no run takes these for the new ones. A cache of
         # old keys is emptied only while no request is in flight, hence the pause.
         reload = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
         return [("/pause?mode=abort", {}), ("/update_weight_version", {"new_version": version}),

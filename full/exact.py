@@ -8,14 +8,14 @@ other tokens, or on how many there are:
 
     products    rows are padded to a multiple of 16, and taken at most 256 at a time: many kernels
                 sum along K in one order from some number of rows on. Else they are taken by 16.
-    attention   over blocks of 64 keys, of which the first begins at position 0, one after another.
+    attention   over blocks of 64 keys, one after another. The first begins at position 0.
                 A block that a query does not see adds exact zeros, so it may be left out.
     functions   exp, log, cos, silu and the like get a multiple of 64 numbers. Kernels compute the
                 last few of a tensor without vector instructions, by another approximation.
     log-probs   the sampler and the trainer compute them by one formula, from equal logits.
 
 All else in the model works on one token at a time, by sums of one row and by + - * / and roots,
-which IEEE 754 rounds in one way. Nobody promises that a kernel keeps its order: each shape is
+which IEEE 754 rounds in one way. No library promises that a kernel keeps its order: each shape is
 tried, and `require_exact_kernels` refuses a machine on which there is no order.
 The backward is the ordinary one. The cost is in full/RESULTS.md.
 
@@ -44,7 +44,7 @@ from full.transformer import Transformer
 ROWS = 16  # a product has a multiple of so many rows
 TILES = 256, ROWS  # and at most so many: the first number that is exact on this machine
 KEYS = 64  # of a block
-NUMBERS = 64  # of which a function gets a multiple: more than any vector register holds
+NUMBERS = 64  # a function gets a multiple of it: more than any vector register holds
 
 
 def elementwise(function, x):
@@ -229,7 +229,7 @@ class ExactCache(KVCache):
 
 def packed_attention(document_1S):
     """Return the attention of a trainer's row. document_1S: numbers of documents, -1 is padding."""
-    # Documents 0 0 0 1 1 - have places [[0, 1, 2], [3, 4, 4]], of which the last is not real.
+    # Documents 0 0 0 1 1 - have places [[0, 1, 2], [3, 4, 4]]. The last one is not real.
     mask = Mask.documents(doc_ids=document_1S)
     _, counts = torch.unique_consecutive(document_1S[0], return_counts=True)
     first_B1 = (counts.cumsum(0) - counts)[:, None]

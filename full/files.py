@@ -58,7 +58,7 @@ def read_json_lines(path, *, skip_torn_last=False) -> list:
             problem = None if isinstance(value, dict) else f"it is a {type(value).__name__}"
         except (ValueError, RecursionError) as error:
             problem = error
-        # The last piece is empty if the last line ends, so else it is a line that nobody finished.
+        # The last piece is empty if the last line ends, so else it is an unfinished line.
         if problem is None:
             found.append((number, value))
         elif not (skip_torn_last and number == len(lines)):
@@ -79,7 +79,7 @@ def cut_lines(path, step):
     for line in lines:
         if not isinstance(line.get("step"), int):
             raise ValueError(f"{path} has a line without a step: {json.dumps(line)[:60]}")
-    # A kill between the two last lines leaves the old file and a .tmp that nobody reads.
+    # A kill between the two last lines leaves the old file and a .tmp that is never read.
     partial = path.with_suffix(".tmp")
     kept = "".join(json.dumps(x) + "\n" for x in lines if x["step"] < step)
     partial.write_text(kept, encoding="utf-8")

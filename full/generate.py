@@ -319,7 +319,7 @@ def generate(
 ):  # fmt: skip
     """Decode rows (prompts of any lengths) until each has ended. Return them, in their order.
 
-    rows: `Row`s, or lists of token ids, of which Rows are made.
+    rows: `Row`s, or lists of token ids, which become Rows.
     max_new_tokens: a row with this many tokens after its prompt ends, with `truncated` set.
     temperature: as in `sample`. 0 is greedy and needs no draws.
     end: the stop tokens. A sampled one calls `after`.

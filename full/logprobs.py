@@ -71,7 +71,7 @@ def token_logprobs(
         with its rows of the weight. Every rank gets the same results, the whole gradient of
         hidden, and its rows' gradient of the weight.
     vocab_start: this rank has the v rows of the vocabulary from there on.
-    vocab_size: V, for the ranks of a group. Without it a target in nobody's rows gives -inf.
+    vocab_size: V, for the ranks of a group. Without it a target in no rank's rows gives -inf.
     """
     if hidden_NM.dim() != 2 or targets_N.shape != hidden_NM.shape[:1]:
         found = f"{tuple(hidden_NM.shape)} and {tuple(targets_N.shape)}"
@@ -136,7 +136,7 @@ class TokenLogprobs(torch.autograd.Function):
             largest_N, sums_4N = combine_over_ranks(largest_N, sums_4N, options.group)
 
         # log p = z - m - log total, so that -sum p log p = log total - weighted / total. A target
-        # that nobody owns has no logit.
+        # that no rank owns has no logit.
         target_N, total_N, weighted_N, owners_N = sums_4N
         lse_N = largest_N + total_N.log()
         logprobs_N = (target_N - lse_N).masked_fill(owners_N == 0, -math.inf)  # (8)

@@ -247,7 +247,7 @@ def weights_and_places(model, optimizer=None) -> tuple[dict, dict]:
 
 
 def weights_to_store(model, optimizer=None) -> dict:
-    """Return name -> weight. One of which this rank has a part is a DTensor that shares memory."""
+    """Return name -> weight. If this rank has a part, it is a DTensor that shares memory."""
     weights, places = weights_and_places(model, optimizer)
     return {name: places[name].as_dtensor(local(x.detach())) for name, x in weights.items()}
 
@@ -267,8 +267,8 @@ def tensors_of(model) -> dict:
 def training_tensors(model, optimizer) -> dict:
     """Return every tensor that a resumed run needs, under flat names. AdamW's state is made.
 
-    model.NAME and optimizer.NAME.KEY of a parameter, buffer.NAME of a persistent buffer. A tensor
-    of which this rank has a part is a DTensor, which shares the memory.
+    model.NAME and optimizer.NAME.KEY of a parameter, buffer.NAME of a persistent buffer. If this
+    rank has a part of a tensor, it is a DTensor, which shares the memory.
 
     optimizer: LocalOptimizer, or torch's AdamW.
     """
@@ -329,7 +329,7 @@ def replica_difference(model, optimizer=None) -> str | None:
     if not different:
         return None
 
-    # Nobody can say which of two replicas is right. The largest set comes first.
+    # Neither of two replicas is known to be right. The largest set comes first.
     name, ranks_of = next(iter(different.items()))
     sets = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))
     said = [f"rank{'s'[: len(ranks) - 1]} {' '.join(map(str, ranks))}" for ranks in sets]

@@ -38,7 +38,7 @@ from full.ranks import all_gather_objects
 class PackedRow(NamedTuple):
     """Sequences end to end in a row of S places. On the CPU, and the same on every rank.
 
-    Sequences a b c and d e in 8 places, of which b, c and e are scored:
+    Sequences a b c and d e in 8 places. b, c and e are scored:
 
         tokens      a b c d e 0 0 0        padding is in no document, and at position 0
         document    0 0 0 1 1 - - -
@@ -468,7 +468,7 @@ def routing_of_all_tokens(on_routing, group, length, pad=0):
     """
 
     def told_of_all(*found, layer):
-        # COMM: an all-gather over the t ranks, each of which has routed a part of the tokens.
+        # COMM: an all-gather over the t ranks. Each has routed a part of the tokens.
         # Pinned by tests/full/test_balance.py::test_a_rank_sees_some_tokens.
         if group is not None:
             found = [parallel.all_gather(x.detach(), group) for x in found]

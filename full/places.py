@@ -165,7 +165,7 @@ class Part:
     """What this rank has of a model, under which plan.
 
     places: dict. Name of a parameter -> Place.
-    grid: Grid. None for a model that `parallelize` has not seen, of which each rank has a copy.
+    grid: Grid. None for a model that `parallelize` has not seen: each rank has a copy.
     mode, offload, compute_dtype: as given to `parallelize`.
     pipeline: a `TorchPipeline` if a rank has two stages, else None.
     """
@@ -231,7 +231,7 @@ def set_tensor(model, name, x) -> None:
 
 
 def full(tensor, place=None):
-    """Return the whole of a tensor of which this rank has a part. Collective if it is sharded.
+    """Return a tensor whole, from this rank's part. Collective if it is sharded.
 
     place: Place. Where the part lies, as `model.part.places` says it of a parameter and its
         gradient. Default: the tensor is whole, or a DTensor, which says it itself.

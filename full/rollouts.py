@@ -419,7 +419,7 @@ def play_held_out(config, task, sampler, *, group=1, temperature=0.0, key=()):
     `draw_prompts`, and the lists of trajectories.
     """
     starts = draw_prompts(config, task, EVALUATION, 0, range(config.eval_prompts), held_out=True)
-    # Nobody trains on these rollouts, so they do not fork, and no experts are recorded.
+    # These rollouts are not trained on, so they do not fork, and no experts are recorded.
     plain = dict(forks=1, fork_turns=0, replay_routes=False)
     config = dataclasses.replace(config, group=group, temperature=temperature, **plain)
     return starts, play(config, task, sampler, starts, key)
@@ -452,7 +452,7 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
             for token in answer:
                 episode.append(token, 0.0)
 
-            # The reply is queued, as in a rollout; here nobody decodes, so it is taken at once.
+            # The reply is queued, as in a rollout; here nothing is decoded, so it is taken at once.
             ask([episode])
             going = episode.hear(*episode.heard)
             while episode.queue:

@@ -199,7 +199,7 @@ def start_run(config, progress=None, *, objects=None, log=None, goes_on=False) -
             stack.callback(stop.close)
         ended = run(config, task, trainer, out, progress, stop, log)
 
-        # COMM: ranks wait for each other for the last time. Then nobody needs another rank: rank 0
+        # COMM: ranks wait for each other for the last time. Then no rank needs another one: rank 0
         # may write for longer than --timeout, and the others leave. Pinned by
         # tests/full/test_faults.py::test_no_rank_waits_for_the_last_export.
         progress.where = lambda: "finished"
@@ -338,7 +338,7 @@ def introduce(config, task, trainer, out, first_step, origin):
     if first_step < 0:
         origin += f", first {-first_step} supervised steps"
     dtype = f"{c.dtype}, computes in {c.compute}" if c.is_mixed else c.dtype
-    trained = f", of which {trainer.trained:,} are trained" if c.lora_rank else ""
+    trained = f" ({trainer.trained:,} trained)" if c.lora_rank else ""
     say(f"{c.task}: {trainer.size:,} parameters{trained}, {origin}")
     say(f"from step {max(0, first_step)} of {c.steps}: {c.prompts} groups of {c.group} a step, "
         f"{world} rank(s), plan {c.plan or f'd{world}'}, {c.data_parallel}, "
@@ -600,8 +600,8 @@ def require_base(config, out):
 def prepare_out(config, stack, objects=None) -> str:
     """Choose, lock (until `stack` is closed) and fill the run's directory on rank 0, or refuse."""
     # A directory is looked at twice: before the lock's file is written into it, because a
-    # stranger's directory must not get that file, and under the lock, because only then nobody else
-    # can change what was seen.
+    # stranger's directory must not get that file, and under the lock, because only then no other
+    # run can change what was seen.
     out = Path(config.out or "runs")
     with writing(out, "start again; or choose another --out"):
         if not config.out:

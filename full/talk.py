@@ -50,7 +50,7 @@ def settings_of_run(run, given=None, imported=()) -> Config:
     imported: of `task` and `reward` those whose file the caller imports. If the run had a file and
         none is given, a ValueError asks for it: no file is imported because a directory names it.
     """
-    # `resumed_config` wants both flags again. A flag that nobody imports is given as it stands.
+    # `resumed_config` wants both flags again. A flag that is not imported is given as it stands.
     given = given or {}
     path = Path(run) / "config.json"
     stored = read_json(path, what="the configuration of a run")
@@ -162,7 +162,7 @@ def pass_at_k(solved, count, k) -> float:
 
 
 def wilson(mean, count):
-    """Return Wilson's 95 % interval for a chance of which `count` prompts gave this mean."""
+    """Return Wilson's 95 % interval for a chance, given the mean of `count` prompts."""
     # The interval holds every chance p whose own spread, sqrt(p (1 - p) / count), reaches to the
     # mean. So 7 of 7 gives 0.65 to 1, where mean +- 2 deviations would give 1 to 1.
     #
@@ -319,8 +319,8 @@ def converse(sampler, positions, text, options, plain):
     row, turn = [], 0
     for line in lines_said():
         # Only what is new is encoded: tokens of answers stay as they were sampled. At a terminal a
-        # line that cannot be encoded may be typed again. In a pipe nobody would see that it was
-        # skipped.
+        # line that cannot be encoded may be typed again. In a pipe a skipped line would go
+        # unnoticed.
         said = [*messages, {"role": "user", "content": line}]
         try:
             if plain is not None:

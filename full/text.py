@@ -408,7 +408,7 @@ class Jsonl(Task):
         self.end = self.text.end
         self.vocab_size = self.text.vocab_size
         self.template = template_of(config, self.text)
-        notes = []  # sentences about what nobody has said, for a run to print
+        notes = []  # sentences about settings that were not given, for a run to print
         if not config.template and self.template == "raw":
             notes.append(f"{config.model} has no chat template: prompts are plain text "
                          f"(--template raw)")  # fmt: skip
@@ -785,7 +785,7 @@ def number_of(text):
     plain = re.sub(r"^[\s*_`]+|[\s*_`.]+$", "", plain)
 
     # Commas and blanks belong to a number only between groups of three digits: `3, 4` is not 34.
-    # Decimal would also take nan, inf and 1e3, which nobody writes.
+    # Decimal would also take nan, inf and 1e3, which are no answers.
     if re.fullmatch(r"[-+]?\d{1,3}([,\s]\d{3})+(\.\d*)?", plain):
         plain = re.sub(r"[,\s]", "", plain)
     return Decimal(plain) if re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)", plain) else None

@@ -52,7 +52,7 @@ def keep_wide(config, model):
 def plans_of(config) -> Plans:
     """Return the plans of --plan, with what it leaves open filled in."""
     # Without --plan every rank has all of the model. Without A of A|B the generator takes the
-    # trainer's t and e, of which all other ranks hold replicas.
+    # trainer's t and e, and all other ranks hold replicas.
     world = dist.get_world_size()
     generator, trainer = config.plans
     trainer = trainer or Plan(dp=world)
@@ -77,7 +77,7 @@ def shard_generator(config, generator, device, *, policy, grid):
 def first_factors(config, model, shapes):
     """Fill a model's factors with those of --lora-from, or with random ones.
 
-    shapes: {name: shape} of all factors of the whole model, of which `model` may be a rank's part.
+    shapes: {name: shape} of all factors of the whole model. `model` may be a rank's part of it.
     """
     if config.lora_from:
         lora.load_factors(config.lora_from, model, shapes)

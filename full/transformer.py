@@ -1,8 +1,8 @@
 """The model: adds float16, bfloat16, ranks and balanced experts to `models.Transformer`.
 
 Cost per token: 2 flops forward and 4 backward for each parameter outside the embedding that the
-token meets (K of the E experts), and 4 S H D forward per layer in attention, of which a causal mask
-hides half. Not here: dropout (no released model has any), quantized weights, vision towers.
+token meets (K of the E experts), and 4 S H D forward per layer in attention. A causal mask hides
+half of that. Not here: dropout (no released model has any), quantized weights, vision towers.
 
 Equations (1) to (9) are in models.py, (7') is in logprobs.py.
 

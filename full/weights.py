@@ -84,8 +84,8 @@ def share_out_rows(mlp, group):
 class CallsInStep:
     """The model calls of ranks that exchange rows of experts, one at a time on all of them.
 
-        rank 0   call  call  call  call  end           a rank that has ended runs one token, for
-        rank 1   call  call  end   ....  ....          nobody, as long as another one calls
+        rank 0   call  call  call  call  end           a rank that has ended runs one token that
+        rank 1   call  call  end   ....  ....          is not used, as long as another one calls
     """
 
     def __init__(self, model, group):

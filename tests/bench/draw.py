@@ -1,0 +1,517 @@
+"""Draw a picture for each idea, from what the five files compute (needs matplotlib).
+
+    python tests/bench/draw.py              # writes assets/ring.png, tree.png, plan.png, and so on
+    python tests/bench/draw.py ring tree    # writes two of them
+
+The numbers in a picture are recorded, not typed in. `ring` records the blocks and masks of a ring
+of 4 ranks, `plan` the process groups of 8 ranks, and `pipeline` a run of 1F1B on 4 ranks. `tree`
+and `rollout` show a group that a small policy played after some training. A picture is 1400 pixels
+wide, for pages that show it at 700.
+"""
+
+import datetime
+import functools
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from PIL import Image
+from torch.multiprocessing import start_processes
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import parallel
+import ring_attention
+import train_grpo
+import tree_attention
+
+PATIENCE = datetime.timedelta(seconds=60)
+WIDTH = 7  # inches
+DOTS = 200  # per inch
+INK, GRAY, PALE = "#222222", "#6b6b6b", "#e6e6e6"
+COLORS = "#4477aa", "#ee8866", "#44aa99", "#aa5599"  # of ranks, of groups of ranks
+GOOD, BAD = "#4c9f50", "#d9534f"  # a positive advantage, a negative one
+
+
+# 1. What is drawn -------------------------------------------------------------------------------
+
+
+def on_ranks(world, function):
+    """Call function(rank) on `world` processes of this CPU. Return a list of what they return."""
+
+    def call(rank, folder):
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", f"file://{folder}/store", PATIENCE, world, rank)
+        torch.save(function(rank), f"{folder}/{rank}")
+        dist.barrier()
+        dist.destroy_process_group()
+
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(call, (folder,), world, start_method="fork")
+        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(world)]
+
+
+def record_ring(world, length):
+    """Run a ring. Return, for each rank and hop, the owner of the block and the mask (s, s)."""
+
+    def run(rank):
+        hops = []
+        attend = ring_attention.block_attention
+
+        # The keys of a block are the number of its owner, so a block tells where it comes from.
+        def watched(q, k, v, visible, scale):
+            hops.append((int(k[0, 0, 0, 0]), visible))
+            return attend(q, k, v, visible, scale)
+
+        ring_attention.block_attention = watched  # in this process, which ends soon
+        q = torch.zeros(1, 1, length // world, 2)
+        ring_attention.ring_attention(q, torch.full_like(q, rank), q)
+        return hops
+
+    return on_ranks(world, run)
+
+
+def record_plan(text, world, names):
+    """Return, for each rank, the layers, heads and rows that it has, and its groups by name."""
+
+    def run(rank):
+        grid = parallel.Grid(text, PATIENCE)
+        model = parallel.check_model()
+        parallel.keep_stage(model, grid.group["p"].rank(), grid.group["p"].size())
+        parts = {  # of the 4 layers and 4 heads of the model, and of a batch of 4 rows
+            "layers": [int(name) for name, _ in model.model.layers.named_children()],
+            "heads": parallel.own_chunk(torch.arange(4), grid.group["t"]).tolist(),
+            "rows": parallel.own_chunk(torch.arange(4), grid.group["dc"]).tolist(),
+        }
+        return parts, {x: dist.get_process_group_ranks(grid.group[x]) for x in names}
+
+    return on_ranks(world, run)
+
+
+def record_1f1b(stages, number):
+    """Run 1F1B. Return, for each stage, the tuples (F or B, micro-batch, start, end), in order."""
+
+    # Seconds on a shared CPU say little. So each stage has a clock, a forward takes 1 and a
+    # backward 2, and a message is the time at which it was sent: it cannot be used before.
+    def run(stage):
+        done = []
+
+        def work(letter, n, message, duration):
+            start = max(message.item(), done[-1][3] if done else 0.0)
+            done.append((letter, n, start, start + duration))
+            return torch.full_like(message, start + duration)
+
+        class Work(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, n):
+                ctx.n = n
+                return work("F", n, x, 1)
+
+            @staticmethod
+            def backward(ctx, dy):
+                return work("B", ctx.n, dy, 2), None
+
+        def forward(n, x):
+            return Work.apply(torch.zeros(1, requires_grad=True) if x is None else x, n)
+
+        parallel.run_1f1b(forward, number, torch.zeros(1), dist.group.WORLD)
+        return done
+
+    return on_ranks(stages, run)
+
+
+@functools.cache
+def record_group():
+    """Train a small policy on `guess`, and return a group that it plays then.
+
+    Returns the task, the settings, the rollouts, and {(rollout, target): (log-prob now, loss)}. Now
+    is before the second update of a step, when the first one has changed the policy. There is no
+    entropy bonus, so the loss of a token is equation (3).
+    """
+    config = train_grpo.Config(
+        seed=3, steps=50, size=5, turns=3, layers=1, hidden=32, heads=2, prompts=16, group=4,
+        max_new_tokens=8, lr=0.01, entropy_coef=0.0,
+    )  # fmt: skip
+    task = train_grpo.Guess(config)
+
+    def run(rank):
+        grid = parallel.Grid("d1")
+        trainer = train_grpo.Trainer(config, train_grpo.build_policy(config, task), grid)
+        source = train_grpo.Source(config, task, trainer)
+        for step in range(23):  # by then it plays well-formed games, and not only the best ones
+            batch = source.get(step)
+            trainer.prepare(batch)
+            for episodes in batch.minibatches():
+                with torch.no_grad():
+                    scores = trainer.score(config, trainer.model, episodes, grid.group["c"])
+                trainer.forward_backward(episodes, trainer.loss_denominator(episodes))
+                trainer.optim_step(trainer.learning_rate(step))
+        return episodes, scores
+
+    ((episodes, (sampled, logprobs, entropies)),) = on_ranks(1, run)
+
+    # Of the groups of different, well-formed games, take the one whose rollouts share most.
+    def interest(group):
+        members = [e for e in episodes if e.group == group]
+        games = {tuple(e.tokens) for e in members}
+        shared = sum(map(len, games)) - len(tree_of(members)[0])
+        return min(e.reward for e in members) > 0, len(games), shared
+
+    group = max(sorted({e.group for e in episodes}), key=interest)
+    members = [e for e in episodes if e.group == group]
+    scored = {}
+    for n, (b, t) in enumerate(sampled):
+        if episodes[b] in members:
+            given = logprobs[n : n + 1], entropies[n : n + 1], 1  # the loss of this token alone
+            loss = train_grpo.grpo_loss(config, episodes, [(b, t)], *given).item()
+            scored[members.index(episodes[b]), t] = logprobs[n].item(), loss
+    return task, config, members, scored
+
+
+def tree_of(episodes):
+    """Return the packed tree of some rollouts: tokens, paths, and {rollout: its path}."""
+    sequences = [torch.tensor(episode.tokens) for episode in episodes]
+    return tree_attention.pack(tree_attention.radix_tree(sequences))
+
+
+# 2. Pens ----------------------------------------------------------------------------------------
+
+
+class Canvas:
+    """A white page whose coordinates are inches from its upper left corner."""
+
+    def __init__(self, height):
+        self.figure = Figure(figsize=(WIDTH, height), dpi=DOTS, facecolor="white")
+        self.axes = self.figure.add_axes((0, 0, 1, 1))
+        self.axes.set(xlim=(0, WIDTH), ylim=(height, 0))
+        self.axes.axis("off")
+
+    def text(self, x, y, text, size=8, color=INK, **options):
+        options = dict(ha="center", va="center_baseline", family="DejaVu Sans") | options
+        self.axes.text(x, y, text, fontsize=size, color=color, **options)
+
+    def title(self, text):
+        self.left(0.15, 0.22, text, size=9.5)
+
+    def left(self, x, y, text, **options):
+        self.text(x, y, text, ha="left", **options)
+
+    def box(self, x, y, width, height, fill, text="", edge="white", **options):
+        """Draw a filled rectangle. Its text is white on a dark color, and dark on a light one."""
+        style = dict(facecolor=fill, edgecolor=edge, linewidth=0.8)
+        self.axes.add_patch(Rectangle((x, y), width, height, **style))
+        dark = np.dot(to_rgb(fill), (0.3, 0.6, 0.1)) < 0.5
+        options = dict(color="white" if dark else INK) | options
+        self.text(x + width / 2, y + height / 2, text, **options)
+
+    def line(self, *points, color=GRAY, width=0.8):
+        self.axes.plot(*zip(*points), color=color, linewidth=width)
+
+    def arrow(self, start, end, color):
+        style = dict(arrowstyle="-|>", color=color, linewidth=1.2, mutation_scale=8)
+        self.axes.annotate("", end, start, arrowprops=style | dict(shrinkA=0, shrinkB=0))
+
+
+def mixed(color, share):
+    """Return a color with white: a share of 1 is the color itself, and 0 is white."""
+    return tuple(1 - share * (1 - x) for x in to_rgb(color))
+
+
+def spelled(numbers):
+    """Return a list of numbers as text: 0 1 14 15."""
+    return " ".join(map(str, numbers))
+
+
+# 3. The pictures --------------------------------------------------------------------------------
+
+
+def ring(world=4, length=16):
+    """Draw the hops of a ring: the block that a rank has at each hop, and the mask."""
+    shares = [ring_attention.zigzag_indices(length, r, world).tolist() for r in range(world)]
+    hops = record_ring(world, length)
+    canvas = Canvas(6.4)
+
+    # Who holds which token.
+    canvas.title(f"{length} tokens on {world} ranks: each has an early and a late chunk")
+    size = 5.9 / length
+    for rank, tokens in enumerate(shares):
+        for t in tokens:
+            canvas.box(0.95 + t * size, 0.38, size, 0.3, COLORS[rank], str(t), size=8.5)
+    canvas.left(0.15, 0.53, "tokens", color=GRAY)
+
+    # A mask for each rank and hop. Its columns are the keys of the block, in their owner's color.
+    cell, right, down, first, top = 0.2, 1.5, 1.18, 1.3, 1.3
+    side = cell * length / world
+    for hop in range(world):
+        x = first + hop * right
+        label = "hop 0: own keys" if hop == 0 else f"hop {hop}"
+        canvas.text(x + side / 2, 0.96, label)
+        for rank in range(world):
+            y = top + rank * down
+            owner, visible = hops[rank][hop]
+            draw_mask(canvas, (x, y, cell), visible, COLORS[owner])
+            for n, t in enumerate(shares[owner]):
+                place = x + (n + 0.5) * cell, y - 0.09
+                canvas.text(*place, str(t), size=7, color=COLORS[owner], weight="bold")
+            canvas.text(x + side / 2, y + side + 0.1, f"{int(visible.sum())} pairs", size=7)
+            if hop + 1 < world:
+                to = next(r for r in range(world) if hops[r][hop + 1][0] == owner)
+                end = x + right - 0.05, top + to * down + side / 2
+                canvas.arrow((x + side + 0.05, y + side / 2), end, COLORS[owner])
+    for rank in range(world):
+        y = top + rank * down
+        canvas.left(0.15, y + 0.3, f"rank {rank}", size=9, color=COLORS[rank], weight="bold")
+        canvas.left(0.15, y + 0.5, "its queries", size=7, color=GRAY)
+        for n, t in enumerate(shares[rank]):
+            place = first - 0.14, y + (n + 0.5) * cell
+            canvas.text(*place, str(t), size=7, color=COLORS[rank], weight="bold")
+    text = ("A row is a query of the rank. A column is a key, in its owner's color.",
+            "Keys move one rank per hop. In each hop all ranks have equally many visible pairs.")
+    for n, line in enumerate(text):
+        canvas.left(0.15, top + world * down + 0.05 + 0.2 * n, line, color=GRAY)
+    return canvas.figure
+
+
+def draw_mask(canvas, place, visible, color):
+    """Draw a mask of queries (rows) and keys (columns). The pairs that are visible have a color."""
+    x, y, cell = place
+    for i, row in enumerate(visible.tolist()):
+        for j, is_visible in enumerate(row):
+            canvas.box(x + j * cell, y + i * cell, cell, cell, color if is_visible else PALE)
+
+
+def tree():
+    """Draw the packed tree of a group of rollouts, with its mask."""
+    task, _, episodes, _ = record_group()
+    tokens, paths, last_path = tree_of(episodes)
+    names = [task.show([token]) for token in tokens]
+    users = [sum(t in path for path in last_path.values()) for t in range(len(tokens))]
+    colors = [mixed(COLORS[0], 0.25 + 0.75 * (n - 1) / (len(episodes) - 1)) for n in users]
+
+    row, top, deep = 0.18, 1.12, 0.31
+    canvas = Canvas(top + row * len(tokens) + 0.4)
+    total = sum(len(e.tokens) for e in episodes)
+    text = f"{len(episodes)} rollouts of one prompt: {total} tokens, {len(tokens)} of them distinct"
+    canvas.title(text)
+    canvas.left(0.15, 0.5, "the tree, in packed order", color=GRAY)
+
+    # Left, a token stands at its depth, in the row of its index.
+    for t, path in enumerate(paths):
+        x, y = 0.15 + deep * (len(path) - 1), top + row * (t + 0.5)
+        if len(path) > 1:
+            corner = x - deep + 0.1, y
+            canvas.line((corner[0], top + row * path[-2] + row), corner, (x, y))
+        width = 0.26 if len(names[t]) == 1 else 0.47
+        canvas.box(x, y - row / 2, width, row, colors[t], names[t], size=7.5)
+    for i, path in last_path.items():
+        x, y = 0.15 + deep * len(path), top + row * (path[-1] + 0.5)
+        canvas.left(x + 0.02, y, f"rollout {i}", size=7, color=GRAY)
+
+    # Right, the mask: a token sees the tokens on its path.
+    side = WIDTH - 0.15 - row * len(tokens)
+    canvas.left(side, 0.5, "the mask: a token sees its path from the root", color=GRAY)
+    for t, path in enumerate(paths):
+        for j in range(len(tokens)):
+            color = colors[j] if j in path else "#f3f3f3"
+            canvas.box(side + j * row, top + row * t, row, row, color)
+        options = dict(rotation=90, va="bottom", size=7)
+        canvas.text(side + (t + 0.5) * row, top - 0.05, names[t], **options)
+
+    # The shades.
+    x, y = 0.15, top + row * len(tokens) + 0.22
+    for n in sorted({*users}, reverse=True):
+        canvas.box(x, y - 0.08, 0.16, 0.16, colors[users.index(n)])
+        canvas.left(x + 0.22, y, f"in {n} rollout{'s' * (n > 1)}", size=7.5, color=GRAY)
+        x += 1.05
+    return canvas.figure
+
+
+def plan(text="p2d2t2"):
+    """Draw the ranks of a plan as a grid, what each has, and its groups."""
+    messages = {
+        "t": ("in every layer:", "sum of hidden states"),
+        "d": ("once a step:", "sum of gradients"),
+        "p": ("each micro-batch:", "states on, gradients back"),
+    }
+    ranks = record_plan(text, 8, [*messages])
+    canvas = Canvas(4.25)
+    canvas.title(f"{text}, 8 ranks: p splits the layers, d the rows of a batch, t the heads")
+
+    # Where a rank stands follows from its groups: its place in a t group is its column, and so on.
+    place = [{name: group.index(r) for name, group in groups.items()}
+             for r, (_, groups) in enumerate(ranks)]  # fmt: skip
+    for rank, (parts, _) in enumerate(ranks):
+        p, d, t = (place[rank][name] for name in "pdt")
+        x, y = 0.75 + 3.2 * p + 1.4 * t, 0.95 + 0.8 * d
+        canvas.box(x, y, 1.32, 0.72, "#f3f3f3", edge=GRAY)
+        canvas.text(x + 0.2, y + 0.36, str(rank), size=15, weight="bold")
+        for n, (name, part) in enumerate(parts.items()):
+            canvas.left(x + 0.42, y + 0.14 + 0.22 * n, f"{name} {spelled(part)}", size=8)
+        if d == 0:
+            canvas.text(x + 0.66, 0.84, f"t {t}", color=GRAY)
+        if p == t == 0:
+            canvas.text(0.5, y + 0.36, f"d {d}", color=GRAY)
+        if d == t == 0:
+            canvas.text(x + 1.36, 0.6, f"p {p} (stage {p})", color=GRAY)
+
+    # The same grid once for each kind of group. Ranks of one color are a group.
+    for column, (name, lines) in enumerate(messages.items()):
+        left = 0.4 + 2.25 * column
+        canvas.left(left, 2.85, f"{name} groups", size=9, weight="bold")
+        groups = sorted({tuple(groups[name]) for _, groups in ranks})
+        for n, group in enumerate(groups):
+            for rank in group:
+                p, d, t = (place[rank][axis] for axis in "pdt")
+                x, y = left + 0.92 * p + 0.4 * t, 3.02 + 0.32 * d
+                canvas.box(x, y, 0.38, 0.3, COLORS[n], str(rank), size=9)
+        for n, line in enumerate(lines):
+            canvas.left(left, 3.82 + 0.2 * n, line, size=8, color=GRAY)
+    return canvas.figure
+
+
+def pipeline(stages=4, number=8):
+    """Draw 1F1B as a timeline: what each stage does when."""
+    record = record_1f1b(stages, number)
+    end = max(done[-1][3] for done in record)
+    canvas = Canvas(2.95)
+    canvas.title(f"1F1B: {stages} pipeline stages, {number} micro-batches")
+    first, top, high = 0.75, 0.8, 0.36
+    unit = (WIDTH - first - 0.75) / end
+    canvas.left(first + unit * end + 0.12, top - 0.18, "stored", size=7.5, color=GRAY)
+    for stage, done in enumerate(record):
+        y = top + high * stage
+        canvas.left(0.15, y + 0.165, f"stage {stage}")
+        canvas.box(first, y, unit * end, 0.33, PALE)
+        stored = most = 0
+        for letter, n, start, stop in done:
+            color = mixed(COLORS["FB".index(letter)], 1 if n == 0 else 0.5)
+            x, weight = first + unit * start, "bold" if n == 0 else "normal"
+            canvas.box(x, y, unit * (stop - start), 0.33, color, str(n), weight=weight)
+            stored += 1 if letter == "F" else -1
+            most = max(most, stored)
+        canvas.left(first + unit * end + 0.12, y + 0.165, f"{most}", weight="bold")
+
+    # The parts of the schedule of stage 0: its first forwards, and its last backwards.
+    forwards, backwards = ([work for work in record[0] if work[0] == letter] for letter in "FB")
+    warm_up = stages - 1
+    times = 0, forwards[warm_up][2], backwards[number - warm_up - 1][3], end
+    names = "warm-up", "one forward, one backward in turn", "cool-down"
+    for name, start, stop in zip(names, times, times[1:]):
+        left, right = first + unit * start + 0.02, first + unit * stop - 0.02
+        canvas.line((left, top - 0.06), (right, top - 0.06), width=1.5)
+        canvas.text((left + right) / 2, top - 0.18, name, size=7.5, color=GRAY)
+
+    # What the colors mean, and what more micro-batches are good for.
+    y = top + high * stages + 0.12
+    legend = ("forward", COLORS[0]), ("backward, twice as long", COLORS[1]), ("wait", PALE)
+    for n, (name, color) in enumerate(legend):
+        x = first + (0, 0.95, 2.75)[n]
+        canvas.box(x, y, 0.16, 0.16, color)
+        canvas.left(x + 0.22, y + 0.08, name, size=7.5, color=GRAY)
+    canvas.left(4.35, y + 0.08, "stored: micro-batches in memory, at most", size=7.5, color=GRAY)
+    more = 4 * number
+    one, some, many = (100 * waiting(record_1f1b(stages, n)) for n in (1, number, more))
+    text = f"A stage waits {one:.0f} % of the time with 1 micro-batch"
+    canvas.left(first, y + 0.4, f"{text}, {some:.0f} % with {number}, {many:.0f} % with {more}.")
+    return canvas.figure
+
+
+def waiting(record) -> float:
+    """Return the part of the time in which a stage waits, the mean of all stages."""
+    end = max(done[-1][3] for done in record)
+    busy = [sum(stop - start for _, _, start, stop in done) for done in record]
+    return 1 - np.mean(busy) / end
+
+
+def rollout():
+    """Draw a group of rollouts, and what the loss makes of one of them."""
+    task, config, episodes, scored = record_group()
+    rewards = np.array([e.reward for e in episodes])
+    canvas = Canvas(5.2)
+    secret = episodes[0].state[0]
+    canvas.title(f"One prompt, {len(episodes)} rollouts: find the hidden number {secret}")
+    canvas.text(5.75, 0.5, "reward R", size=8, color=GRAY)
+    canvas.text(6.5, 0.5, "advantage A", size=8, color=GRAY)
+
+    # The group. What the policy sampled has the color of the advantage.
+    for i, e in enumerate(episodes):
+        y = 0.65 + 0.3 * i
+        color = mixed(GOOD if e.advantage > 0 else BAD, min(1, 0.15 + abs(e.advantage)))
+        canvas.left(0.15, y + 0.12, f"rollout {i}")
+        for t, (token, sampled) in enumerate(zip(e.tokens, [False, *e.mask], strict=True)):
+            place = 0.95 + 0.49 * t, y, 0.45, 0.24
+            name = task.show([token])
+            if sampled:
+                canvas.box(*place, color, name)
+            else:
+                canvas.box(*place, "white", name, color=GRAY, style="italic", size=7.5)
+        canvas.text(5.75, y + 0.12, f"{e.reward:.2f}")
+        canvas.text(6.5, y + 0.12, f"{e.advantage:+.2f}", weight="bold")
+    y = 0.65 + 0.3 * len(episodes) + 0.1
+    canvas.text(5.75, y, f"mean {rewards.mean():.2f}", color=GRAY)
+    canvas.text(6.5, y, "A = R - mean", color=GRAY)
+    canvas.left(0.95, y, "boxes: sampled by the policy; the rest: said by the task", color=GRAY)
+
+    # One rollout, target by target.
+    best = max(range(len(episodes)), key=lambda i: episodes[i].advantage)
+    e = episodes[best]
+    canvas.left(0.15, y + 0.42, f"Rollout {best} in the loss, one update later", size=9.5)
+    found = {t: values for (i, t), values in scored.items() if i == best}
+    ratio = {t: np.exp(now - e.old[t]) for t, (now, _) in found.items()}
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    rows = {
+        "token": {t: task.show([token]) for t, token in enumerate(e.tokens[1:])},
+        "mask: did the policy sample it?": {t: str(int(mask)) for t, mask in enumerate(e.mask)},
+        "old: its log-prob then": {t: f"{e.old[t]:.3f}" for t in found},
+        "lp: its log-prob now": {t: f"{now:.3f}" for t, (now, _) in found.items()},
+        "r = exp(lp - old)": {t: f"{r:.3f}" for t, r in ratio.items()},
+        f"clip(r, {low:.2f}, {high:.2f})": {t: f"{np.clip(r, low, high):.3f}"
+                                            for t, r in ratio.items()},
+        "A, one number for the rollout": {t: f"{e.advantage:+.3f}" for t in found},
+        "l = -min(r A, clip(r) A)": {t: f"{loss:.3f}" for t, (_, loss) in found.items()},
+    }  # fmt: skip
+    for n, (name, cells) in enumerate(rows.items()):
+        middle = y + 0.76 + 0.26 * n
+        canvas.left(0.15, middle, name)
+        canvas.line((0.15, middle + 0.13), (6.85, middle + 0.13), color=PALE)
+        for t, cell in cells.items():
+            canvas.text(2.4 + 4.45 * (t + 0.5) / len(e.mask), middle, cell)
+    text = "loss = sum of l over the sampled tokens of all rollouts, divided by their number"
+    canvas.left(0.15, middle + 0.32, text)
+    return canvas.figure
+
+
+PICTURES = {f.__name__: f for f in (ring, tree, plan, pipeline, rollout)}
+
+
+def save(figure, path):
+    """Write a figure as a PNG of at most 64 colors, which is small and looks the same."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    image.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def main(argv) -> int:
+    """Write the pictures with these names, or all of them."""
+    unknown = [name for name in argv if name not in PICTURES]
+    if unknown:
+        print(f"expected names of {', '.join(PICTURES)}, got {unknown[0]}", file=sys.stderr)
+        return 2
+    for name in argv or PICTURES:
+        path = ROOT / "assets" / f"{name}.png"
+        save(PICTURES[name](), path)
+        print(f"wrote {path.relative_to(ROOT)}: {path.stat().st_size // 1000} kB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
