@@ -27,12 +27,13 @@ from test_run import runs_made_once
 from conformance import definition
 from full.__main__ import main
 from full.audit import audited, order
-from full.byhand import tolerance
+from full.byhand import Step, errors, tolerance
 from full.checkpoint import write_checkpoint
 from full.config import Config
 from full.metrics import METRICS
 from full.optimizer import training_tensors
 from full.recorded import Recorded, RunFiles, play_again
+from full.report import as_text
 from full.run import build, locked
 from full.text import make_task
 from full.trainer import Trainer
@@ -159,6 +160,41 @@ def test_the_tolerance_has_the_unit_of_its_dtype():
     assert tolerance(shape, "float64") == 80 * 2**-52
     assert tolerance(shape, "bfloat16") == 6 * 2**-7
     assert tolerance(shape, "float32", again=3) == 16 * 80 * 2**-23
+
+
+@pytest.mark.quick
+def test_a_probable_token_has_a_small_error():
+    """Of T (1 - p) and a few units in the last place of the log-prob itself."""
+    lp = np.log([0.5, 0.99])
+    assert errors(lp, 0.1, "bfloat16") == pytest.approx([0.05, 0.001], abs=1e-6)
+    assert (errors(lp, 0.0, "float64") == 8 * 2**-52).all()
+
+
+def test_the_parts_of_all_tokens_are_the_gradient_s_norm(honest, process_group, monkeypatch):
+    """With a critic and an entropy bonus, in both updates."""
+    found, real = [], Step.find_parts
+
+    def find_parts(step, u):
+        real(step, u)
+        found.append((sum(s.parts[0].sum() for s in u.trained), u.norm))
+
+    monkeypatch.setattr(Step, "find_parts", find_parts)
+    assert_right(audited(honest(f"{TINY} --steps 3 --advantage gae --dtype float64"), 2))
+    assert len(found) == 2
+    assert all(parts == pytest.approx(norm, rel=1e-4) for parts, norm in found)
+
+
+def test_a_loose_bound_has_a_cause(honest, process_group):
+    """The clip's edge is where bfloat16 rounds; a bound that is not loose has no cause."""
+    flags = "--compute-dtype bfloat16 --no-proximal --clip-low 1e-4 --clip-high 1e-4"
+    report = audited(honest(f"{TINY} --steps 3 --advantage gae {flags}"), 2)
+    assert_right(report)
+    rows = {row.key: row for row in report.rows}
+    row = rows["ratio/clipped_fraction_first"]
+    assert row.is_loose and "on the other side of the clip's edge" in row.why
+    assert all(bool(row.why) == row.is_loose for row in report.rows if row.key != "eval/solved")
+    text = as_text(report, everything=False, tokens=False)
+    assert row.why in text and "update: " in text and "the loosest bound is that of" in text
 
 
 # Settings that a file or a precision has a part in; measure_grpo.STEPS has all the others.
