@@ -323,9 +323,10 @@ class Case:
         queue = RolloutQueue(config, task, trainer, start, pending, last=step)
         for n in range(start, step + 1):
             if n in (sampled_at, step):
-                self.before = self.room / f"step-{n:08d}"
-                trainer.save_checkpoint(self.before, step=n)
-                self.sampler = self.before if n == sampled_at else self.sampler
+                made = self.room / f"step-{n:08d}"
+                trainer.save_checkpoint(made, step=n)
+                self.sampler = made if n == sampled_at else self.sampler
+                self.before = self.files.checkpoints.get(n, made)  # the run's own, where it is kept
             if n < step:
                 self.require_the_same(n, do_step(config, queue, trainer, n))
         if self.lines is None:

@@ -305,7 +305,11 @@ def with_routes(batch, shape) -> list:
 def three_steps(config, family, batch, device="cpu"):
     """[(loss, gradients, norm)] of three steps on this rank's share, and the parameters then."""
     batch = with_routes(batch, FAMILIES[family]) if config.replay_routes else batch
-    trainer, found, seen = Trainer(config, model_of(family).to(device)), [], {}
+    model = model_of(family).to(device)
+    if config.is_mixed and config.lora is not None:  # a run reads its base in this dtype
+        for p in model.parameters():
+            p.data = p.data.to(getattr(torch, config.compute)) if not p.requires_grad else p.data
+    trainer, found, seen = Trainer(config, model), [], {}
     mine = [t for t in batch if t.group % dist.get_world_size() == dist.get_rank()]
 
     def watched(model, most):  # the gradients are whole then, and gone after the step
