@@ -9,6 +9,8 @@ import pkgutil
 import re
 import shutil
 import stat
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -436,6 +438,15 @@ ROUNDED = {"sampling", "rollouts/advantage", "value/token_mean", "value/explaine
 OF_UPDATES = [name for name, x in METRICS.items() if x.over_updates in ("mean", "max")]
 ROUNDED |= {*OF_UPDATES, *(f"{name}_first" for name in OF_UPDATES)}
 ROUNDED |= {"logprob_gap/max", "logprob_gap/mean", "advantage/token_mean", "advantage/token_std"}
+
+
+@pytest.mark.slow
+def test_a_run_with_random_settings_is_audited(tmp_path):
+    """By the script that looks for false alarms: three steps of one run, none of them wrong."""
+    given = str(tmp_path), "1", "--first", "601"
+    done = subprocess.run([sys.executable, ROOT / "tests/bench/honest_runs.py", *given],
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.stdout.endswith("1 runs, 3 audits, 0 false alarms\n"), done.stderr
 
 
 # Changes to a run's files ----------------------------------------------------------------------

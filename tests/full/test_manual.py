@@ -120,6 +120,7 @@ TABLE = {
         "conformance::a_checkpoint_is_measured_on_its_own_prompts",
     "python tests/bench/bench_trl.py --rounds 7":
         "conformance::trl_gives_our_loss_and_gradient_on_its_own_batch",
+    "python tests/bench/honest_runs.py FOLDER 40": "audit::a_run_with_random_settings_is_audited",
     "python tests/bench/curve_trl.py run VARIANT SEED >> tests/bench/curve_trl.jsonl":
         "conformance::trl_makes_our_curve_of_our_rollouts",
     "python tests/bench/curve_trl.py draw tests/bench/curve_trl.jsonl assets/curve.png":
