@@ -455,7 +455,8 @@ def test_a_run_with_random_settings_is_audited(tmp_path):
 def edit_line(run, step, key, change, name="metrics.jsonl"):
     """Change a number of a step's line, or of a list the first number that is not 0."""
     lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
-    line = next(line for line in lines if line["step"] == step and np.any(line[key]))
+    line = next(line for line in lines if line["step"] == step
+                and (np.any(line[key]) or not isinstance(line[key], list)))  # fmt: skip
     if isinstance(line[key], list):
         place = next(n for n, x in enumerate(line[key]) if np.any(x))
         line[key][place] = change(line[key][place])
@@ -521,9 +522,9 @@ CHANGES = {  # what is changed, and the first row that must be outside
     "an advantage": (in_rollout("advantage"), "rollouts/advantage"),
     "a reward": (in_rollout("rewards", lambda x: [x[0], x[1] + 0.1]), "rollouts/rewards"),
     "--lr": (in_config("lr", 0.021), "lr"),
-    "--temperature": (in_config("temperature", 1.2), "sampling"),
+    "--temperature": (in_config("temperature", 1.2), "logprob_gap/max"),
     "--entropy-coef": (in_config("entropy_coef", 0.021), "loss/token_mean_first"),
-    "--clip-high": (in_config("clip_high", 0.01), "ratio/clipped_fraction"),
+    "--clip-low": (in_config("clip_low", 0.01), "ratio/clipped_fraction"),
     "--kl": (in_config("kl", "k1"), "kl/token_mean_first"),
     "--max-grad-norm": (in_config("max_grad_norm", 1e-3), "parameters"),
     "--beta2": (in_config("beta2", 0.98), "parameters"),
