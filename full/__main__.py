@@ -18,7 +18,7 @@ if __name__ == "__main__" and __package__ != "full":
 
 import torch.distributed as dist  # noqa: E402
 
-from full import audit, check, talk  # noqa: E402
+from full import audit, check, contents, estimate, talk  # noqa: E402
 from full.config import parse_config  # noqa: E402
 from full.logs import plot  # noqa: E402
 from full.ranks import (  # noqa: E402
@@ -50,9 +50,9 @@ def main(argv) -> int:
         if command == ["bench"]:
             return quietly(check.bench, rest)
         if command == ["inspect"]:
-            return quietly(check.measuring_file("measure_models").main, argv)
+            return quietly(contents.main, rest)
         if command == ["plan"]:
-            return quietly(check.measuring_file("measure_parallel").main, argv)
+            return quietly(estimate.main, rest)
 
         # A run. The settings are checked before a rank waits for another.
         config = parse_config(argv).check()

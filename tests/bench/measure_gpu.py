@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from full import check as check_py  # noqa: E402
+from full import estimate  # noqa: E402
 from full import run as run_py  # noqa: E402
 from full.check import CASES, TinyModel, _tree_rows, path_errors  # noqa: E402
 from full.check import rows_of_rank, tiny_model  # noqa: E402
@@ -359,7 +360,6 @@ def memory_case(name, size):
     (`--offload`), and the device has the generator, two layers and the activations.
     """
     from measure_models import QWEN3_06B
-    from measure_parallel import PUBLISHED
 
     settings = dict(
         dtype="float32", compute_dtype="bfloat16", generator_dtype="bfloat16", ac="full",
@@ -369,7 +369,7 @@ def memory_case(name, size):
     shape = QWEN3_06B
     if name == "8b":
         settings |= dict(data_parallel="fsdp", offload=True)
-        shape = PUBLISHED["qwen3-8b"]
+        shape = estimate.PUBLISHED["qwen3-8b"]
     if size == "toy":
         settings |= dict(size=24, max_new_tokens=8, micro_tokens=64, threads=1)
         shape = shape | dict(
@@ -383,18 +383,16 @@ def memory_case(name, size):
 
 def planned(shape, settings) -> dict:
     """Bytes by what they are for, as `python -m full plan d1` has them."""
-    import measure_parallel
-
     plan = Plan.parse("d1")
     tokens = settings["group"] * (settings["size"] + settings["max_new_tokens"])
-    step = measure_parallel.Step(
+    step = estimate.Step(
         mode=settings.get("data_parallel", "ddp"), tokens=tokens,
         micros=tokens // settings["micro_tokens"], size=4 if settings["dtype"] == "float32" else 2,
         ac=settings["ac"], compute=2 if settings["compute_dtype"] else 0,
     )  # fmt: skip
-    rank = measure_parallel.Rank(plan, shape, step)
-    sampler = measure_parallel.Rank(plan, shape, step._replace(tokens=0))
-    parts = measure_parallel.memory(plan, shape, step)
+    rank = estimate.Rank(plan, shape, step)
+    sampler = estimate.Rank(plan, shape, step._replace(tokens=0))
+    parts = estimate.memory(plan, shape, step)
     return parts | dict(generator=rank.generator(sampler, 2))
 
 

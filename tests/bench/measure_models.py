@@ -1,20 +1,17 @@
-"""What `python -m full inspect | bench` run, and the longer half of its `check`.
+"""What `python -m full bench models` runs, and the longer half of `check models`.
 
-inspect: what a checkpoint holds and what of it would be loaded.
 bench: tokens a second of generation and of training, against transformers if it is installed, and
 peak memory. One thread, CPU seconds, alternating; with --device cuda seconds of the wall, and with
 --size large a Qwen3-0.6B in bfloat16.
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import resource
 import statistics
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 
@@ -22,9 +19,9 @@ from full import check
 from full.check import path_errors, relative_error as relative, tiny_model
 from full.experts import Balance, grouped_linear
 from full.generate import generate
-from full.hf import DTYPES, load_hf, open_checkpoint, places_of, save_hf
+from full.hf import load_hf, save_hf
+from full.contents import parameters
 from full.model_config import ModelConfig
-from full.talk import is_run
 from full.transformer import Transformer
 from models import FULL
 
@@ -120,65 +117,6 @@ def their_gradient(name, parameters):
         return parameters[f"{path}.gate_up_proj"].grad.chunk(2, 1)[leaf == "up_proj"]
     count = sum(key.startswith(path) and key.endswith(f"{leaf}.weight") for key in parameters)
     return torch.stack([parameters[f"{path}.{e}.{leaf}.weight"].grad for e in range(count)])
-
-
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-
-
-def inspect(directory):
-    """Print a checkpoint's config, its tensors, and what `load_hf` would do with each.
-
-    Of a directory that holds no weights, the config and how many parameters it asks for. A run's
-    directory is refused by the name of the command that reads or writes its weights.
-    """
-    if (Path(directory) / "config.json").exists() and is_run(directory):
-        hf = Path(directory) / "hf"
-        command = f"inspect {hf}" if hf.exists() else f"export {directory} DIR"
-        raise ValueError(f"{directory} is a run, and inspect reads Hugging Face's format: use "
-                         f"python -m full {command}")  # fmt: skip
-    config = ModelConfig.from_hf(directory)
-    weights = [name for name in WEIGHTS if (Path(directory) / name).exists()]
-    tensors, others = open_checkpoint(directory) if weights else ({}, 0)
-    print(json.dumps(dataclasses.asdict(config), indent=2))
-
-    # The number in front is exact: who reads it with a program need not round.
-    count, active = parameters(config)
-    size = f"{count:,} parameters"
-    if config.num_experts:
-        size += f", of which a token meets {active:,}"
-    if not weights:
-        print(f"{size}; no weights: {directory} has no {' and no '.join(WEIGHTS)}")
-        return
-
-    # On the meta device a model has shapes and no memory.
-    with torch.device("meta"):
-        model = Transformer(config)
-    wanted = {
-        place.name: name
-        for name, p in model.named_parameters()
-        for place in places_of(name, p.shape, tensors)
-    }
-    for name, stored in sorted(tensors.items()):
-        part, into = stored.part, wanted.get(name, "not loaded")
-        print(f"{name:60} {part.get_dtype():5} {part.get_shape()}  {stored.path.name}"
-              + ("" if into == name else f"  -> {into}"))  # fmt: skip
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    dtypes = {x.part.get_dtype() for name, x in tensors.items() if name in wanted}
-    for dtype in sorted(dtypes - DTYPES.keys()):
-        print(f"refused: tensors of dtype {dtype}")
-    print(f"{size}; missing {sorted(wanted.keys() - tensors.keys())}, "
-          f"refused {sorted(tensors.keys() - wanted.keys() - tied)}, "
-          f"not of the text model {others} tensors")  # fmt: skip
-
-
-def parameters(config) -> tuple[int, int]:
-    """All parameters, and those that one token meets (K of the E experts)."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    idle = sum(size // config.num_experts * (config.num_experts - config.num_experts_per_tok)
-               for name, size in sizes.items() if ".experts." in name)  # fmt: skip
-    return sum(sizes.values()), sum(sizes.values()) - idle
 
 
 SMALL = dict(
@@ -300,15 +238,9 @@ def bench(repeats, device="cpu", size="default"):
 
 def main(argv):
     parser = argparse.ArgumentParser("python -m full", description=__doc__)
-    parser.add_argument("command", choices=["inspect", "bench"])
-    parser.add_argument("directory", nargs="?", help="inspect's")
+    parser.add_argument("command", choices=["bench"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="bench's")
     parser.add_argument("--size", default="default", choices=SIZES, help="of bench's model")
     args = parser.parse_args(argv)
-    if args.command == "bench":
-        return bench(args.repeats, args.device, args.size)
-    if args.directory is None:
-        parser.error("inspect: expected a directory, got none")
-    inspect(args.directory)
-    return 0
+    return bench(args.repeats, args.device, args.size)

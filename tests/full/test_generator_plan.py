@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import shortened
-from measure_parallel import Rank, Step
 from oracles import LiveBytes
 from test_faults import fails, kill, run
 from test_plan_run import SHAPE as FLAGS
@@ -23,6 +22,7 @@ from full import rollouts as rollouts_py
 from full.__main__ import main
 from full.batches import collect
 from full.check import tiny, tiny_model
+from full.estimate import Rank, Step
 from full.config import Config
 from full.experts import give_router_bias
 from full.optimizer import tensors_of

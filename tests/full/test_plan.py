@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, slow
-from measure_parallel import LENGTH, PUBLISHED, Rank, Step, build, memory, read_cases
+from measure_parallel import LENGTH, build, read_cases
 from oracles import bytes_of
 from test_ranks import ranks
 
@@ -19,6 +19,7 @@ import ring_attention as ring
 from full.__main__ import main
 from full.check import tiny
 from full.config import parse_config
+from full.estimate import PUBLISHED, Rank, Step, memory
 from full.hf import save_hf
 from full.model_config import ModelConfig
 from full.optimizer import LocalOptimizer, lr_factor, reduce_gradients
@@ -389,8 +390,8 @@ def test_plan_prints_groups_and_memory_and_refuses_what_does_not_divide(tmp_path
     command = ["plan", "(attn:p2d2t2|ffn:p2e2t2)", "--world", "8", "--model", str(tmp_path)]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert "pp=2 dp=2 cp=1 tp=2 ep=2 etp=2\npp 0  dp 0  cp 0 | 0 1\npp 0  dp 1  cp 0 | 2 3\n" in out
-    assert "ep: [0 2] [1 3] [4 6] [5 7]" in out and "fsdp: " in out and "GiB in all" in out
+    assert "p=2 d=2 c=1 t=2 e=2 etp=2\np 0  d 0  c 0 | 0 1\np 0  d 1  c 0 | 2 3\n" in out
+    assert " e: [0 2] [1 3] [4 6] [5 7]" in out and "fsdp: " in out and "GiB in all" in out
     assert main(["plan", "sglang:d2", "(attn:d2t2|ffn:e2t2)"]) == 0
     of_8b = ["--model", "qwen3-8b"]
     for argv, message in (
