@@ -530,7 +530,7 @@ def config_fields(said, differs, /):
     # layers of Gemma. Version 5 writes rope_parameters, in Gemma a dict for each type of layer.
     new = raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or {}
-    ropes = {FULL: {"rope_theta": raw["rope_theta"]} | new.get(FULL, new) | scaling}
+    ropes = {FULL: {"rope_theta": raw["rope_theta"]} | (scaling or new.get(FULL, new))}
     ropes[SLIDING] = ropes[FULL]
     if family == "gemma3_text":
         ropes[SLIDING] = {"rope_theta": raw["rope_local_base_freq"]} | new.get(SLIDING, new)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from full.hf import DTYPES, open_checkpoint, places_of
+from full.hf import DTYPES, open_checkpoint, sources_of
 from full.model_config import ModelConfig
 from full.talk import is_run
 from full.transformer import Transformer
@@ -49,9 +49,9 @@ def inspect(directory) -> None:
     with torch.device("meta"):
         model = Transformer(config)
     wanted = {
-        place.name: name
+        source.name: name
         for name, p in model.named_parameters()
-        for place in places_of(name, p.shape, tensors)
+        for source in sources_of(name, p.shape, tensors)
     }
     for name, stored in sorted(tensors.items()):
         part, into = stored.part, wanted.get(name, "not loaded")

@@ -8,12 +8,13 @@ Equation (5) is in models.py, (7') in logprobs.py.
 Letters:  S tokens   V words   E experts
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
-import os
 import re
+import shutil
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,16 +22,14 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 import models
 from full.model_config import ModelConfig, read_json, require_same_numbers
+from full.places import TIED, local, part_of
 from full.ranks import raise_on_all_ranks
-from full.transformer import Transformer, local_part, whole_shapes
+from full.transformer import Transformer
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
 INDEX = "model.safetensors.index.json"
 
 # The files of weights that some program would read: transformers takes model.safetensors before an
@@ -106,7 +105,7 @@ def open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
     return text, len(tensors) - len(text)
 
 
-class Place(NamedTuple):
+class Source(NamedTuple):
     """Where a part of one of our parameters is in a checkpoint."""
 
     name: str
@@ -115,24 +114,18 @@ class Place(NamedTuple):
     row: int = 0  # its first row in the stored tensor, in the second to last dimension
 
 
-def places_of(name, shape, stored=()) -> list[Place]:
-    """Return the places of a parameter. stored: names of a checkpoint, if one is read."""
+def sources_of(name, shape, stored) -> list[Source]:
+    """Return the sources of a parameter of this shape. stored: the names of a checkpoint."""
     # We have the experts of a layer in one parameter. Checkpoints of transformers 4 have one tensor
     # for each expert; later ones stack the experts, with the rows of gate first and then of up.
     path, _, leaf = name.rpartition(".")
     if not path.endswith(".experts") or name in stored:
-        return [Place(name, tuple(shape))]
+        return [Source(name, tuple(shape))]
     E, rows, M = shape
     if f"{path}.gate_up_proj" in stored:
         first = rows if leaf == "up_proj" else 0
-        return [Place(f"{path}.gate_up_proj", (E, 2 * rows, M), None, first)]
-    return [Place(f"{path}.{e}.{leaf}.weight", (rows, M), e) for e in range(E)]
-
-
-def stored_tensors(name, whole) -> dict:
-    """Return a parameter's tensors under their names in a checkpoint; views of `whole`."""
-    places = places_of(name, whole.shape)
-    return {x.name: whole if x.expert is None else whole[x.expert] for x in places}
+        return [Source(f"{path}.gate_up_proj", (E, 2 * rows, M), None, first)]
+    return [Source(f"{path}.{e}.{leaf}.weight", (rows, M), e) for e in range(E)]
 
 
 def load_hf(directory, *, model=None, dtype=None, device=None, whole=None) -> Transformer:
@@ -157,8 +150,12 @@ def load_hf(directory, *, model=None, dtype=None, device=None, whole=None) -> Tr
         loaded = _load(Path(directory), model, dtype, device, whole)
     except Exception as error:  # raised below, after the other ranks have heard of it
         problem = error
+    # Of a model that is whole on every rank, each rank is on its own, and no message is sent.
     split = whole is not None or model is not None and is_split(model)
-    _raise_on_all_ranks(problem, split)
+    if split and dist.is_initialized():
+        raise_on_all_ranks(problem)
+    if problem is not None:
+        raise problem
     return loaded
 
 
@@ -167,8 +164,8 @@ def _load(directory, model, dtype, device, whole) -> Transformer:
     """`load_hf` on this rank."""
     config = ModelConfig.from_hf(directory)
     stored, _ = open_checkpoint(directory)
-    if config.tie_word_embeddings:
-        drop_tied_head(stored)
+    # Some writers store the head of a tied model next to the embedding.
+    head = stored.pop("lm_head.weight", None) if config.tie_word_embeddings else None
 
     # A model on the meta device has shapes and no memory. Whatever sizes a damaged config asks for,
     # they are compared with the stored tensors before anything is allocated.
@@ -178,11 +175,11 @@ def _load(directory, model, dtype, device, whole) -> Transformer:
             model = Transformer(config)
     as_stored = dict(router_bias_rate=0.0, value_head=config.value_head)
     require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
-    shapes = whole_shapes(whole or model)
+    shapes = {name: place.shape for name, place in part_of(whole or model).places.items()}
     if not config.value_head:
         shapes.pop("score.weight", None)  # of a critic that starts from a policy
-    places = {name: places_of(name, shape, stored) for name, shape in shapes.items()}
-    wanted = {place.name: place.shape for some in places.values() for place in some}
+    sources = {name: sources_of(name, shape, stored) for name, shape in shapes.items()}
+    wanted = {source.name: source.shape for some in sources.values() for source in some}
     found = {name: tuple(x.part.get_shape()) for name, x in stored.items()}
     wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
     if wrong:
@@ -197,12 +194,15 @@ def _load(directory, model, dtype, device, whole) -> Transformer:
         if part.get_dtype() not in DTYPES:
             raise ValueError(f"{path}: {name} is stored as {part.get_dtype()}; expected one of "
                              f"{', '.join(DTYPES)}: convert the checkpoint")  # fmt: skip
+    if head is not None:
+        require_tied(head, stored[TIED])
     if new:
         kept = dtype or _checkpoint_dtype(directory, stored)
         model = model.to(kept).to_empty(device=device or "cpu")
+    places = part_of(model).places
     for name, parameter in model.named_parameters():
-        if name in places:
-            _copy_in(*local_part(model, name, parameter), places[name], stored)
+        if name in sources:
+            _copy_in(local(parameter), places[name].region, sources[name], stored)
         else:
             parameter.zero_()
     for buffer in model.buffers():
@@ -210,25 +210,17 @@ def _load(directory, model, dtype, device, whole) -> Transformer:
     return model
 
 
-def drop_tied_head(stored) -> None:
-    """Remove the head of a tied model, which some writers store next to the embedding, in place.
-
-    ValueError if it is another matrix than the embedding. Whether it is meant is for the user.
-    """
-    head = stored.pop("lm_head.weight", None)
-    embedding = stored.get("model.embed_tokens.weight")
-    if head is None or embedding is None:
-        return
+def require_tied(head, embedding) -> None:
+    """Raise a ValueError unless a stored head is the embedding, as a tied model's is."""
     shapes = [tuple(x.part.get_shape()) for x in (head, embedding)]
-    is_same = shapes[0] == shapes[1]
-    for n in range(0, shapes[0][0] if is_same else 0, 1024):  # 1024 rows at a time
-        rows = [x.part[n : n + 1024].to(torch.float64) for x in (head, embedding)]
-        is_same = is_same and torch.equal(*rows)
-    if not is_same:
+    starts = range(0, shapes[0][0], 1024)  # 1024 rows at a time
+    if shapes[0] != shapes[1] or not all(
+        torch.equal(*(x.part[n : n + 1024].to(torch.float64) for x in (head, embedding)))
+        for n in starts
+    ):
         raise ValueError(f"{head.path}: expected lm_head.weight {shapes[0]} to equal "
-                         f"model.embed_tokens.weight {shapes[1]}, as tie_word_embeddings is true, "
-                         f"got another matrix; to use it, set tie_word_embeddings to false in "
-                         f"config.json")  # fmt: skip
+                         f"{TIED} {shapes[1]}, as tie_word_embeddings is true, got another matrix; "
+                         f"to use it, set tie_word_embeddings to false in config.json")
 
 
 def _checkpoint_dtype(directory, stored):
@@ -243,48 +235,35 @@ def _checkpoint_dtype(directory, stored):
     return reduce(torch.promote_types, {DTYPES[x.part.get_dtype()] for x in stored.values()})
 
 
-def _copy_in(local, region, places, stored):
+def _copy_in(own, region, sources, stored):
     """Copy this rank's part of a parameter, and read no more of each stored tensor."""
-    for place in places:
+    for source in sources:
         # What to read, and where it goes. An expert's tensor goes into that expert's slice, if this
         # rank has it. Stacked gate and up begin at a row of their own.
         cut = list(region)
-        into = local
-        if place.expert is not None:
+        into = own
+        if source.expert is not None:
             experts, *cut = region
-            if not experts.start <= place.expert < experts.stop:
+            if not experts.start <= source.expert < experts.stop:
                 continue
-            into = local[place.expert - experts.start]
-        if place.row:
-            cut[-2] = slice(cut[-2].start + place.row, cut[-2].stop + place.row)
+            into = own[source.expert - experts.start]
+        if source.row:
+            cut[-2] = slice(cut[-2].start + source.row, cut[-2].stop + source.row)
         if into.numel():
-            path, part = stored[place.name]
+            path, part = stored[source.name]
             into.copy_(part[tuple(cut)])
             # NUMERICS: extremes pass NaN and infinity on, and need no memory. Taken of what was
             # copied, so that a weight which the model's dtype cannot hold is seen as well. Pinned
             # by
             # tests/full/test_checkpoints.py::test_weights_that_are_not_finite_are_refused_by_name.
             if not torch.stack(torch.aminmax(into)).isfinite().all():
-                raise ValueError(f"{path}: {place.name} has weights that are NaN, or not finite in "
-                                 f"{into.dtype}")  # fmt: skip
+                raise ValueError(f"{path}: {source.name} has weights that are NaN, or not finite "
+                                 f"in {into.dtype}")  # fmt: skip
 
 
 def is_split(model) -> bool:
-    """Return whether each rank has a part of the parameters (FSDP, TP)."""
-    if hasattr(model, "part"):
-        return any(place.cuts for place in model.part.places.values())
-    return any(isinstance(p, DTensor) for p in model.parameters())
-
-
-def _raise_on_all_ranks(problem, split) -> None:
-    """Raise this rank's problem, if it has one; of a split model, on all ranks the first one.
-
-    Of a model whose parameters are not split, every rank is on its own, and no message is sent.
-    """
-    if split and dist.is_initialized():
-        raise_on_all_ranks(problem)
-    if problem is not None:
-        raise problem
+    """Return whether each rank has a part of the parameters."""
+    return any(place.cuts for place in part_of(model).places.values())
 
 
 @torch.no_grad()
@@ -311,21 +290,19 @@ def save_hf(
     meet = tensors is not None or is_split(model)
     rank = dist.get_rank() if meet else 0
     writers = 1 if tensors is None else dist.get_world_size()
-    tensors = tensors or whole_tensors(model)
-    copies = {"model.embed_tokens.weight": "lm_head.weight"}
-    copies = copies if untie and model.config.tie_word_embeddings else {}
+    places = part_of(model).places
+    if tensors is None:
+        tensors = ((name, places[name].gather(local(p))) for name, p in model.named_parameters())
+    copies = {TIED: "lm_head.weight"} if untie and model.config.tie_word_embeddings else {}
 
     # Names of parameters, file by file. One parameter alone may be larger than a file should be.
     files = [[]]
-    size = 0
-    own = dict(model.named_parameters())
-    sizes = {name: math.prod(shape) * own[name].element_size() * (1 + (name in copies))
-             for name, shape in whole_shapes(model).items()}  # fmt: skip
-    for name in own:
-        size += sizes[name]
-        if size > max_shard_bytes and files[-1]:
+    sizes = {}
+    for name, p in model.named_parameters():
+        count = 2 if name in copies else 1
+        sizes[name] = count * math.prod(places[name].shape) * p.element_size()
+        if files[-1] and sum(sizes[x] for x in [*files[-1], name]) > max_shard_bytes:
             files.append([])
-            size = sizes[name]
         files[-1].append(name)
 
     # A rank goes on to gather after a failed write, as the others wait for it.
@@ -335,59 +312,57 @@ def save_hf(
         place = f"-{n + 1:05}-of-{len(files):05}" if len(files) > 1 else ""
         held = {}
         for name, whole in itertools.islice(tensors, len(names)):
-            stored = stored_tensors(name, whole)
+            stored = models.stored(name, whole)
             stored |= {copies[name]: whole} if name in copies else {}
             weight_map |= dict.fromkeys(stored, f"model{place}.safetensors")
             if n % writers == rank and problem is None:
                 held |= {at: x.detach().cpu().contiguous().clone() for at, x in stored.items()}
-        if held:
-            try:
-                if n == 0 and writers == 1:
-                    _remove_weights(directory)
-                _write_tensors(held, directory / f"model{place}.safetensors")
-            except OSError as error:
-                problem = error
-    if rank == 0 and problem is None:
-        texts = {"config.json": raw}
-        if len(files) > 1:
-            total = sum(sizes.values())
-            texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": weight_map}
         try:
-            for name, value in texts.items():
-                text = json.dumps(value, indent=2) + "\n"
-                (directory / name).write_text(text, encoding="utf-8")
+            if held and n == 0 and writers == 1:
+                _remove_weights(directory)
+            if held:
+                _write_tensors(held, directory / f"model{place}.safetensors")
         except OSError as error:
-            problem = OSError(f"cannot write {directory / name}: {error}")
-    _raise_on_all_ranks(problem, meet)
+            problem = error
+    texts = {"config.json": raw}
+    if len(files) > 1:
+        total = sum(sizes.values())
+        texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    try:
+        for name in texts if rank == 0 and problem is None else ():
+            with _writing(directory / name):
+                text = json.dumps(texts[name], indent=2) + "\n"
+                (directory / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        problem = error
+    if meet:
+        raise_on_all_ranks(problem)
+    if problem is not None:
+        raise problem
 
 
-def whole_tensors(model):
-    """Yield the name and the whole tensor of each parameter. Collective if the model is split."""
-    for name, p in model.named_parameters():
-        whole = p.full_tensor() if isinstance(p, DTensor) else p
-        if hasattr(model, "part"):
-            whole = model.part.places[name].gather(local_part(model, name, p)[0])
-        yield name, whole
+@contextlib.contextmanager
+def _writing(path):
+    """Name in an OSError what cannot be written."""
+    try:
+        yield
+    except (_safetensors().SafetensorError, OSError) as error:
+        raise OSError(f"cannot write {path}: {error}") from error
 
 
 def _remove_weights(directory) -> None:
     """Remove an older checkpoint's weights, which would be read together with new ones."""
-    try:
+    with _writing(directory):
         for old in [directory / INDEX, *directory.glob("model*.safetensors")]:
             old.unlink(missing_ok=True)
-    except OSError as error:
-        raise OSError(f"cannot write {directory}: {error}") from error
 
 
 def _write_tensors(tensors, path) -> None:
     """Write one safetensors file."""
-    module = _safetensors()
-    try:
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        module.torch.save_file(tensors, path, metadata={"format": "pt"})
+        _safetensors().torch.save_file(tensors, path, metadata={"format": "pt"})
         path.chmod(0o644)  # safetensors lets nobody else read it, and an engine may be another user
-    except (module.SafetensorError, OSError) as error:
-        raise OSError(f"cannot write {path}: {error}") from error
 
 
 # The files of a checkpoint besides its weights and config.json: all that text.py needs, and how its
@@ -395,39 +370,20 @@ def _write_tensors(tensors, path) -> None:
 TEXT_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+    "additional_chat_templates/*.jinja",
 )  # fmt: skip
 
 
-def text_files(directory) -> list[str]:
-    """Return the names of a checkpoint's text files, its templates for other uses included."""
-    names = [*TEXT_FILES]
-    names += sorted(f"{x.parent.name}/{x.name}" for x in
-                    directory.glob("additional_chat_templates/*.jinja"))  # fmt: skip
-    return [name for name in names if (directory / name).is_file()]
-
-
 def copy_text_files(source, target) -> list[str]:
-    """Replace a checkpoint's text files by another checkpoint's. Return the names copied.
-
-    A file of `target` that `source` does not have is removed, so that no template of another model
-    is left.
-    """
+    """Copy the text files of a checkpoint to another directory. Return the names copied."""
     source = Path(source)
-    target = Path(target)
-    present = text_files(source)
-    target.mkdir(parents=True, exist_ok=True)
-    if source.resolve() == target.resolve():
-        return present  # nothing to do, and nothing to lose
-
-    for name in set(text_files(target)) - set(present):
-        (target / name).unlink()
-    for name in present:
-        # Under another name first: after a kill each file is the old one or the new one, whole.
-        partial = target / f"{name}.partial"
-        partial.parent.mkdir(exist_ok=True)
-        partial.write_bytes((source / name).read_bytes())
-        os.replace(partial, target / name)
-    return present
+    found = [path for name in TEXT_FILES for path in sorted(source.glob(name))]
+    names = [f"{path.relative_to(source)}" for path in found]
+    for name, path in zip(names, found):
+        own = Path(target) / name
+        own.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, own)
+    return names
 
 
 # The definition of a model ----------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 `ModelConfig` adds to `models.ModelConfig` what checkpoints, critics and balanced routers need, and
 refuses values that make no model. To add a family, write a row of FAMILIES, and its rules into
-`read_config`. A difference that no field of ModelConfig can say needs a field, an equation and a
+`config_from`. A difference that no field of ModelConfig can say needs a field, an equation and a
 line in `models.logits_definition` or `hf.full_definition`.
 
 Equation (5) is in models.py, (7') in logprobs.py, (11) in experts.py.
@@ -18,10 +18,8 @@ import json
 import math
 import reprlib
 import sys
-import typing
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
 
 import torch
 
@@ -78,7 +76,6 @@ class ModelConfig(models.ModelConfig):
             "query_pre_attn_scalar, final_logit_softcapping: positive, or null":
                 all(x is None or x > 0
                     for x in (self.query_pre_attn_scalar, self.final_logit_softcapping)),
-            "eos_token_id: integers": all(isinstance(token, int) for token in self.eos_token_id),
             f"rope_parameters: for {FULL} or {SLIDING} layers": set(given) <= {FULL, SLIDING},
         }  # fmt: skip
         wrong = [need for need, met in needs.items() if not met]
@@ -128,11 +125,11 @@ class ModelConfig(models.ModelConfig):
         implemented is a ValueError that names it.
         """
         if isinstance(raw, dict):
-            return read_config(raw)
+            return config_from(raw)
         path = Path(raw) / "config.json" if Path(raw).is_dir() else Path(raw)
         raw = read_json(path, what="the config of a Hugging Face checkpoint directory")
         try:
-            return read_config(raw)
+            return config_from(raw)
         except ValueError as error:  # whatever is wrong with a field, say in which file
             raise ValueError(f"{path}: {error}") from error
 
@@ -142,12 +139,45 @@ class ModelConfig(models.ModelConfig):
 
     def to_hf(self) -> dict:
         """Return the config.json that transformers 4 and 5 and `from_hf` read back to this."""
-        return write_config(self)
+        same = (
+            "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
+            "rms_norm_eps", "tie_word_embeddings", "initializer_range", "hidden_act",
+        )  # fmt: skip
+        ropes = {kind: dict(rope) for kind, rope in self.rope_parameters.items()}
+        full = ropes.get(FULL) or ropes[SLIDING]
+        raw = {name: x for name, x in vars(self).items()
+               if name in same or x and name in {*OF_SOME, "value_head"}}  # fmt: skip
+        raw |= dict(
+            architectures=[FAMILIES[self.model_type][0]], attention_bias=self.o_bias,
+            attention_dropout=0.0, eos_token_id=list(self.eos_token_id) or None,
+            rope_parameters=full, rope_theta=full["rope_theta"],
+            rope_scaling=None if full["rope_type"] == "default" else full,
+        )  # fmt: skip
+        if self.model_type == "gemma3_text":
+            raw |= dict(hidden_activation=raw.pop("hidden_act"), rope_parameters=ropes)
+            raw.pop("rope_scaling")
+            if SLIDING in ropes:
+                raw |= dict(rope_local_base_freq=ropes[SLIDING]["rope_theta"])
+        if self.sliding_window or self.model_type == "mistral":  # where an absent one means 4096
+            raw |= dict(sliding_window=self.sliding_window)
+        if self.model_type not in ("llama", "mistral"):  # transformers takes these for others then
+            raw |= dict(layer_types=list(self.layer_types))
+            raw |= dict(use_sliding_window=SLIDING in self.layer_types)
+        if self.num_experts:
+            dense = sorted({*range(self.num_hidden_layers)} - {*self.sparse_layers})
+            raw |= dict(mlp_only_layers=dense, decoder_sparse_step=1)
+
+        # Written is right if it reads back: a family's config cannot say every ModelConfig.
+        without_bias = dataclasses.replace(self, router_bias_rate=0.0)
+        where = f"a {self.model_type} config cannot say this: it"
+        require_same_numbers(config_from(raw), without_bias, where)
+        return raw
 
 
 def require_size(name, size) -> None:
     """Raise a ValueError unless a size of a model is a positive integer, and not absurd."""
-    if not is_a(size, int) or size < 1:
+    if type(size) is not int or size < 1:
         raise ValueError(f"{name}: expected a positive integer, got {reprlib.repr(size)}")
 
     # Bytes of a matrix must fit into 63 bits, and RoPE allocates head_dim / 2 frequencies.
@@ -224,13 +254,11 @@ class Rope:
         return ropes
 
 
+# transformers' defaults for what a config.json may leave out, and models.py does not say.
 QWEN = dict(
     vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32,
-    num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=32768,
-    rms_norm_eps=1e-6, tie_word_embeddings=False, initializer_range=0.02, rope_theta=10000.0,
-    sliding_window=4096, max_window_layers=28, attention_bias=False, hidden_act="silu",
+    num_attention_heads=32, num_key_value_heads=32,
 )  # fmt: skip
-
 LLAMA = QWEN | dict(
     vocab_size=32000, intermediate_size=11008, num_key_value_heads=None,
     max_position_embeddings=2048, eos_token_id=2,
@@ -245,208 +273,131 @@ FAMILIES = {  # model_type -> (transformers' class, what differs in its equation
     # Biases of q, k and v.
     "qwen2": ("Qwen2ForCausalLM", models.FAMILIES["qwen2"], QWEN),
     # Norms of q and k, a width of heads of its own.
-    "qwen3": ("Qwen3ForCausalLM", models.FAMILIES["qwen3"], QWEN | dict(head_dim=128)),
+    "qwen3": ("Qwen3ForCausalLM", models.FAMILIES["qwen3"], QWEN),
     # And experts, in all layers or in some.
     "qwen3_moe": ("Qwen3MoeForCausalLM", models.FAMILIES["qwen3_moe"], QWEN | dict(
         hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_key_value_heads=4,
-        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
-        decoder_sparse_step=1)),
+        num_experts=128, num_local_experts=None, num_experts_per_tok=8, moe_intermediate_size=768,
+        norm_topk_prob=False, decoder_sparse_step=1)),
     # Norms with 1 + w, four of them a layer, sqrt(M), two RoPE bases: layers slide, but every 6th.
-    "gemma3_text": (
-        "Gemma3ForCausalLM",
-        models.FAMILIES["gemma3_text"],
-        QWEN | dict(
-            vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
-            num_attention_heads=8, num_key_value_heads=4, head_dim=256, rope_theta=1e6,
-            max_position_embeddings=131072, tie_word_embeddings=True, eos_token_id=1,
-            hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256,
-            final_logit_softcapping=None)),
+    "gemma3_text": ("Gemma3ForCausalLM", models.FAMILIES["gemma3_text"], dict(
+        vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=131072,
+        eos_token_id=1, final_logit_softcapping=None)),
 }  # fmt: skip
 
-SAME = (  # of one name and meaning in config.json and in ModelConfig
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
-    "initializer_range",
-)  # fmt: skip
-
-MAYBE = (  # the same, in families whose defaults have them; ignored in others, as by transformers
-    "query_pre_attn_scalar", "final_logit_softcapping", "num_experts", "num_experts_per_tok",
-    "moe_intermediate_size", "norm_topk_prob", "mlp_bias", "value_head",
-)  # fmt: skip
-
-REFUSED = "attention_dropout", "use_bidirectional_attention", "quantization_config"
-
-
-# The types of config.json's fields. ModelConfig's annotations say the types of the fields that mean
-# the same there. ModelConfig has the fields of this list in another form, or not at all.
-FILE_TYPES = typing.get_type_hints(ModelConfig) | dict(
-    head_dim=int | None, num_key_value_heads=int | None, eos_token_id=int | list[int] | None,
-    text_config=dict | None, dtype=str | None, torch_dtype=str | None, hidden_act=str | None,
-    hidden_activation=str | None, attention_bias=bool, layer_types=list[str] | None,
-    use_sliding_window=bool | None, max_window_layers=int, sliding_window_pattern=int | None,
-    _sliding_window_pattern=int | None, num_local_experts=int | None, decoder_sparse_step=int,
-    mlp_only_layers=list[int] | None, rope_theta=float, rope_local_base_freq=float,
-    rope_scaling=dict | None, rope_parameters=dict | None, partial_rotary_factor=float | None,
-    original_max_position_embeddings=int | None, attention_dropout=float | None,
-    use_bidirectional_attention=bool | None, quantization_config=dict | None,
-)  # fmt: skip
-
-# And of the fields of rope_scaling and rope_parameters, which may hold an object for each type of
-# layer. The other fields are numbers.
-ROPE_FIELDS = {
-    **{name: float | None for pair in ROPE_TYPES.values() for names in pair for name in names},
-    FULL: dict | None, SLIDING: dict | None, "partial_rotary_factor": float | None,
-    "rope_theta": float, "rope_type": str, "type": str,
+# Fields of the families whose rows have them. In other families transformers ignores them.
+OF_SOME = {
+    "query_pre_attn_scalar", "final_logit_softcapping", "num_experts", "num_local_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
+    "mlp_bias",
 }  # fmt: skip
 
-TYPE_NAMES = {int: "an integer", float: "a finite number", str: "a string", bool: "true or false",
-              dict: "an object", NoneType: "null"}  # fmt: skip
+IS = {  # a type in words -> whether a value of a JSON file has it
+    "an integer": lambda x: type(x) is int,  # true is not the number 1
+    "a finite number": lambda x: type(x) in (int, float) and abs(x) <= sys.float_info.max,
+    "true or false": lambda x: type(x) is bool,
+    "a string": lambda x: type(x) is str,
+    "an object": lambda x: type(x) is dict,
+    "a list (each an integer)": lambda x: type(x) is list and all(type(y) is int for y in x),
+    "a list (each a string)": lambda x: type(x) is list and all(type(y) is str for y in x),
+    "null": lambda x: x is None,
+}
+TYPES = {  # the types that a field of config.json, or of its RoPE parameters, may have -> the names
+    ("an integer",):
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+        "max_position_embeddings num_experts num_experts_per_tok moe_intermediate_size "
+        "max_window_layers decoder_sparse_step",
+    ("an integer", "null"):
+        "head_dim num_key_value_heads sliding_window sliding_window_pattern num_local_experts "
+        "_sliding_window_pattern original_max_position_embeddings",
+    ("an integer", "a list (each an integer)", "null"): "eos_token_id",
+    ("a list (each an integer)", "null"): "mlp_only_layers",
+    ("a finite number",): "rms_norm_eps initializer_range rope_theta rope_local_base_freq",
+    ("a finite number", "null"):
+        "query_pre_attn_scalar final_logit_softcapping attention_dropout partial_rotary_factor "
+        "factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow",
+    ("true or false",): "tie_word_embeddings attention_bias mlp_bias norm_topk_prob value_head",
+    ("true or false", "null"): "use_sliding_window use_bidirectional_attention",
+    ("a string",): "model_type rope_type type",
+    ("a string", "null"): "hidden_act hidden_activation dtype torch_dtype",
+    ("a list (each a string)", "null"): "layer_types",
+    ("an object", "null"):
+        f"text_config rope_scaling rope_parameters quantization_config {FULL} {SLIDING}",
+}  # fmt: skip
+TYPE_OF = {name: kinds for kinds, names in TYPES.items() for name in names.split()}
 
 
-def is_a(value, kind) -> bool:
-    """Return whether a value of a JSON file has the type of an annotation."""
-    # true is not the number 1, and 2.0 is not an integer, but 2 is a float.
-    args = typing.get_args(kind)
-    if isinstance(kind, UnionType):
-        return any(is_a(value, one) for one in args)
-    if args:
-        return isinstance(value, list | tuple) and all(is_a(x, args[0]) for x in value)
-    if kind is float:
-        return type(value) in (int, float) and abs(value) <= sys.float_info.max
-    return type(value) is kind
-
-
-def name_of_type(kind) -> str:
-    """Return an annotation as a reader of a JSON file knows it."""
-    args = typing.get_args(kind)
-    if isinstance(kind, UnionType):
-        return " or ".join(map(name_of_type, args))
-    return f"a list (each {name_of_type(args[0])})" if args else TYPE_NAMES[kind]
-
-
-def require_types(raw, kinds, where="") -> None:
-    """Raise a ValueError that names the first field of another type than `kinds`, {field: type}."""
+def require_types(raw, where="") -> None:
+    """Raise a ValueError that names the first field of an object whose type is not in TYPES."""
     for name, value in raw.items():
-        if name in kinds and not is_a(value, kinds[name]):
-            raise ValueError(f"{where}{name}: expected {name_of_type(kinds[name])}, got "
+        kinds = TYPE_OF.get(name)
+        if kinds and not any(IS[kind](value) for kind in kinds):
+            raise ValueError(f"{where}{name}: expected {' or '.join(kinds)}, got "
                              f"{reprlib.repr(value)}")  # fmt: skip
+        # RoPE parameters are an object, or one for each type of layer.
+        if name in ("rope_scaling", "rope_parameters", FULL, SLIDING):
+            require_types(value or {}, f"{where}{name}.")
 
 
-def read_config(raw) -> ModelConfig:
+def config_from(raw) -> ModelConfig:
     """Return the `ModelConfig` of a config.json's dict, in either spelling of transformers."""
     # Multimodal: the language model's part. The ends of turns, and tying, may stand outside.
     outer = {key: raw[key] for key in ("eos_token_id", "tie_word_embeddings", "text_config")
              if raw.get(key) is not None}  # fmt: skip
-    require_types(outer, FILE_TYPES)
+    require_types(outer)
     if inner := outer.pop("text_config", None):
         raw = {"model_type": f"{raw.get('model_type')}_text"} | inner | outer
-    require_types(raw, {"model_type": str})
     family = raw.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(f"model_type: expected one of {', '.join(FAMILIES)}, got {family!r}")
-    _, differs, defaults = FAMILIES[family]
-    raw = defaults | raw
+    if not isinstance(family, str | None) or family not in FAMILIES:
+        raise ValueError(f"model_type: expected a string, one of {', '.join(FAMILIES)}, got "
+                         f"{family!r}")  # fmt: skip
+
     # A field of another family may have any value, as transformers does not read it either.
-    foreign = {*MAYBE, "decoder_sparse_step"} - {"value_head", *defaults}
-    foreign |= {"num_local_experts"} if "num_experts" in foreign else set()
-    foreign |= {"layer_types"} if family == "llama" else set()
-    require_types(raw, {name: FILE_TYPES[name] for name in FILE_TYPES.keys() - foreign})
-    for name in ("rope_scaling", "rope_parameters"):
-        ropes = raw.get(name) or {}
-        require_types(ropes, ROPE_FIELDS, f"{name}.")
-        for kind in (FULL, SLIDING):
-            require_types(ropes.get(kind) or {}, ROPE_FIELDS, f"{name}.{kind}.")
-    # The five compute with these.
+    _, differs, defaults = FAMILIES[family]
+    ignored = OF_SOME - {*differs, *defaults} | ({"layer_types"} if family == "llama" else set())
+    raw = defaults | {name: x for name, x in raw.items() if name not in ignored}
+    require_types(raw)
     for name in ("num_hidden_layers", "num_attention_heads", "decoder_sparse_step"):
-        require_size(name, raw.get(name, 1) if name not in foreign else 1)
-    asked = [name for name in REFUSED if raw.get(name)]
+        require_size(name, raw.get(name, 1))  # the five compute with these
+    asked = [name for name in models.NOT_HERE if name not in defaults and raw.get(name)]
     if asked:
         raise ValueError(f"config asks for {', '.join(asked)}: not implemented here")
 
     # Most fields are those of the five. Where no list says which layers slide, Gemma has a window.
-    window = raw["sliding_window"]
+    window = raw.get("sliding_window", 4096)
     if family == "gemma3_text" and window is None:
         raise ValueError("sliding_window: expected a positive integer, got None")
-    known = {name: x for name, x in raw.items() if name not in foreign}
-    fields = models.config_fields(known, differs)
+    fields = models.config_fields(raw, differs)
     kinds = tuple(fields["layer_types"])
-    listed = raw.get("layer_types") or kinds
-    if family in ("llama", "mistral", "qwen3_moe") and len(set(listed)) > 1:
-        raise ValueError(f"layer_types {list(listed)} in {family}: transformers has no mix")
+    if family in ("mistral", "qwen3_moe") and len({*kinds}) > 1:
+        raise ValueError(f"layer_types {list(kinds)} in {family}: transformers has no mix")
 
     eos = raw.get("eos_token_id")
-    ends = eos if isinstance(eos, list | tuple) else [eos]
-    more = (name for name in (*SAME, *MAYBE) if name not in foreign and raw.get(name) is not None)
-    fields = {name: raw[name] for name in more} | fields | dict(
+    ends = eos if isinstance(eos, list) else [eos]
+    same = {x.name: raw[x.name] for x in dataclasses.fields(ModelConfig)
+            if raw.get(x.name) is not None}  # fmt: skip
+    return ModelConfig(**same | fields | dict(
         sliding_window=window if SLIDING in kinds else None,
-        rope_parameters={kind: read_rope(raw, kind) for kind in set(kinds)},
+        rope_parameters={kind: read_rope(fields["rope_parameters"][kind], raw)
+                         for kind in {*kinds} & {FULL, SLIDING}},
         eos_token_id=tuple(token for token in ends if token is not None),
-    )  # fmt: skip
-    return ModelConfig(**fields)
+    ))  # fmt: skip
 
 
-def read_rope(raw, kind) -> dict:
-    """Return the RoPE parameters of a type of layer.
+def read_rope(rope, raw) -> dict:
+    """Return the RoPE parameters of a type of layer in the words of `ROPE_TYPES`.
 
-    transformers 4: rope_theta and rope_scaling. transformers 5: rope_parameters, and in Gemma one
-    such dict for each type of layer; rope_scaling, if it is there too, wins. Sliding layers of
-    Gemma have rope_local_base_freq and are never scaled.
+    rope: dict. As models.py reads them from `raw`, the config.json.
     """
-    scaling = raw.get("rope_scaling") or {}
-    new = raw.get("rope_parameters") or {}
-    theta = raw["rope_theta"]
-    if raw["model_type"] == "gemma3_text":
-        theta = raw.get("rope_local_base_freq", 10000.0) if kind == SLIDING else theta
-        rope = (new.get(kind) or {}) | (scaling if kind == FULL else {})
-    else:
-        rope = scaling or new
-    rope = {("rope_type" if key == "type" else key): value for key, value in rope.items()}
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(f"rope_parameters per layer type in {raw['model_type']}: transformers has "
-                         f"none, got {rope}")  # fmt: skip
-    rope = {"rope_theta": theta, "rope_type": "default"} | rope
+    rope = {"rope_type" if key == "type" else key: value for key, value in rope.items()}
     partial_factors = rope.pop("partial_rotary_factor", None), raw.get("partial_rotary_factor")
     if any(factor not in (None, 1) for factor in partial_factors):
         raise ValueError("partial_rotary_factor other than 1: not implemented here")
     trained = raw.get("original_max_position_embeddings")
-    if trained and rope["rope_type"] in ("yarn", "llama3"):  # outside the dict in older files
+    if trained and rope.get("rope_type") in ("yarn", "llama3"):  # outside the dict in older files
         rope["original_max_position_embeddings"] = trained
     return rope | {"rope_theta": float(rope["rope_theta"])}
-
-
-def write_config(config) -> dict:
-    """Return the config.json of a `ModelConfig`, in both spellings of transformers."""
-    ropes = {kind: dict(rope) for kind, rope in config.rope_parameters.items()}
-    full = ropes.get(FULL) or ropes[SLIDING]
-    raw = {name: getattr(config, name) for name in SAME}
-    raw |= {name: getattr(config, name) for name in MAYBE if getattr(config, name)}
-    raw |= dict(
-        architectures=[FAMILIES[config.model_type][0]], head_dim=config.head_dim,
-        num_key_value_heads=config.num_key_value_heads, attention_bias=config.o_bias,
-        attention_dropout=0.0, hidden_act=config.hidden_act,
-        eos_token_id=list(config.eos_token_id) or None,
-        rope_parameters=full, rope_theta=full["rope_theta"],
-        rope_scaling=None if full["rope_type"] == "default" else full,
-    )  # fmt: skip
-    if config.model_type == "gemma3_text":
-        raw |= dict(hidden_activation=raw.pop("hidden_act"), rope_parameters=ropes)
-        raw |= dict(rope_local_base_freq=ropes[SLIDING]["rope_theta"]) if SLIDING in ropes else {}
-        raw.pop("rope_scaling")
-    if config.sliding_window or config.model_type == "mistral":  # where an absent one means 4096
-        raw |= dict(sliding_window=config.sliding_window)
-    if config.model_type not in ("llama", "mistral"):  # transformers takes these for others then
-        raw |= dict(layer_types=list(config.layer_types))
-        raw |= dict(use_sliding_window=SLIDING in config.layer_types)
-    if config.num_experts:
-        dense = sorted({*range(config.num_hidden_layers)} - {*config.sparse_layers})
-        raw |= dict(mlp_only_layers=dense, decoder_sparse_step=1)
-
-    # Written is right if it reads back: a family's config cannot say every ModelConfig.
-    without_bias = dataclasses.replace(config, router_bias_rate=0.0)
-    require_same_numbers(
-        read_config(raw), without_bias, f"a {config.model_type} config cannot say this: it"
-    )
-    return raw
 
 
 def require_same_numbers(config, other, where) -> None:

@@ -338,7 +338,6 @@ REFUSED = {  # who refuses: fields, and a pattern of what is said
         (dict(rope_scaling={"rope_type": "yarn"}), "missing .*factor"),
         (dict(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "low_freq_factor"),
         (dict(rope_scaling={"rope_type": "default", "mrope_section": [1]}), "mrope_section"),
-        (dict(rope_parameters={FULL: {"rope_theta": 1e6}}), "per layer type"),
         *((dict(rope_scaling=YARN | {key: value}), f"unknown .*{key}")
           for key, value in dict(mscale=0.7, mscale_all_dim=0.3, truncate=False).items()),
         *((fields | dict(model_type=kind), "partial_rotary_factor") for kind in ("qwen3", "llama")
@@ -357,7 +356,7 @@ REFUSED = {  # who refuses: fields, and a pattern of what is said
         (dict(model_type="qwen3_moe", num_experts=2, num_experts_per_tok=4),
          "num_experts_per_tok: at most num_experts"),
         *((dict(model_type=kind, use_sliding_window=True, layer_types=[FULL, SLIDING]), "no mix")
-          for kind in ("qwen3_moe", "mistral", "llama")),
+          for kind in ("qwen3_moe", "mistral")),
     ],
     written: [(fields, "cannot say|no mix") for fields in (  # what no config.json can say
         dict(qkv_bias=True), dict(model_type="qwen2", qk_norm=True), dict(scale_embedding=True),

@@ -10,8 +10,8 @@ import released
 from conftest import complaint_of
 
 transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
-from full.hf import TEXT_FILES, copy_text_files
-from full.text import Text, load_tokenizer
+from full.hf import copy_text_files
+from full.text import Text
 
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
@@ -510,22 +510,3 @@ def test_templates_for_other_uses_are_copied(checkpoints, changed, tmp_path):
     for target in (tmp_path / "hf", tmp_path / "hf"):  # a second time over itself
         copy_text_files(directory, target)
     assert tokenizer_of(target).chat_template["tool_use"] == "tools: {{ tools }}"
-
-
-def test_no_text_of_another_model_is_left_beside_a_copy(checkpoints, tmp_path):
-    for name in (*TEXT_FILES, "config.json", "notes.txt"):
-        (tmp_path / name).write_text(name)
-    other_uses = tmp_path / "additional_chat_templates" / "tool_use.jinja"
-    other_uses.parent.mkdir()
-    other_uses.write_text("of another model")
-    names = copy_text_files(checkpoints["qwen3"], tmp_path)
-    assert not other_uses.exists()
-    other_uses.parent.rmdir()
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {*names, "config.json", "notes.txt"}
-
-    # Onto itself: all stays.
-    assert copy_text_files(tmp_path, tmp_path) == names
-    assert {path.name for path in tmp_path.iterdir()} == left
-    (tmp_path / "config.json").unlink()  # it is a text of the test's own
-    assert len(load_tokenizer(tmp_path)) > released.VOCABULARY
