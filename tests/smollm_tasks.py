@@ -1,7 +1,6 @@
 """Two text tasks for SmolLM2-135M-Instruct and their rewards: sums, and words in reverse order.
 
-    python tests/smollm_tasks.py FOLDER            # writes FOLDER/sums.jsonl and FOLDER/words.jsonl
-    python tests/smollm_tasks.py RUN [RUN ..] FILE.png   # draws runs of both (needs matplotlib)
+    python tests/smollm_tasks.py FOLDER   # writes FOLDER/sums.jsonl and FOLDER/words.jsonl
 """
 
 import json
@@ -60,40 +59,10 @@ def reversed_words(text, row):
     return 1.0 if found == wanted else 0.2 * sum(a == b for a, b in zip(found, wanted))
 
 
-def draw(runs, picture):
-    """Draw what runs solve, a panel for each file of data, and print a line for each run."""
-    from matplotlib.figure import Figure
-
-    read = [json.loads((Path(run) / "config.json").read_text()) for run in runs]
-    names = [*dict.fromkeys(Path(config["data"]).stem for config in read)]
-    figure = Figure(figsize=(4.5 * len(names), 3.5), layout="constrained")
-    panels = dict(zip(names, figure.subplots(1, len(names), squeeze=False)[0]))
-    for run, config in zip(runs, read):
-        lines = [json.loads(x) for x in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-        axes, color = panels[Path(config["data"]).stem], f"C{config['seed']}"
-
-        # A line is what the rollouts of a step solve, a dot greedy decoding of held-out prompts.
-        sampled = [line["reward/solved"] for line in lines]
-        dots = [(0, line["eval/solved_before"]) for line in lines if "eval/solved_before" in line]
-        dots += [(line["step"] + 1, line["eval/solved"]) for line in lines if "eval/solved" in line]
-        axes.plot([line["step"] + 1 for line in lines], sampled, color, lw=1, alpha=0.6)
-        axes.plot(*zip(*dots), f"{color}o", markersize=5, label=f"seed {config['seed']}")
-        greedy = ", ".join(f"{solved:.3f} after {step}" for step, solved in dots)
-        print(f"{run}: greedy {greedy}; sampled {sampled[0]:.2f} to {sampled[-1]:.2f}")
-    for name, axes in panels.items():
-        axes.set(xlabel="step", title=f"{name}: dots greedy, lines sampled", ylim=(-0.02, 1.02))
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(picture, dpi=110)
-
-
 def main(argv) -> int:
-    """Write both files, or draw runs."""
-    if len(argv) > 1 and argv[-1].endswith(".png"):
-        draw(argv[:-1], argv[-1])
-        return 0
+    """Write both files."""
     if len(argv) != 1 or argv[0].startswith("-"):
-        print("usage: python tests/smollm_tasks.py FOLDER | RUN [RUN ..] FILE.png", file=sys.stderr)
+        print("usage: python tests/smollm_tasks.py FOLDER", file=sys.stderr)
         return 2
     for name, lines in dict(sums=sums(), words=words()).items():
         text = "".join(json.dumps(line) + "\n" for line in lines)

@@ -1,7 +1,6 @@
 """Learning curves of every objective on `guess`, with the default run's settings.
 
     python tests/bench/measure_objectives.py DIR 5           # seeds 0-4: makes runs that DIR lacks
-    python tests/bench/measure_objectives.py DIR 5 FILE.png  # and draws them (needs matplotlib)
 
 A line of a table is printed for each objective: the mean of what the seeds solved in the end, the
 least, and the step at whose evaluation each seed had solved 0.95.
@@ -35,32 +34,14 @@ def evaluations_of(folder, objective, seed) -> list:
 
 
 def main(argv) -> int:
-    folder, seeds, *picture = argv
-    solved = {}  # objective -> array (seeds, evaluations)
+    folder, seeds = argv
     for objective in OBJECTIVES:
         runs = [evaluations_of(folder, objective, seed) for seed in range(int(seeds))]
         steps = [line["step"] + 1 for line in runs[0]]
         rows = np.array([[line["eval/solved"] for line in run] for run in runs])
-        solved[objective] = rows
         reached = [next((s for s, y in zip(steps, row) if y >= TARGET), None) for row in rows]
         shown = ", ".join(map(str, reached))
         print(f"| {objective} | {rows[:, -1].mean():.3f} | {rows[:, -1].min():.3f} | {shown} |")
-    if not picture:
-        return 0
-
-    # A line is the mean of the seeds, and the band reaches from the worst to the best of them.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    axes = figure.subplots()
-    for n, objective in enumerate(OBJECTIVES):
-        rows = solved[objective]
-        axes.plot(steps, rows.mean(0), f"C{n}", label=objective)
-        axes.fill_between(steps, rows.min(0), rows.max(0), color=f"C{n}", alpha=0.08)
-    axes.set(xlabel="step", ylabel="eval/solved", ylim=(0, 1.02))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(picture[0], dpi=110)
     return 0
 
 

@@ -83,10 +83,9 @@ TABLE = {
                     "commands::a_pipe_is_answered_a_line_a_line"),
     **dict.fromkeys((f"{RUN} export runs/words runs/reverser", f"{RUN} export runs/mine HF"),
                     "commands::the_newest_checkpoint_exported_is_what_the_run_wrote"),
-    "python tests/smollm_tasks.py RUN [RUN ..] FILE.png": "smollm::runs_of_both_tasks_are_drawn",
     **dict.fromkeys(RELEASED, "smollm::the_commands_of_the_pages_run"),
-    "python tests/bench/measure_objectives.py runs/objectives 5 objectives.png":
-        "objectives::the_curves_are_drawn_of_runs_that_are_there",
+    "python tests/bench/measure_objectives.py runs/objectives 5":
+        "objectives::a_row_of_runs_that_are_there_is_printed",
 
     # Checks.
     **dict.fromkeys(("grep NUMERICS *.py full/*.py", "grep COMM *.py full/*.py"),
@@ -115,7 +114,6 @@ TABLE = {
     f"{BENCH} ring stress --model": "action::fifty_steps_in_bf16",
     f"{BENCH} tree --repeats 7": "tree::bench_runs_at_toy_size",
     f"{BENCH} models --repeats 7": " --repeats 1",
-    f"{BENCH} parallel": "parallel::bench_runs_at_toy_size",
     "python tests/bench/bench_trl.py --model DIR --prompts 4 --completion 14 --rounds 3":
         "conformance::a_checkpoint_is_measured_on_its_own_prompts",
     "python tests/bench/bench_trl.py --rounds 7":

@@ -123,7 +123,7 @@ def test_the_punishment_of_long_answers_is_the_sources(row):
         assert -overlong_penalty(config, t) == expected
 
 
-def test_the_curves_are_drawn_of_runs_that_are_there(tmp_path, capsys):
+def test_a_row_of_runs_that_are_there_is_printed(tmp_path, capsys):
     """The lines of the table of full/RESULTS.md, of runs of three evaluations."""
     for objective in measure_objectives.OBJECTIVES:
         for seed in range(2):

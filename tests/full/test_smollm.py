@@ -1,6 +1,5 @@
 """A released model, SmolLM2-135M-Instruct: read as transformers reads it, and trained."""
 
-import json
 import re
 import shlex
 import shutil
@@ -144,22 +143,6 @@ def test_the_tasks_have_lines_and_rewards(tmp_path):
     for text, reward in rewards.items():
         found = smollm_tasks.reversed_words(text, {"answer": "cat, sea, fire"})
         assert found == pytest.approx(reward), text
-
-
-def test_runs_of_both_tasks_are_drawn(tmp_path, capsys):
-    """A panel for each file of data, a line and dots for each run; what was printed."""
-    pytest.importorskip("matplotlib", reason="draws a PNG")
-    lines = [{"step": 0, "reward/solved": 0.1, "eval/solved_before": 0.25},
-             {"step": 1, "reward/solved": 0.5, "eval/solved": 0.75}]  # fmt: skip
-    runs, picture = [tmp_path / f"run-{n}" for n in range(3)], tmp_path / "both.png"
-    for n, name in enumerate(("sums", "sums", "words")):
-        runs[n].mkdir()
-        (runs[n] / "config.json").write_text(json.dumps(dict(data=f"some/{name}.jsonl", seed=n)))
-        (runs[n] / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    assert smollm_tasks.main([*map(str, runs), f"{picture}"]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    (*_, last) = capsys.readouterr().out.splitlines()
-    assert last == f"{runs[2]}: greedy 0.250 after 0, 0.750 after 2; sampled 0.10 to 0.50"
 
 
 @pytest.mark.slow
