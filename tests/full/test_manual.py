@@ -48,8 +48,7 @@ SEVERAL = {command for command in PAGES.commands if command.startswith("torchrun
 PLAN = {command for command in RESULTS.commands if command.startswith(f"{RUN} plan ")}
 TABLE = {
     **dict.fromkeys((
-        RUN, TRAIN, f"{TRAIN} --plan t2", f'{TRAIN} --plan "d2|t2"',
-        f'{TRAIN} --plan "t2|d2" --data-parallel fsdp',
+        RUN, TRAIN, f"{TRAIN} --plan t2",
         f"{RUN} --compute-dtype bfloat16", f"{RUN} --tree sparse", f"{RUN} --staleness 1",
         f"{RUN} --staleness 2 --proximal --importance-cap 2", f"{RUN} --advantage gae",
         f"{RUN} --tree dta --chunk-tokens 2048", f"{EXAMPLE}:Sort --steps 250"), TINY),
