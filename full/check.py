@@ -29,14 +29,13 @@ from full.generate import forward_with_cache, generate, prefill
 from full.hf import full_definition
 from full.logprobs import token_logprobs
 from full.masks import Mask
-from full.model_config import ModelConfig
 from full.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradients
 from full.parallelize import MODES, parallelize
 from full.places import local
 from full.plans import Grid, Plan
 from full.ranks import is_rank_0
 from full.ring import METHODS, ring_attention, ring_of, shard, unshard
-from full.transformer import Transformer
+from full.tiny import TINY, tiny, tiny_model
 from full.trie import TokenTrie
 from models import CHECK_FAMILIES, FULL, SLIDING
 from parallel import ADAMW, PLANS
@@ -350,27 +349,7 @@ def check_tree() -> bool:
 
 
 # Models -----------------------------------------------------------------------------------------
-# Tiny models of every family, each path against `models.logits_definition`. Tests use `tiny` and
-# `tiny_model` too.
-
-TINY = {  # what a tiny model of each family needs in addition to the sizes
-    "llama": dict(qk_norm=False),
-    "mistral": dict(qk_norm=False, layer_types=(SLIDING, SLIDING), sliding_window=5),
-    "qwen2": dict(qk_norm=False, qkv_bias=True),
-    "qwen3": dict(),
-    "qwen3_moe": dict(
-        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16, sparse_layers=(1,),
-        norm_topk_prob=True,
-    ),
-    "gemma3_text": dict(
-        norm_offset=True, post_norms=True, scale_embedding=True, sliding_window=4,
-        layer_types=(SLIDING, FULL), hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=12,
-        tie_word_embeddings=True, rope_parameters={
-            FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-        },
-    ),
-}  # fmt: skip
+# Tiny models of every family, each path against `models.logits_definition`.
 
 CASES = {
     **{model_type: (model_type, {}) for model_type in TINY},
@@ -384,27 +363,6 @@ CASES = {
         router_bias_rate=0.05, norm_topk_prob=False, sparse_layers=(0, 1))),
     "gemma3_text capped": ("gemma3_text", dict(final_logit_softcapping=4.0)),
 }  # fmt: skip
-
-
-def tiny(model_type="qwen3", **changes) -> ModelConfig:
-    """Return a small configuration with grouped heads and nothing square, for tests."""
-    base = dict(
-        vocab_size=53, hidden_size=24, intermediate_size=40, num_hidden_layers=2, head_dim=10,
-        num_attention_heads=4, num_key_value_heads=2, model_type=model_type, initializer_range=0.3,
-    )  # fmt: skip
-    return ModelConfig(**base | TINY[model_type] | changes)
-
-
-def tiny_model(model_type="qwen3", seed=1, dtype=torch.float64, **changes) -> Transformer:
-    """Return a `tiny` model whose norms, biases and votes are away from their neutral values."""
-    model = Transformer(tiny(model_type, **changes)).to(dtype).init_weights(seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.1 * torch.randn(p.shape, generator=generator).to(dtype)
-        for votes in model.buffers():
-            votes.copy_(torch.randint(-9, 9, votes.shape, generator=generator))
-    return model
 
 
 def relative_error(a, b):

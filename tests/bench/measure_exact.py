@@ -18,11 +18,11 @@ if __name__ == "__main__":
 
 import models
 from full.batches import masked_attention
-from full.check import TINY, tiny_model
 from full.exact import make_exact, packed_attention, require_exact_kernels
 from full.generate import generate
 from full.masks import Mask
 from full.packing import PackedBatches
+from full.tiny import TINY, tiny_model
 
 TAU = 0.7
 

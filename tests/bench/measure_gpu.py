@@ -31,13 +31,14 @@ from full import check as check_py  # noqa: E402
 from full import estimate  # noqa: E402
 from full import run as run_py  # noqa: E402
 from full.check import CASES, TinyModel, _tree_rows, path_errors  # noqa: E402
-from full.check import rows_of_rank, tiny_model  # noqa: E402
+from full.check import rows_of_rank  # noqa: E402
 from full.config import Config  # noqa: E402
 from full.generate import generate  # noqa: E402
 from full.model_config import ModelConfig  # noqa: E402
 from full.plans import Plan  # noqa: E402
 from full.ranks import connect  # noqa: E402
 from full.run import build  # noqa: E402
+from full.tiny import tiny_model  # noqa: E402
 from full.trainer import Trainer  # noqa: E402
 
 BEGIN, END = "<!-- gpu.sh: begin -->", "<!-- gpu.sh: end -->"

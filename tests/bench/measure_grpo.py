@@ -29,7 +29,6 @@ from measure_models import QWEN3_06B
 import ring_attention as ring
 from full.batches import RolloutQueue, SampledBatch, collect
 from full.byhand import Step, metrics_by_hand
-from full.check import tiny_model
 from full.checkpoint import write_checkpoint
 from full.config import LORA_TARGETS, Config
 from full.hf import save_hf
@@ -43,6 +42,7 @@ from full.ranks import connect
 from full.run import ONE_PROCESS, build, build_teacher, own_shape
 from full.tasks import Task
 from full.text import make_task
+from full.tiny import tiny_model
 from full.trainer import Trainer, first_factors, first_weights
 from full.transformer import Transformer, draw_weights
 from full.trie import TokenTrie

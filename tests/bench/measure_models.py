@@ -16,12 +16,13 @@ import time
 import torch
 
 from full import check
-from full.check import path_errors, relative_error as relative, tiny_model
+from full.check import path_errors, relative_error as relative
 from full.experts import Balance, grouped_linear
 from full.generate import generate
 from full.hf import load_hf, save_hf
 from full.contents import parameters
 from full.model_config import ModelConfig
+from full.tiny import tiny_model
 from full.transformer import Transformer
 from models import FULL
 

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from full import ring
 from full.attend import attend
-from full.check import tiny_model
 from full.estimate import WIRE
 from full.masks import Mask
 from full.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradients
@@ -29,6 +28,7 @@ from full.pipeline import run_micro_batches
 from full.places import full, part_of
 from full.plans import Grid, Plan
 from full.ring import indices
+from full.tiny import tiny_model
 from ring_attention import launch
 # check ------------------------------------------------------------------------------------------
 

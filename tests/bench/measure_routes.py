@@ -20,9 +20,9 @@ if __name__ == "__main__":
 import models
 from measure_head import attention_of
 
-from full.check import tiny_model
 from full.generate import generate
 from full.packing import PackedBatches
+from full.tiny import tiny_model
 
 SHAPES = {  # layers, width, experts, experts of a token, rollouts, their tokens
     "tiny": (3, 32, 8, 2, 24, 60),

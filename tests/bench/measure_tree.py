@@ -17,8 +17,9 @@ import torch
 from measure_grpo import costs, peak, stats_of
 from measure_models import QWEN3_06B, seconds_of
 
-from full.check import TINY, _tree_rows, forests, tiny, tiny_model
+from full.check import _tree_rows, forests
 from full.chunks import PAIR, partition, partition_tree, tree_backward
+from full.tiny import TINY, tiny, tiny_model
 from full.transformer import Transformer
 from full.trie import TokenTrie
 from tree_attention import definition

@@ -19,9 +19,10 @@ from example_action_expert import (
 from measure_ring import unshard_replicated
 from test_ranks import as_script, ranks
 
-from full.check import relative, tiny
+from full.check import relative
 from full.masks import Mask
 from full.ring import indices
+from full.tiny import tiny
 
 SCRIPT = ROOT / "tests/example_action_expert.py"
 

@@ -18,7 +18,6 @@ from test_ranks import run_of  # noqa: F401, a fixture
 
 from full.__main__ import main
 from full.batches import masked_attention
-from full.check import tiny, tiny_model
 from full.chunks import tree_backward
 from full.config import Config
 from full.experts import Balance
@@ -32,6 +31,7 @@ from full.plans import Grid, Plan
 from full.ring import indices
 from full.run import build
 from full.text import make_task
+from full.tiny import tiny, tiny_model
 from full.trainer import Trainer
 from full.transformer import Transformer, causal_attention
 from full.trie import TokenTrie

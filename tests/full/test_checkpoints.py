@@ -22,7 +22,7 @@ from test_ranks import join, ranks, start
 
 from full import hf
 from full.__main__ import main
-from full.check import TINY, relative_error, tiny
+from full.check import relative_error
 from full.files import read_json_lines
 from full.hf import load_hf, save_hf
 from full.logprobs import all_gather_logits, token_logprobs
@@ -30,6 +30,7 @@ from full.model_config import read_json
 from full.parallelize import parallelize
 from full.places import full, local
 from full.plans import Grid, Plan
+from full.tiny import TINY, tiny
 from full.transformer import Transformer
 from full.weights import gather_weights
 from models import FULL

@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
-from full.check import tiny_model
 from full.generate import KVCache, forward_with_cache, generate, prefill
 from full.plans import Grid, Plan
+from full.tiny import tiny_model
 from full.weights import split_for_decoding
 from models import FULL, SLIDING, Row, generate as simple_generate
 

@@ -21,11 +21,11 @@ import models
 from full import exact
 from full.audit import audited
 from full.batches import masked_attention
-from full.check import TINY, tiny_model
 from full.exact import exact_attention, make_exact, packed_attention, require_exact_kernels
 from full.generate import generate
 from full.masks import Mask
 from full.packing import PackedBatches
+from full.tiny import TINY, tiny_model
 
 SHAPE = f"{TASK} --layers 2 --hidden 24 --heads 4 --lr 0.01 --steps 3 --eval-every 2"
 FAMILIES = [(name, dtype) for name in TINY for dtype in ("float32", "float64", "bfloat16")]

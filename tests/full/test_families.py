@@ -14,12 +14,13 @@ from measure_models import their_gradient
 
 import models
 from full import check
-from full.check import check_models, relative_error as relative, tiny, tiny_model
+from full.check import check_models, relative_error as relative
 from full.experts import Balance, grouped_linear, update_router_bias
 from full.generate import forward_with_cache, generate
 from full.hf import full_definition, load_hf, save_hf
 from full.logprobs import token_logprobs
 from full.model_config import FAMILIES, QWEN, ModelConfig, rope_frequencies
+from full.tiny import tiny, tiny_model
 from full.transformer import Transformer
 from models import CHECK_FAMILIES, FULL, SLIDING
 

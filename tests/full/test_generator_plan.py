@@ -21,7 +21,6 @@ from test_start import SHAPE, shape_of
 from full import rollouts as rollouts_py
 from full.__main__ import main
 from full.batches import collect
-from full.check import tiny, tiny_model
 from full.estimate import Rank, Step
 from full.config import Config
 from full.experts import give_router_bias
@@ -31,6 +30,7 @@ from full.plans import plans_on_same_ranks
 from full.rollouts import evaluate
 from full.tasks import Task
 from full.text import make_task
+from full.tiny import tiny, tiny_model
 from full.trainer import Trainer
 from full.transformer import Transformer
 

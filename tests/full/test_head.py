@@ -11,7 +11,6 @@ from test_ranks import TASK, ranks, read_metrics
 from test_run import good, refused
 
 from full.audit import audited
-from full.check import tiny_model
 from full.config import Config, parse_config
 from full.engine import Decoder
 from full.generate import forward_with_cache, prefill
@@ -20,6 +19,7 @@ from full.parallelize import parallelize
 from full.plans import Grid, Plan
 from full.run import build, build_teacher, policy_in
 from full.text import make_task
+from full.tiny import tiny_model
 from full.trainer import keep_wide
 
 V, N = 49152, 64

@@ -18,7 +18,6 @@ from test_run import good, refused
 from full import lora, places, run
 from full.audit import audited
 from full.batches import RolloutQueue
-from full.check import TINY, tiny, tiny_model
 from full.config import LORA_TARGETS, Config, parse_config
 from full.hf import load_hf, save_hf
 from full.logs import do_step
@@ -28,6 +27,7 @@ from full.places import full
 from full.run import build
 from full.talk import load_policy, main
 from full.text import make_task
+from full.tiny import TINY, tiny, tiny_model
 from full.trainer import Trainer
 from full.transformer import Transformer
 

@@ -19,7 +19,6 @@ from conformance.definition import Sequence, definition, learning_rate
 from full.advantages import gae
 from full.batches import SampledBatch, collect
 from full.byhand import read, settings
-from full.check import TINY, tiny_model
 from full.config import LOSS_SETTINGS, Config, choices_of
 from full.metrics import METRICS, Metric
 from full.objectives import grpo_loss, loss_denominator
@@ -28,6 +27,7 @@ from full.recorded import Recorded
 from full.rollouts import Trajectory, demonstrations
 from full.run import build
 from full.text import make_task
+from full.tiny import TINY, tiny_model
 from full.trainer import Trainer
 from full.trie import TokenTrie
 

@@ -7,13 +7,14 @@ from conftest import complaint_of, shortened
 from oracles import Watch, draw, plain_attention, worst
 from test_ranks import ranks
 
-from full.check import TINY, relative_error as relative, tiny, tiny_model
+from full.check import relative_error as relative
 from full.experts import Balance
 from full.generate import KVCache, forward_with_cache, generate, prefill
 from full.hf import load_hf, save_hf
 from full.logprobs import all_gather_logits, require_tokens_in_vocabulary, token_logprobs
 from full.parallelize import parallelize
 from full.plans import Grid, Plan
+from full.tiny import TINY, tiny, tiny_model
 from full.transformer import RMSNorm, Transformer, causal_attention
 from models import (
     FULL, Row, forward_with_cache as simple_forward_with_cache, packed_attention, sample,

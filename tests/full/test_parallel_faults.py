@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from full import checkpoint
-from full.check import tiny_model
 from full.checkpoint import Damaged, read_checkpoint, read_newest, superseded, write_checkpoint
 from full.optimizer import (
     LocalOptimizer, clip_grad_norm, persistent_buffers, reduce_gradients, replica_difference,
@@ -32,6 +31,7 @@ from full.optimizer import (
 from full.parallelize import parallelize
 from full.places import TIED, local, reshard
 from full.plans import Grid, Plan
+from full.tiny import tiny_model
 from full.weights import copy_weights, split_for_decoding
 
 def equal_on_ranks(tmp_path, world, function, *args):

@@ -17,7 +17,6 @@ from test_ranks import ranks
 
 import ring_attention as ring
 from full.__main__ import main
-from full.check import tiny
 from full.config import parse_config
 from full.estimate import PUBLISHED, Rank, Step, memory
 from full.hf import save_hf
@@ -27,6 +26,7 @@ from full.parallelize import parallelize
 from full.places import local
 from full.plans import LETTERS, Grid, Plan, letters_table, plans_on_same_ranks
 from full.ranks import connect
+from full.tiny import tiny
 from parallel import Grid as SimpleGrid
 # The grammar -----------------------------------------------------------------------------------
 

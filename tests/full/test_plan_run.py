@@ -9,9 +9,9 @@ from conftest import slow
 from test_ranks import TASK, _train, largest_difference, learns_something, ranks, read_metrics
 from test_ranks import run_of, trained  # noqa: F401, a fixture
 
-from full.check import tiny
 from full.config import LORA_TARGETS
 from full.hf import save_hf
+from full.tiny import tiny
 from full.transformer import Transformer
 
 SHAPE = f"{TASK} --layers 4 --hidden 16 --heads 4 --lr 0.005"

@@ -26,7 +26,7 @@ from torch.distributed import fsdp
 from full import rollouts, trainer
 from full.audit import audited
 from full.batches import RolloutQueue
-from full.check import relative_error as relative, tiny, tiny_model
+from full.check import relative_error as relative
 from full.config import Config, parse_config
 from full.hf import load_hf
 from full.optimizer import LocalOptimizer, reduce_gradients, training_tensors
@@ -36,6 +36,7 @@ from full.plans import Grid, Plan
 from full.run import build
 from full.talk import load_policy, settings_of_run
 from full.text import make_task
+from full.tiny import tiny, tiny_model
 from full.transformer import Transformer
 from models import FULL, SLIDING
 

@@ -18,10 +18,11 @@ from torch.autograd import grad as grad_of
 import models
 import ring_attention as ra
 from full.attend import DTYPES, attend
-from full.check import TINY, by_way, examples, relative, tiny_model
+from full.check import by_way, examples, relative
 from full.masks import Mask
 from full.plans import Grid, Plan
 from full.ring import Ring, indices, ring_attention, shard, unshard
+from full.tiny import TINY, tiny_model
 from parallel import Grid as SimpleGrid
 
 METHODS = ("ring", "allgather", "ulysses")

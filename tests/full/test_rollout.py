@@ -24,7 +24,6 @@ from test_example_tasks import SortThree, converse
 
 from full import rollouts
 from full.batches import collect
-from full.check import TINY, tiny, tiny_model
 from full.config import Config
 from full.hf import save_hf
 from full.objectives import loss_denominator
@@ -429,6 +428,7 @@ def test_a_prompt_that_cannot_be_played_is_refused(prompt):
 
 OWN_TASK = """
 from full.tasks import Task, from_file
+from full.tiny import TINY, tiny, tiny_model
 
 class Echo(Task):
     vocab_size, end = 4, (3,)

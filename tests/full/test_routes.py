@@ -18,7 +18,6 @@ import models
 from full import experts
 from full.audit import audited
 from full.byhand import Routing
-from full.check import tiny_model
 from full.config import Config
 from full.experts import Replay, RouteRecorder, SparseMLP
 from full.generate import generate
@@ -27,6 +26,7 @@ from full.rollouts import Sampler, Trajectory
 from full.run import policy_in
 from full.talk import evaluated, settings_of_run
 from full.text import make_task
+from full.tiny import tiny_model
 from full.trainer import Trainer
 from full.trie import TokenTrie
 

@@ -12,10 +12,11 @@ import tree_attention
 from full import attend, chunks, experts, logprobs, masks, transformer, tree, trie
 from full import generate as generation
 from full import ring as full_ring
-from full.check import CASES, TinyModel, check_models, example_loss, examples, forests, tiny_model
+from full.check import CASES, TinyModel, check_models, example_loss, examples, forests
 from full.chunks import tree_backward, tree_scores
 from full.generate import forward_with_cache, generate, prefill
 from full.ring import ring_attention as ring_of_masks
+from full.tiny import tiny_model
 from full.trie import TokenTrie
 
 SUFFIX = re.compile(r"_([A-Za-z0-9]*[A-Z][A-Za-z0-9]*)$")

@@ -25,7 +25,6 @@ from test_run import (
 )  # fmt: skip
 
 from full.audit import audited
-from full.check import tiny
 from full.config import Config, parse_config
 from full.hf import load_hf, save_hf
 from full.logs import DEMO_METRICS, IdleWarning, Log, RewardWarning, TruncationWarning
@@ -34,6 +33,7 @@ from full.places import full, local
 from full.plans import Grid, Plan
 from full.talk import load_policy, settings_of_run
 from full.text import make_task
+from full.tiny import tiny
 from full.transformer import Transformer, draw_weights
 
 FLAGS = f"{SAVING} 2 {DEMOS}"

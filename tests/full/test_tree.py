@@ -24,10 +24,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from full.__main__ import main
 from full.attend import attend
-from full.check import TINY, TinyModel, check_tree, example_loss, forests, relative, tiny_model
+from full.check import TinyModel, check_tree, example_loss, forests, relative
 from full.chunks import NonFiniteLoss, partition, partition_tree, tree_backward, tree_scores
 from full.experts import Balance
 from full.masks import Mask
+from full.tiny import TINY, tiny_model
 from full.tree import SHORT, WIDTH, tree_attention
 from full.trie import TokenTrie
 from tree_attention import definition

@@ -8,9 +8,10 @@ from oracles import worst
 from test_ranks import ranks
 
 from full.batches import masked_attention
-from full.check import TinyModel, example_loss, forests, relative, tiny_model
+from full.check import TinyModel, example_loss, forests, relative
 from full.chunks import redistribute, tree_backward
 from full.ring import indices
+from full.tiny import tiny_model
 from full.trie import TokenTrie
 from tree_attention import definition
 
