@@ -30,6 +30,7 @@ from full.objectives import loss_denominator
 from full.rollouts import Sampler, demonstrations, evaluate
 from full.tasks import Task, from_file
 from full.text import final_answer, make_task, same_answer
+from full.tiny import TINY, tiny, tiny_model
 from full.trainer import Trainer
 from full.transformer import Transformer
 from train_grpo import uniforms
@@ -428,7 +429,6 @@ def test_a_prompt_that_cannot_be_played_is_refused(prompt):
 
 OWN_TASK = """
 from full.tasks import Task, from_file
-from full.tiny import TINY, tiny, tiny_model
 
 class Echo(Task):
     vocab_size, end = 4, (3,)
