@@ -385,7 +385,7 @@ def build_full():
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from full.config import Config
     from full.run import own_shape
-    from full.text import make_task
+    from full.questions import make_task
     from full.transformer import Transformer
 
     config = Config(**FULL_SHAPE)

@@ -40,7 +40,7 @@ Parallel:
 Training:
     full/config.py: Config, parse_config
     full/tasks.py: Task
-    full/text.py: make_task
+    full/questions.py: make_task
     full/trainer.py: Trainer
     full/objectives.py: grpo_loss
     full/advantages.py: advantages

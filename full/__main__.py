@@ -21,11 +21,11 @@ import torch.distributed as dist  # noqa: E402
 from full import audit, check, contents, estimate, talk  # noqa: E402
 from full.config import parse_config  # noqa: E402
 from full.logs import plot  # noqa: E402
+from full.questions import require_task  # noqa: E402
 from full.ranks import (  # noqa: E402
     Progress, connect, naming_lost_ranks, quietly, replacing_characters,
 )  # fmt: skip
 from full.run import ERRORS, leave, report, start_run  # noqa: E402
-from full.text import require_task  # noqa: E402
 
 
 @replacing_characters()

@@ -22,12 +22,12 @@ from full.audit import Report, audited
 from full.checkpoint import newest_checkpoint
 from full.config import Config, resumed_config
 from full.files import whole_lines
+from full.questions import require_task
 from full.ranks import (
     Interrupted, Progress, agree, joined, naming_lost_ranks, replacing_characters,
 )  # fmt: skip
 from full.run import require_one_process, start_run
 from full.tasks import Task, TaskError, names_of
-from full.text import require_task
 
 __all__ = "Config", "Interrupted", "Report", "Result", "Task", "TaskError", "audit", "run"
 

@@ -36,6 +36,7 @@ from full.lora import definition as lora_definition
 from full.lora import merge
 from full.metrics import METRICS
 from full.optimizer import persistent_buffers
+from full.questions import make_task
 from full.ranks import quietly
 from full.recorded import (
     Case, Recorded, RunFiles, counts_in, everyone, shares, teaches, trained,
@@ -44,7 +45,6 @@ from full.report import as_page, as_text
 from full.rollouts import Sampler, play_held_out
 from full.run import ERRORS, one_process, policy_in, require_base, shape_of
 from full.tasks import TaskError
-from full.text import make_task
 
 # How far the log-probs of an engine may be from the definition's, by the dtype of its weights: a
 # token's, and the mean over all tokens, which also finds a small change of the temperature. An

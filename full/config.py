@@ -63,7 +63,7 @@ Papers and their settings. The rest stays at its default, and each paper has its
   distillation, on-policy    --teacher DIR --objective reinforce --minibatches 1
 """
 
-TASKS = "guess", "jsonl"  # values of --task that name no file: `make_task` of text.py
+TASKS = "guess", "jsonl"  # values of --task that name no file: `make_task` of questions.py
 MAX_STALENESS = 64  # steps, far more than training tolerates
 
 # Choices that several fields share, or that are too long for the line of a field.

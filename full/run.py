@@ -45,13 +45,13 @@ from full.logs import (
 from full.lora import add_factors, give_factors, merge, take_factors
 from full.model_config import ModelConfig, read_json
 from full.optimizer import persistent_buffers
+from full.questions import make_task
 from full.ranks import (
     OBJECT, Interrupted, Progress, Stop, advice_of, agree, current_device, flags_to_resume,
     is_error_of_rank_0, is_one_of_several, is_rank_0, joined, raise_on_all_ranks, say, warn,
 )  # fmt: skip
 from full.rollouts import Unheard
 from full.tasks import Task, TaskError, asking
-from full.text import make_task
 from full.trainer import Trainer, keep_wide, plans_of
 from full.transformer import Transformer, draw_weights
 from train_grpo import EVALUATION, ROLLOUT

@@ -26,13 +26,14 @@ from full.files import beside
 from full.hf import load_hf
 from full.lora import save_factors
 from full.model_config import read_json
+from full.questions import Jsonl, make_task, plain_prompt, template_of
 from full.ranks import MAY_BE_OBJECTS, quietly
 from full.rollouts import Sampler, evaluate, play_held_out
 from full.run import (
     ONE_PROCESS, one_process, policy_in, require_base, require_room, require_rows, write_hf,
 )  # fmt: skip
 from full.tasks import asking
-from full.text import Jsonl, make_task, plain_prompt, template_of, text_of
+from full.text import text_of
 from full.transformer import Transformer
 from train_grpo import EVALUATION
 

@@ -107,7 +107,7 @@ def naming_the_task(file, name=""):
 def asking(task):
     """Return the guard around calls of a task's methods. The tasks of this project need none."""
     file = Path(file_of(type(task)))
-    is_ours = file in (Path(train_grpo.__file__), Path(__file__).with_name("text.py"))
+    is_ours = file in (Path(train_grpo.__file__), Path(__file__).with_name("questions.py"))
     return contextlib.nullcontext() if is_ours else naming_the_task(file, type(task).__name__)
 
 

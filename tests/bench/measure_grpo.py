@@ -37,11 +37,11 @@ from full.lora import add_factors, is_factor, take_factors
 from full.model_config import ModelConfig
 from full.optimizer import clip_grad_norm, persistent_buffers, tensors_of, weights_to_store
 from full.places import full
+from full.questions import make_task
 from full.recorded import Case
 from full.ranks import connect
 from full.run import ONE_PROCESS, build, build_teacher, own_shape
 from full.tasks import Task
-from full.text import make_task
 from full.tiny import tiny_model
 from full.trainer import Trainer, first_factors, first_weights
 from full.transformer import Transformer, draw_weights

@@ -34,10 +34,10 @@ from full.checkpoint import write_checkpoint
 from full.config import Config
 from full.metrics import METRICS
 from full.optimizer import training_tensors
+from full.questions import make_task
 from full.recorded import Recorded, RunFiles, play_again
 from full.report import as_text
 from full.run import build, locked
-from full.text import make_task
 from full.trainer import Trainer
 
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 4 "

@@ -29,10 +29,11 @@ from full.__main__ import main
 from full.config import Config
 from full.generate import generate
 from full.hf import load_hf
+from full.questions import make_task
 from full.ranks import flags_to_resume
 from full.rollouts import Sampler
 from full.talk import Answer, evaluated, pass_at_k, wilson
-from full.text import Text, make_task
+from full.text import Text
 
 SMALL = "--size 3 --turns 3 --device cpu --layers 1 --hidden 32 --heads 2 --prompts 12 --group 8 "
 SMALL += "--lr 0.007 --lr-warmup 0 --lr-decay constant --eval-every 3 --eval-prompts 6 --out run "

@@ -19,10 +19,11 @@ from full import talk
 from full.__main__ import main
 from full.audit import audited
 from full.config import Config
+from full.questions import Jsonl, make_task
 from full.rollouts import DEMO_PROMPT, Sampler, demonstrations, draw_prompts, play
 from full.talk import Answer
 from full.tasks import is_finite_number, is_held_out
-from full.text import Jsonl, Text, make_task
+from full.text import Text
 transformers = pytest.importorskip("transformers", reason="text needs transformers")
 pytest.importorskip("safetensors", reason="checkpoints are safetensors")
 pytest.importorskip("trl", reason="has the published chat templates")

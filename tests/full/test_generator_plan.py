@@ -27,9 +27,9 @@ from full.experts import give_router_bias
 from full.optimizer import tensors_of
 from full.places import Place, full, local
 from full.plans import plans_on_same_ranks
+from full.questions import make_task
 from full.rollouts import evaluate
 from full.tasks import Task
-from full.text import make_task
 from full.tiny import tiny, tiny_model
 from full.trainer import Trainer
 from full.transformer import Transformer

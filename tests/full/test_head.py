@@ -17,8 +17,8 @@ from full.generate import forward_with_cache, prefill
 from full.hf import load_hf, save_hf
 from full.parallelize import parallelize
 from full.plans import Grid, Plan
+from full.questions import make_task
 from full.run import build, build_teacher, policy_in
-from full.text import make_task
 from full.tiny import tiny_model
 from full.trainer import keep_wide
 

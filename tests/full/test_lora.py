@@ -24,9 +24,9 @@ from full.logs import do_step
 from full.lora import Lora, add_factors, is_factor, matrix_of, merged
 from full.optimizer import LocalOptimizer, replica_difference, weights_to_store
 from full.places import full
+from full.questions import make_task
 from full.run import build
 from full.talk import load_policy, main
-from full.text import make_task
 from full.tiny import TINY, tiny, tiny_model
 from full.trainer import Trainer
 from full.transformer import Transformer

@@ -23,10 +23,10 @@ from full.config import LOSS_SETTINGS, Config, choices_of
 from full.metrics import METRICS, Metric
 from full.objectives import grpo_loss, loss_denominator
 from full.packing import pack
+from full.questions import make_task
 from full.recorded import Recorded
 from full.rollouts import Trajectory, demonstrations
 from full.run import build
-from full.text import make_task
 from full.tiny import TINY, tiny_model
 from full.trainer import Trainer
 from full.trie import TokenTrie

@@ -33,9 +33,9 @@ from full.optimizer import LocalOptimizer, reduce_gradients, training_tensors
 from full.parallelize import parallelize
 from full.places import full, part_of
 from full.plans import Grid, Plan
+from full.questions import make_task
 from full.run import build
 from full.talk import load_policy, settings_of_run
-from full.text import make_task
 from full.tiny import tiny, tiny_model
 from full.transformer import Transformer
 from models import FULL, SLIDING

@@ -33,9 +33,9 @@ from conftest import LOOKUP, ROOT, batch_of, shortened, slow
 from full.config import parse_config
 from full.optimizer import clip_grad_norm
 from full.places import full
+from full.questions import make_task
 from full.rollouts import play
 from full.run import build, start_run
-from full.text import make_task
 from full.trainer import Trainer
 
 CONTEXT = multiprocessing.get_context("forkserver")

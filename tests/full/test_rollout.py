@@ -27,9 +27,9 @@ from full.batches import collect
 from full.config import Config
 from full.hf import save_hf
 from full.objectives import loss_denominator
+from full.questions import final_answer, make_task, same_answer
 from full.rollouts import Sampler, demonstrations, evaluate
 from full.tasks import Task, from_file
-from full.text import final_answer, make_task, same_answer
 from full.tiny import TINY, tiny, tiny_model
 from full.trainer import Trainer
 from full.transformer import Transformer

@@ -22,10 +22,10 @@ from full.config import Config
 from full.experts import Replay, RouteRecorder, SparseMLP
 from full.generate import generate
 from full.hf import save_hf
+from full.questions import make_task
 from full.rollouts import Sampler, Trajectory
 from full.run import policy_in
 from full.talk import evaluated, settings_of_run
-from full.text import make_task
 from full.tiny import tiny_model
 from full.trainer import Trainer
 from full.trie import TokenTrie

@@ -31,8 +31,8 @@ from full.logs import DEMO_METRICS, IdleWarning, Log, RewardWarning, TruncationW
 from full.parallelize import materialise, parallelize
 from full.places import full, local
 from full.plans import Grid, Plan
+from full.questions import make_task
 from full.talk import load_policy, settings_of_run
-from full.text import make_task
 from full.tiny import tiny
 from full.transformer import Transformer, draw_weights
 

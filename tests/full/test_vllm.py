@@ -21,8 +21,8 @@ from test_run import begin, cli, end, free_port, until, wait_for_steps
 from full.config import Config
 from full.engine import Unanswered, ask_once
 from full.hf import save_hf
+from full.questions import make_task
 from full.run import shape_of
-from full.text import make_task
 from full.transformer import Transformer
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")

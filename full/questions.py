@@ -1,0 +1,487 @@
+"""Questions in a file: adds conversations, chat templates and rewards to `train_grpo.Questions`.
+
+This is the task `jsonl`, and `make_task`, which makes the task of a run. Skip the file if you bring
+a task of your own.
+"""
+
+import contextlib
+import copy
+import inspect
+import json
+import re
+from decimal import Decimal
+from typing import NamedTuple
+
+import train_grpo
+from full.config import TASKS, Config, _flag
+from full.files import read_json_lines
+from full.tasks import (
+    Task, TaskError, bare, file_of, from_file, is_finite_number, is_held_out, naming_the_task,
+    refuse_object, require_code,
+)  # fmt: skip
+from full.text import text_of
+
+
+def require_task(config):
+    """Raise ValueError unless --task is one of TASKS, or names a file that is there."""
+    if config.task not in TASKS:
+        require_code("--task", config.task, f"{', '.join(TASKS)} or FILE.py:Class")
+
+
+def make_task(config, objects=None) -> Task:
+    """Make the task of `--task`: one of TASKS, or a class from a file; ValueError for neither.
+
+    objects: {field: what full.api was given where the field of Config names a file}. Default: none.
+    """
+    objects = objects or {}
+    if config.task == "jsonl":
+        return Jsonl(config, objects=objects)
+    if config.task in TASKS:
+        return train_grpo.Guess(config)
+    if "task" in objects:
+        task = objects["task"]
+    else:
+        require_task(config)
+        file, make = from_file(config.task, "class")
+        with naming_the_task(file, config.task.rpartition(":")[2]):
+            task = make(config)
+
+    # A task need not derive from Task, so nothing can be taken for granted.
+    name = type(task).__name__
+    size = getattr(task, "vocab_size", 0)
+    end = getattr(task, "end", ())
+    if not isinstance(end, (tuple, list)) or not end or not all(0 <= t < size for t in end):
+        raise ValueError(f"{name} needs vocab_size and end, ids under it; got {size} and {end}")
+    return task
+
+
+class Line(NamedTuple):
+    """A line of --data or --eval-data, as `Jsonl` plays it."""
+
+    where: str  # FILE.jsonl line N, for errors
+    row: dict  # the JSON object, for the reward
+    shown: str  # what the line asks; its hash decides whether the line is held out
+    messages: list  # the prompt's messages
+    said: str  # the prompt's text
+    prompt: list  # the prompt's tokens
+    later: list  # the user's messages after the policy's first, second, .. answer
+    demo: str | None  # an answer of the policy, to be learned
+
+    def conversation(self, answers) -> list:
+        """Return the messages so far: the prompt's, and after each answer the user's next."""
+        messages = list(self.messages)
+        for n, answer in enumerate(answers):
+            messages.append({"role": "assistant", "content": answer})
+            messages += self.later[n : n + 1]  # none after the last answer
+        return messages
+
+
+class Jsonl(Task):
+    """Questions and conversations from a file of JSON lines, in the checkpoint's own words.
+
+        {"question": "What is 3 + 4?", "answer": "3 and 4 make\\n#### 7"}        GSM8K's form
+        {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "answer": "7"}
+
+    --template says how a question is put. `chat`: the user's turn, in the checkpoint's own chat
+    template, is the question and on the next line --instruction; --system is the system's message.
+    `raw`: the same two lines as plain text. A text with {question}: that is the whole prompt.
+
+    Messages are said as they stand, in the chat template. The policy answers the last message, and
+    where two of the user's messages follow each other, the first of the two. The second message is
+    then said to the policy:
+
+        system  user  assistant  user  [the policy]  user  [the policy]
+
+    An assistant's message at the end is a demonstration (--demos), and is not shown. Only the last
+    answer is rewarded. --reward names a function(text, row). Without it, an answer has reward 1 if
+    it ends in `####` and a number or text equal to what follows `####` in the line's answer (equal
+    to the whole answer, if nothing does), so the prompt has to ask for `####`. An answer that
+    --max-new-tokens cuts off has reward 0.
+
+    The lines of --eval-data are held out, in their order, and all of --data is trained on. Without
+    --eval-data every tenth prompt of --data, by its hash, is held out. With all_lines every prompt
+    of the one file is, for an evaluation that trains on none.
+
+    A state is (line, texts of the policy's answers so far).
+    """
+
+    def __init__(self, config, all_lines=False, objects=None):
+        self.config = config
+        objects = objects or {}
+        self.text = text_of(config)
+        self.end = self.text.end
+        self.vocab_size = self.text.vocab_size
+        self.template = template_of(config, self.text)
+        self.reward = None
+        if config.reward:
+            self.reward_file, self.reward = reward_of(config.reward, objects.get("reward"))
+        # Threads ask for rewards (see `Task`), unless the function says `threads = False`.
+        self.threads = bool(config.reward) and getattr(self.reward, "threads", True)
+        # A reward sees no special tokens, unless the function says `special_tokens = True`.
+        self.special = getattr(self.reward, "special_tokens", False)
+
+        # Every line is encoded and checked now, so that a bad one is named before the run starts.
+        lines = self._lines("data", objects)
+        self.rows = {False: [], True: []}  # by held out
+        if config.eval_data:
+            self.rows = {False: lines, True: self._lines("eval_data", objects)}
+        else:
+            for line in lines:
+                self.rows[is_held_out(line.shown.encode())].append(line)
+        if all_lines:  # for an evaluation, which trains on none
+            every = self.rows[True] + ([] if config.eval_data else self.rows[False])
+            self.rows = {False: every, True: every}
+        self._require_lines(lines)
+        for line in self.rows[False] if config.demos else ():
+            with naming_the_line(line.where):
+                count = len(self.demo((line, ()), None))
+                if count > config.max_new_tokens:  # its end would be cut off, and not be learned
+                    raise ValueError(f"a demonstration of {count} tokens is over --max-new-tokens "
+                                     f"{config.max_new_tokens}")  # fmt: skip
+        self.note = "\n".join(self._notes(all_lines))
+
+    def prompt(self, rng, index, held_out):
+        rows = self.rows[held_out]
+        line = rows[index % len(rows) if held_out else int(rng.integers(len(rows)))]
+        return (line, ()), line.prompt
+
+    def reply(self, state, answer):
+        # The last token ends the turn; the policy has said everything before it.
+        line, answers = state
+        text = self.text.decode(answer[:-1], special=self.special)
+        answers = (*answers, text)
+        if len(answers) <= len(line.later):
+            said = self.text.next_turn(line.conversation(answers), answer[-1])
+            return (line, answers), said, 0.0
+        return (line, answers), None, self._reward(line, text)
+
+    def demo(self, state, rng):
+        """Encode a line's demonstration, its end included, as the policy should say it."""
+        # A line may have no demonstration. The task begins without it, and only --demos needs it.
+        line, _ = state
+        if line.demo is None:
+            raise ValueError("it holds no demonstration, neither an answer to its question nor an "
+                             "assistant's message that is the policy's only one")  # fmt: skip
+        if any(token in self.end for token in self.text.encode(line.demo)):
+            raise ValueError(f"the demonstration {line.demo!r} holds a mark that would end it")
+
+        # The chat template may write an answer in another form: Gemma's strips blanks around it,
+        # and Qwen3's puts an empty block of thoughts before it. What the template adds after the
+        # end is not the policy's. A template that asks for answers in one form and writes them in
+        # another (DeepSeek-R1's, with its thoughts) gives no text that follows the prompt, or none
+        # that holds the answer. Then the answer is taken as it stands.
+        whole = line.said + line.demo
+        if self.template == "chat":
+            text = self.text.render(line.conversation([line.demo]), add_generation_prompt=False)
+            answer = "".join(text.removeprefix(line.said).split())  # without its blanks
+            if text.startswith(line.said) and "".join(line.demo.split()) in answer:
+                whole = text
+
+        # The answer's tokens are those of the whole text after the prompt's. Alone, its first word
+        # would get a blank from some tokenizers.
+        tokens = self.text.encode(whole, bos=self.template != "chat")
+        count = len(line.prompt)
+        if tokens[:count] != line.prompt:
+            raise ValueError(f"the tokens of its prompt change when the demonstration "
+                             f"{line.demo!r:.60} follows: let the prompt end, or the answer "
+                             f"begin, in another way")  # fmt: skip
+        tokens = tokens[count:]
+        self._require_known(tokens)
+        ends = [n for n, token in enumerate(tokens) if token in self.end]
+        return tokens[: ends[0] + 1] if ends else [*tokens, self.end[0]]
+
+    def where(self, state):
+        return state[0].where
+
+    def show(self, tokens):
+        return self.text.decode(tokens, special=True)
+
+    # How a row of a file becomes a Line.
+
+    def _lines(self, field, objects) -> list:
+        """Return the Lines of --data or --eval-data. ValueError names one that cannot be played."""
+        file = getattr(self.config, field)
+        if field in objects:
+            rows = enumerate(objects[field], 1)
+        else:
+            refuse_object(field, file)
+            rows = read_json_lines(file)
+        lines = []
+        for number, row in rows:
+            where = f"{file} line {number}"
+            with naming_the_line(where):
+                lines.append(self._line(where, row))
+        return lines
+
+    def _line(self, where, row) -> Line:
+        """Make a Line of a row. ValueError says what is wrong with the row."""
+        # A question is the user's message, and its answer a demonstration.
+        if "messages" in row:
+            if "question" in row:
+                raise ValueError("it holds both a question and messages: one would be dropped")
+            messages = row["messages"]
+            require_messages(messages)
+            if self.template != "chat":
+                raise ValueError("it holds messages, which only --template chat can say")
+        elif not isinstance(row.get("question"), str):
+            raise ValueError(f"it holds no question, a string, and no messages; it has {[*row]}")
+        else:
+            messages = [{"role": "user", "content": with_instruction(self.config, row["question"])}]
+            if isinstance(row.get("answer"), str):
+                messages.append({"role": "assistant", "content": row["answer"]})
+
+        # Without a reward function, which may do without an answer, the row's says what is right.
+        # Only `####` could equal an empty one.
+        if not self.config.reward and not isinstance(row.get("answer"), str):
+            raise ValueError("it holds no answer, a string, and there is no --reward")
+        if not self.config.reward and not gold_of(row["answer"]):
+            raise ValueError("its answer is empty, so nothing says what is right")
+
+        # An assistant's message at the end is a demonstration, and is not shown. It is none if the
+        # policy would have to give other answers before it.
+        demo = None
+        if messages[-1]["role"] == "assistant":
+            *messages, last = messages
+            demo = last["content"]
+        shown = json.dumps(messages, sort_keys=True) if "messages" in row else row["question"]
+        first, later = played_turns(messages)
+
+        # The chat template writes the marks of turns, and BOS if it should be there. Plain text
+        # begins with BOS if this checkpoint's texts do.
+        if self.template == "chat":
+            if self.config.system and first[0]["role"] != "system":
+                first = [{"role": "system", "content": self.config.system}, *first]
+            said, prompt = self.text.render(first), self.text.prompt(first)
+        else:
+            said = plain_prompt(self.config, shown)
+            prompt = self.text.encode(said, bos=True)
+        line = Line(where, row, shown, first, said, prompt, later, None if later else demo)
+        self._require_room(line)
+        return line
+
+    def _require_known(self, tokens):
+        """Raise a ValueError if the model has no row for one of the tokens."""
+        token = max(tokens, default=0)
+        if token >= self.vocab_size:
+            raise ValueError(f"it holds token {token}, {self.show([token])!r}; the model's last "
+                             f"token is {self.vocab_size - 1}")  # fmt: skip
+
+    def _require_room(self, line):
+        """Raise a ValueError if the model has too few positions for a prompt and an answer."""
+        limit = self.config.max_new_tokens
+        room = self.text.config.max_position_embeddings - limit
+        self._require_known(line.prompt)
+        if len(line.prompt) > room:
+            raise ValueError(f"a prompt of {len(line.prompt)} tokens; the model's positions less "
+                             f"--max-new-tokens leave {room}")  # fmt: skip
+
+        # The user's later messages count among the new tokens, and so does each answer's end. What
+        # an answer says changes none of these messages.
+        said = 0
+        for n in range(len(line.later)):
+            tokens = self.text.next_turn(line.conversation([""] * (n + 1)), self.end[0])
+            self._require_known(tokens)
+            said += len(tokens)
+        if said + len(line.later) + 1 > limit:
+            raise ValueError(f"{said} tokens are said after the policy's answers, which leaves no "
+                             f"room for these in --max-new-tokens {limit}")  # fmt: skip
+
+    def _require_lines(self, lines):
+        """Raise a ValueError for files of which nothing can be trained on, or held out."""
+        c = self.config
+        if not all(self.rows.values()) and not c.eval_data:
+            raise ValueError(
+                f"{c.data} is too small to hold every tenth prompt out: by a hash of what it "
+                f"asks, {len(self.rows[True])} of {len(lines)} lines are; --eval-data FILE holds "
+                f"the lines of another file out")
+        for held_out, file in {False: c.data, True: c.eval_data}.items():
+            if not self.rows[held_out]:
+                raise ValueError(f"expected lines in {file}, got none")
+        has_question = any("question" in line.row for line in (*self.rows[True], *lines))
+        if c.instruction != Config.instruction and not has_question:
+            raise ValueError(f"--instruction follows a question; {c.data} has none")
+
+    def _notes(self, all_lines):
+        """Yield sentences for a run to print, on settings that were not given and on the files."""
+        c = self.config
+        if not c.template and self.template == "raw":
+            yield f"{c.model} has no chat template: prompts are plain text (--template raw)"
+        if self.template == "chat" and self.text.note:
+            yield self.text.note
+        if not c.eval_data or all_lines:
+            return
+
+        # What makes the figure of --eval-data another one than a reader would think.
+        held_out = self.rows[True]
+        trained = {line.shown for line in self.rows[False]}
+        seen = sum(line.shown in trained for line in held_out)
+        if c.eval_prompts != len(held_out):
+            yield (f"{c.eval_data} has {len(held_out)} lines, and an evaluation asks "
+                   f"{c.eval_prompts} prompts: --eval-prompts {len(held_out)} asks each line once")
+        if seen and c.data != c.eval_data:
+            yield (f"{seen} of the {len(held_out)} prompts of {c.eval_data} are in {c.data} too, "
+                   f"and are trained on")  # fmt: skip
+
+    def _reward(self, line, text) -> float:
+        """Score a last answer. ValueError that names the line if the score is not a number."""
+        if self.reward is None:
+            return float(same_answer(final_answer(text), gold_of(line.row["answer"])))
+
+        # The function gets a copy: a change to the row itself would reach the next answer's reward.
+        where = f"for the answer {text[:200]!r} to {line.where}"
+        try:
+            with naming_the_task(self.reward_file):
+                reward = self.reward(text, copy.deepcopy(line.row))
+        except TaskError as error:
+            name = f"--reward {self.config.reward}"
+            raise TaskError(f"{name}: {error}, {where}") from error.__cause__
+        if not is_finite_number(reward):
+            raise ValueError(f"--reward {self.config.reward} gave {reward!r} {where}: rewards must "
+                             f"be finite numbers")  # fmt: skip
+        return float(bare(reward))
+
+
+@contextlib.contextmanager
+def naming_the_line(where):
+    """Put FILE.jsonl line N before what a ValueError says, of the chat template's too."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def template_of(config, text) -> str:
+    """Return how a run puts a question to this checkpoint: chat, raw, or a text with {question}.
+
+    text: the checkpoint's Text. --template decides, and without it the checkpoint does.
+    """
+    # Unless somebody wants it otherwise, a checkpoint is spoken to as it has learned to be: a model
+    # that is trained on other marks than its own has to unlearn its own first.
+    has_own = text.template is not None
+    template = config.template or ("chat" if has_own else "raw")
+    if template == "chat" and not has_own:
+        raise ValueError(
+            f"--template chat: {config.model} has no chat template; --template raw needs none")
+    for name in ("system", "template_args"):
+        if template != "chat" and getattr(config, name):
+            raise ValueError(f"{_flag(name)}: {config.model} has no chat template to put it in")
+    return template
+
+
+def with_instruction(config, question) -> str:
+    """Return a question and, on the next line, --instruction."""
+    return f"{question}\n{config.instruction}" if config.instruction else question
+
+
+def plain_prompt(config, question) -> str:
+    """Return the prompt without a chat template: a text with {question}, else --template raw."""
+    if "{question}" in config.template:
+        return config.template.replace("{question}", question)
+    return with_instruction(config, question) + "\n"
+
+
+def require_messages(messages):
+    """Raise a ValueError unless messages are a conversation of a user and an assistant."""
+    # Templates write any role down, "asistant" too, so an unknown role is refused here.
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("it holds no messages, a list of objects")
+    for n, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError(f"message {n} has no role and content: it is {message!r:.80}")
+        role, content = message["role"], message["content"]
+        if role not in ("system", "user", "assistant"):
+            raise ValueError(f"message {n}: expected the role system, user or assistant, got "
+                             f"{role!r}")  # fmt: skip
+        if not isinstance(content, str):
+            advice = "; join the texts of its parts" if isinstance(content, list) else ""
+            raise ValueError(f"message {n}: expected content as one string, got {content!r:.80}"
+                             f"{advice}")  # fmt: skip
+        if message["role"] == "system" and n > 1:
+            raise ValueError(f"message {n} is the system's, which can only be the first")
+
+
+def played_turns(messages):
+    """Split a conversation that is played into the prompt's messages and the user's later ones."""
+    # Where the user speaks twice in a row, the policy answers in between, so the prompt ends there.
+    # What the assistant has said before is history.
+    #
+    #     user  assistant  user | user | user      the prompt, and two later messages
+    roles = [message["role"] for message in messages]
+    if roles[-1:] != ["user"]:
+        raise ValueError("the messages end with no user's, which the policy could answer")
+    twice = [n for n in range(1, len(roles)) if roles[n - 1] == roles[n] == "user"]
+    cut = min(twice, default=len(roles))
+    if "assistant" in roles[cut:]:
+        place = roles.index("assistant", cut) + 1
+        raise ValueError(f"message {place} is the assistant's, after an answer that the policy has "
+                         f"to give")  # fmt: skip
+    return messages[:cut], messages[cut:]
+
+
+# Rewards: the answer after the last `####`, compared as a number or as text.
+
+
+def reward_of(spec, function=None):
+    """Import FILE.py:function of --reward. Return the file and the function.
+
+    function: what full.api was given in place of a file. Then nothing is imported.
+    """
+    if function is None:
+        require_code("--reward", spec, "FILE.py:function")
+        file, function = from_file(spec, "function")
+    else:
+        file = file_of(function)
+
+    # Its arguments are checked now: answers that are cut off are never shown to the function, so a
+    # run that has only such answers would not notice. Some built-in functions tell no arguments.
+    try:
+        with contextlib.suppress(ValueError):
+            inspect.signature(function).bind("text", {})
+    except TypeError as error:
+        raise ValueError(f"--reward {spec} cannot be called with (text, row): {error}") from error
+    return file, function
+
+
+# Soft hyphens, zero-width spaces and joiners, marks of direction, and the byte order mark.
+INVISIBLE = "\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff"
+
+
+def trimmed(text) -> str:
+    """Return a text without the blanks and the invisible marks at its ends."""
+    return re.sub(rf"^[\s{INVISIBLE}]+|[\s{INVISIBLE}]+$", "", text)
+
+
+def final_answer(text):
+    """Return what follows the last `####`, to the end of its line. None without `####`."""
+    _, mark, rest = text.rpartition("####")
+    return trimmed(rest.split("\n")[0]) if mark else None
+
+
+def gold_of(answer) -> str:
+    """Return what a line's answer says is right: what follows `####`, or without it all of it."""
+    final = final_answer(answer)
+    return trimmed(answer) if final is None else final
+
+
+def number_of(text):
+    """Return the number that a text is, exactly as it is written. None if the text is not one."""
+    # Invisible marks, the signs of money and percent, and Markdown around a number say nothing
+    # about it. A minus may be a sign of its own, and LaTeX writes 9{,}500 and 9\,500 for 9,500.
+    plain = re.sub(rf"[{INVISIBLE}]|\\?[$%]", "", text)
+    plain = re.sub(r"[\u2212\u2013\ufe63\uff0d]", "-", plain)
+    plain = re.sub(r"\{,\}|\\,", ",", plain)
+    plain = re.sub(r"^[\s*_`]+|[\s*_`.]+$", "", plain)
+
+    # Commas and blanks belong to a number only between groups of three digits: `3, 4` is not 34.
+    # Decimal would also take nan, inf and 1e3, which are no answers.
+    if re.fullmatch(r"[-+]?\d{1,3}([,\s]\d{3})+(\.\d*)?", plain):
+        plain = re.sub(r"[,\s]", "", plain)
+    return Decimal(plain) if re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)", plain) else None
+
+
+def same_answer(a, b):
+    """Compare answers as numbers (1,000 = 1000.0 = $1000) or, unless both are, as trimmed text."""
+    if a is None or b is None:
+        return False
+    x, y = number_of(a), number_of(b)
+    return trimmed(a) == trimmed(b) if x is None or y is None else x == y
