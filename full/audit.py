@@ -25,10 +25,7 @@ import numpy as np
 import torch
 
 import train_grpo
-from full.byhand import (
-    AGAIN, EACH, EXACT, OF_UPDATES, Step, cause, flip, mean, metrics_by_hand, near_choices, read,
-    tolerance,
-)  # fmt: skip
+from full.byhand import OF_UPDATES, Step, cause, metrics_by_hand, read
 from full.checkpoint import read_checkpoint
 from full.exact import packed_attention, require_exact_kernels
 from full.hf import full_definition
@@ -43,6 +40,7 @@ from full.recorded import (
 )  # fmt: skip
 from full.report import as_page, as_text
 from full.rollouts import Sampler, play_held_out
+from full.rounding import AGAIN, EACH, EXACT, flip, mean, near_choices, tolerance
 from full.run import ERRORS, one_process, policy_in, require_base, shape_of
 from full.tasks import TaskError
 

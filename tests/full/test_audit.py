@@ -29,7 +29,7 @@ from test_run import runs_made_once
 from conformance import definition
 from full.__main__ import main
 from full.audit import audited, order
-from full.byhand import Step, errors, tolerance
+from full.byhand import Step
 from full.checkpoint import write_checkpoint
 from full.config import Config
 from full.metrics import METRICS
@@ -37,6 +37,7 @@ from full.optimizer import training_tensors
 from full.questions import make_task
 from full.recorded import Recorded, RunFiles, play_again
 from full.report import as_text
+from full.rounding import errors, tolerance
 from full.run import build, locked
 from full.trainer import Trainer
 

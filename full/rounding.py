@@ -1,0 +1,183 @@
+"""How far rounding may put the numbers of a step off: adds bounds to the step of byhand.py.
+
+All of them follow from one number, T: the largest error of the difference of two logits, relative
+to how widely the token's logits spread. T follows from the model's shape and dtype, and from
+nothing that was measured in the run.
+
+    a log-prob      is off by T spread (1 - p) at most, see `errors`
+    other numbers   are computed again DRAWS times by the definition, each time from log-probs that
+                    are off at random. A recorded number may be as far from the number by hand as
+                    the furthest of these
+    a gradient      is off by some T of its size, tensor by tensor, see `Rounding`
+    a weight        moves by AdamW's step, which is taken again with gradients that are off
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+# Each sum on the way to the logits adds UNITS in the last place, and they add up as their root.
+# There are layers * width sums, or with bfloat16, which is summed in float32, one a layer.
+UNITS = {"float64": 8, "float32": 8, "bfloat16": 3}
+AGAIN, EACH = 10, 2  # T grows by AGAIN if steps are done again, and by EACH with each of them
+OWN = 8  # units in the last place by which a log-prob itself is rounded
+
+DRAWS = 32  # a draw is uniform from -T to T, which is three times as wide as the errors are
+COMMON = 1 / 16  # of T, which all tokens of a draw have in common: errors need not cancel in a sum
+
+# Where the lead of an expert over the next is below T / 2, rounding may choose the other one: then
+# the difference of two logits may be off by this much, in any precision.
+FLIP = 1.0
+
+# A gradient's entries are off by this many T of each rollout's largest entry in the tensor. Where
+# all of a tensor's gradient is 0, as where each query sees one key, terms cancel that are as large
+# as in other tensors, and each is rounded: its entries are off by CANCELED of the other tensors'.
+BACKWARD = {"float64": 8, "float32": 8, "bfloat16": 24}
+CANCELED = 1 / 8
+ZERO = 1e-12  # of the gradient's norm: a tensor's gradient below it is 0
+
+# AdamW's steps have about one length, lr. A weight whose gradient is rounding alone may move
+# LOST_STEPS of them the other way, and a critic's value LOST_VALUE of them.
+STEP_MARGIN = 1.1  # a step may be this much longer than those that are tried
+LOST_STEPS, LOST_VALUE = 3, 8
+
+# After an update, weights are astray by a part of their moves, where gradients have the rounding
+# that is usual. Logits are then astray by DRIFT of this part of their own moves: the weights go
+# astray in random directions, and move in one.
+DRIFT = 1 / 2
+
+# Rewards, counts and rates are computed in float64 in every run: their sums have another order.
+EXACT = 8 * torch.finfo(torch.float64).eps
+
+
+# Log-probs ----------------------------------------------------------------------------------------
+
+
+def tolerance(shape, dtype, again=0) -> float:
+    """Return T for a model's shape and the dtype of its products.
+
+    again: how many steps were done again on the way to the step.
+    """
+    sums = shape.num_hidden_layers * (1 if dtype == "bfloat16" else shape.hidden_size)
+    unit = torch.finfo(getattr(torch, dtype)).eps
+    return UNITS[dtype] * unit * math.sqrt(sums) * (AGAIN + EACH * again if again else 1)
+
+
+def unit_of_loss(dtype) -> float:
+    """Return the unit in the last place of the loss, which is never computed below float32."""
+    return torch.finfo(torch.promote_types(getattr(torch, dtype), torch.float32)).eps
+
+
+def errors(lp, T_N, dtype):
+    """Return how far each of some log-probs may be off, (N,), if T_N is the error of its logits."""
+    # log p is a logit less a mean of all logits, in which the token's own has the weight p: the
+    # more probable a token is, the more of its error cancels. In SmolLM2-135M in bfloat16 the
+    # errors of 642 tokens, divided by the spread and by 1 - p, are T / 6 on average (root of the
+    # mean square), from p = 0.01 to p = 0.999.
+    return OWN * unit_of_loss(dtype) - T_N * np.expm1(lp)
+
+
+def flip(routing, T) -> float:
+    """Return by how much more log-probs may be off if rounding decides which experts are chosen."""
+    is_free = not routing.replay_margins
+    return FLIP if is_free and any(x <= T / 2 for x in routing.margins) else 0.0
+
+
+def near_choices(updates) -> tuple:
+    """Return how many choices of experts rounding decides, and the largest T that decides them."""
+    T = max(s.T.max() for u in updates for s in u.trained)
+    return sum(x <= T for u in updates for r in u.routed for x in r.margins), T
+
+
+# Draws --------------------------------------------------------------------------------------------
+
+
+def noise(s, name, *shape):
+    """Return random numbers from -1 to 1 for a rollout, with a part that each draw has in common.
+
+    Their shape is (DRAWS, *shape). name: a number. Each of them has draws of its own.
+    """
+    random = np.random.default_rng([name, s.group, s.number]).uniform(-1, 1, (DRAWS, *shape))
+    common = np.linspace(-COMMON, COMMON, DRAWS)
+    return random + common.reshape(DRAWS, *[1] * len(shape))
+
+
+def furthest(drawn) -> tuple:
+    """Return what is computed by hand, and its distance to the furthest of its draws.
+
+    drawn: (1 + DRAWS, ..). The number by hand, or the numbers, come first.
+    """
+    return drawn[0], abs(drawn[1:] - drawn[0]).max(0)
+
+
+def mean(values, off=0.0) -> tuple:
+    """Return a mean, and how far a recorded one may be from it. off: by what each number may be."""
+    values = np.array(values, dtype=np.float64)
+    count = max(1, len(values))
+    return math.fsum(values) / count, off + EXACT * abs(values).sum() / count
+
+
+# Gradients and weights ----------------------------------------------------------------------------
+
+
+@dataclass
+class Rounding:
+    """How far a tensor's gradient may be off: the sums over an update's rollouts.
+
+    Rounding may put it off in any direction. A slope of the loss that is in doubt, as at the edge
+    of the clip, puts it off in a direction of its own.
+    """
+
+    entry: float = 0.0  # how far an entry may be off at most, by rounding
+    usual: float = 0.0  # the square of how far an entry usually is off
+    norm: float = 0.0  # the square of rounding's norm
+    common: float = 0.0  # the norm of what rounding has in common for all tokens
+    doubt: float = 0.0  # how far an entry may be off by doubts about slopes
+    doubts: float = 0.0  # the square of their norm
+
+    def add(self, g, rough, common, dtype):
+        """Add a rollout's gradient. rough, common: T of its log-probs, and what they share."""
+        norm = g.norm().item()
+        self.entry += BACKWARD[dtype] * (rough + common) * g.abs().max().item()
+        self.usual += ((rough + common) * norm) ** 2 / g.numel()
+        self.norm += (rough * norm) ** 2
+        self.common += common * norm
+
+    def add_doubt(self, g):
+        """Add the gradient of what a rollout's slopes may be off by."""
+        self.doubt += g.abs().max().item()
+        self.doubts += g.norm().item() ** 2
+
+
+def off_of_norm(roundings, norm) -> float:
+    """Return how far the norm of a whole gradient may be off, by the Rounding of each tensor."""
+    # A backward rounds each rollout's gradient, in any direction. A doubt across the gradient makes
+    # it longer by half the doubt's square. What tokens have in common adds up as it is.
+    square, common, doubts = (
+        sum(getattr(x, name) for x in roundings) for name in ("norm", "common", "doubts")
+    )
+    return math.sqrt(square) / 2 + common + doubts / (2 * norm)
+
+
+def slip(step, by_hand, gradients):
+    """Return the furthest of some steps of AdamW from the one by hand.
+
+    step: a function of a gradient. It returns the new weight first.
+    """
+    return torch.stack([(step(g)[0] - by_hand).abs() for g in gradients]).amax(0)
+
+
+def around(h, m, v, g, off) -> list:
+    """Return gradients within `off` of g, among them those of AdamW's longest and shortest step.
+
+    The arguments are those of `definition.adamw`.
+    """
+    # AdamW divides by the root of v: where a gradient nearly cancels, rounding may turn a step of
+    # lr around, and where it is large, rounding changes next to nothing. A step
+    # (a + b g) / root(c + d g^2) is longest or shortest at an end of an interval of gradients or at
+    # g = b c / (a d).
+    beta1, beta2 = h["betas"]
+    peak = (1 - beta1) * beta2 * v / (beta1 * (1 - beta2) * m)
+    return [g - off, g + off, torch.where(m == 0, g, peak).clamp(g - off, g + off)]
