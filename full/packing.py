@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 import parallel
 from full.experts import UNRECORDED, Replay
@@ -433,30 +434,27 @@ def gather_replica(model, items):
 def require_batch(model, sequences, masks):
     """Raise a ValueError, on all ranks of a replica, for masks that do not fit their sequences, or
     sequences that differ among the ranks."""
-    found = ""
+    wrong = [f"sequence {i} has {len(tokens)} tokens and a mask of {len(mask)}; it needs a token, "
+             f"and a mask of tokens[1:]" for i, (tokens, mask) in enumerate(zip(sequences, masks))
+             if len(tokens) == 0 or len(mask) != len(tokens) - 1]  # fmt: skip
     if len(sequences) != len(masks):
-        found = f"expected a mask for each of {len(sequences)} sequences, got {len(masks)}"
-    for i, (tokens, mask) in enumerate(zip(sequences, masks)):
-        if not found and (len(tokens) == 0 or len(mask) != len(tokens) - 1):
-            found = (f"sequence {i} has {len(tokens)} tokens and a mask of {len(mask)}; it needs a "
-                     f"token, and a mask of tokens[1:]")  # fmt: skip
+        wrong = [f"expected a mask for each of {len(sequences)} sequences, got {len(masks)}"]
 
     # COMM: an all-gather of some bytes over the replica tells whether all of its ranks have the
     # same batch. Pinned by
     # tests/full/test_packed.py::test_a_batch_that_cannot_be_is_refused_on_every_rank.
     part = part_of(model)
-    seen = [(found, 0)]
     if part.plan.world > part.plan.dp:
+        replica = part.grid.group["pct"]
         batch = [[*map(int, x)] for x in (*sequences, *masks)]
-        digest = zlib.crc32(repr(batch).encode())
-        seen = all_gather_objects((found, digest), part.grid.group["pct"])
-    found = next((text for text, _ in seen if text), "")
-    if not found and len({digest for _, digest in seen}) > 1:
-        ranks = ", ".join(map(str, dist.get_process_group_ranks(part.grid.group["pct"])))
-        found = (f"ranks {ranks} work on the same sequences in plan {part.plan}, but were given "
-                 f"different ones or masks; gather_replica makes one batch of them")  # fmt: skip
-    if found:
-        raise ValueError(found)
+        seen = all_gather_objects((wrong[:1], zlib.crc32(repr(batch).encode())), replica)
+        wrong = [text for texts, _ in seen for text in texts]
+        if not wrong and len({digest for _, digest in seen}) > 1:
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(replica)))
+            wrong = [f"ranks {ranks} work on the same sequences in plan {part.plan}, but were "
+                     f"given different ones or masks; gather_replica makes one batch of them"]
+    if wrong:
+        raise ValueError(wrong[0])
 
 
 def routing_of_all_tokens(on_routing, group, length, pad=0):
@@ -483,19 +481,20 @@ def routing_of_all_tokens(on_routing, group, length, pad=0):
     return on_routing.of_tokens(at_n, told_of_all)
 
 
-class PaddedTokens:
+class PaddedTokens(nn.Module):
     """A model under sequence parallelism for callers that know nothing of it, such as trees.
 
     It pads the tokens (1, S) to a multiple of t, runs the model, and drops the padding, which
     attention never sees. `on_routing` gets the experts of all S tokens, and router probabilities
-    without a graph. Everything else is the model's.
+    without a graph. The head is the model's.
     """
 
     def __init__(self, model):
+        super().__init__()
         self.model = model
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
+        self.config = model.config
+        self.logprobs = model.logprobs
+        self.values = model.values
 
     def hidden(self, tokens_1S, /, *, positions, attention, on_routing=None):
         # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
