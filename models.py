@@ -147,11 +147,12 @@ def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, ma
 class Attention(nn.Module):
     """Compute equation (2) without its residual: (B, S, M) -> (B, S, M)."""
 
+    norm_class = RMSNorm
+
     def __init__(self, config, layer):
         super().__init__()
         M = config.hidden_size
-        D = config.head_dim
-        self.head_dim = D
+        D = self.head_dim = config.head_dim
         self.kind = config.layer_types[layer]
         self.options = dict(layer=layer, scale=(config.query_pre_attn_scalar or D) ** -0.5)
         if self.kind == SLIDING:
@@ -161,8 +162,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(M, config.num_key_value_heads * D, bias=config.qkv_bias)
         self.v_proj = nn.Linear(M, config.num_key_value_heads * D, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_attention_heads * D, M, bias=config.o_bias)
-        self.q_norm = RMSNorm(D, config) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(D, config) if config.qk_norm else nn.Identity()
+        self.q_norm = self.norm_class(D, config) if config.qk_norm else nn.Identity()
+        self.k_norm = self.norm_class(D, config) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BSM, ropes, attention, /):
         # -1: a rank that has some rows of a projection has some of the heads, and nothing changes.
@@ -172,7 +173,6 @@ class Attention(nn.Module):
         v_BGSD = self.v_proj(x_BSM).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q_BHSD = apply_rope(q_BSHD, *ropes[self.kind]).transpose(1, 2)
         k_BGSD = apply_rope(k_BSGD, *ropes[self.kind]).transpose(1, 2)
-        # The caller's `attention` decides which tokens see each other and where keys are kept.
         out_BHSD = attention(q_BHSD, k_BGSD, v_BGSD, **self.options)
         return self.o_proj(out_BHSD.transpose(1, 2).flatten(2))
 
@@ -219,11 +219,13 @@ class Experts(nn.Module):
 class SparseMLP(nn.Module):
     """Run each token through the K experts that its router prefers, equation (6)."""
 
+    experts_class = Experts
+
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)  # the router
-        self.experts = Experts(config)
+        self.experts = self.experts_class(config)
 
     def forward(self, x_BSM, /):
         x_NM = x_BSM.flatten(0, 1)
@@ -243,33 +245,38 @@ class SparseMLP(nn.Module):
 class Layer(nn.Module):
     """Apply attention and an MLP, each with a norm before it and a residual, (2) and (3)."""
 
+    # A variant of the model is a subclass that names other parts. Its MLPs may take options.
+    norm_class, attention_class, mlp_class, sparse_class = RMSNorm, Attention, MLP, SparseMLP
+
     def __init__(self, config, layer):
         super().__init__()
-        self.self_attn = Attention(config, layer)
-        self.mlp = SparseMLP(config) if layer in config.sparse_layers else MLP(config)
+        self.self_attn = self.attention_class(config, layer)
+        self.mlp = (self.sparse_class if layer in config.sparse_layers else self.mlp_class)(config)
         # Hugging Face's post_attention_layernorm is two things: in Gemma the norm after attention,
         # in the other families the norm before the MLP.
         self.post_norms = config.post_norms
-        self.input_layernorm = RMSNorm(config.hidden_size, config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config)
+        self.input_layernorm = self.norm_class(config.hidden_size, config)
+        self.post_attention_layernorm = self.norm_class(config.hidden_size, config)
         if config.post_norms:
-            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config)
-            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config)
+            self.pre_feedforward_layernorm = self.norm_class(config.hidden_size, config)
+            self.post_feedforward_layernorm = self.norm_class(config.hidden_size, config)
 
-    def forward(self, x_BSM, ropes, attention, /):
+    def forward(self, x_BSM, ropes, attention, /, **options):
         # Between layers x is never normalized. Each part adds what it computes from a norm of x, so
         # along the sums the gradient of the last layer reaches the first one undiminished.
         h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
         if not self.post_norms:
             y_BSM = x_BSM + h_BSM  # (2)
-            return y_BSM + self.mlp(self.post_attention_layernorm(y_BSM))  # (3)
+            return y_BSM + self.mlp(self.post_attention_layernorm(y_BSM), **options)  # (3)
         y_BSM = x_BSM + self.post_attention_layernorm(h_BSM)  # (2), Gemma
-        h_BSM = self.mlp(self.pre_feedforward_layernorm(y_BSM))
+        h_BSM = self.mlp(self.pre_feedforward_layernorm(y_BSM), **options)
         return y_BSM + self.post_feedforward_layernorm(h_BSM)  # (3), Gemma
 
 
 class Transformer(nn.Module):
     """A causal language model: `hidden` runs its layers, `logits` and `logprobs` its head."""
+
+    layer_class, norm_class = Layer, RMSNorm
 
     def __init__(self, config):
         super().__init__()
@@ -277,8 +284,9 @@ class Transformer(nn.Module):
         self.embed_scale = config.hidden_size**0.5 if config.scale_embedding else 1.0
         self.model = nn.Module()  # Hugging Face's name for everything but the head
         self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.model.layers = nn.ModuleList(Layer(config, n) for n in range(config.num_hidden_layers))
-        self.model.norm = RMSNorm(config.hidden_size, config)
+        layers = (self.layer_class(config, n) for n in range(config.num_hidden_layers))
+        self.model.layers = nn.ModuleList(layers)
+        self.model.norm = self.norm_class(config.hidden_size, config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -298,9 +306,8 @@ class Transformer(nn.Module):
         # Positions tell how far apart two tokens are, and not whether they see each other.
         if positions is None:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
-        ropes = {}
-        for kind in self.config.rope_parameters:
-            ropes[kind] = cos_and_sin(positions, self.config.frequencies(kind))
+        c = self.config
+        ropes = {kind: cos_and_sin(positions, c.frequencies(kind)) for kind in c.rope_parameters}
         for layer in self.model.layers:
             x_BSM = layer(x_BSM, ropes, attention)
         return self.model.norm(x_BSM)
@@ -480,7 +487,6 @@ def generate(model, rows, *, max_new_tokens, temperature=1.0, end=(), after=None
         tokens_BS = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(model.head_weight.device)
         counts = [len(tokens) for tokens in fresh]
         logits_BV = forward_with_cache(model, cache, tokens_BS, counts)
-        # Each row has draws of its own, so what it gets does not depend on its neighbors.
         uniform_B = logits_BV.new_tensor([row.draws[row.new] for row in rows], dtype=torch.float64)
         tokens_B, logprobs_B = sample(logits_BV, uniform_B, temperature=temperature)
         # A row takes its token. A queued end token does not stop the row.
@@ -615,13 +621,11 @@ def load(directory):
         found = {}
         for file in files:
             found |= load_file(Path(directory) / file)
-
         # Old files also have the frequencies of (5), and some have a copy of a tied head.
         found = {name: x for name, x in found.items() if not name.endswith("rotary_emb.inv_freq")}
         copy = found.pop("lm_head.weight", None) if model.config.tie_word_embeddings else None
         if copy is not None and not copy.equal(found.get("model.embed_tokens.weight", copy)):
             raise ValueError("expected a tied head, got a lm_head.weight that is not the embedding")
-
         # Our experts are stacked. torch names tensors that are missing, left over or misshapen.
         for name, p in model.named_parameters():
             if ".experts." in name:
@@ -645,7 +649,6 @@ def save(weights, directory, source):
     for name, p in weights.items():
         tensors |= stored(name, p.detach().cpu().contiguous())
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
-
     # The tokenizer and its template are the source's, and so is the config but for the dtype.
     for path in Path(source).iterdir():
         if path.suffix in (".jinja", ".json", ".model", ".txt") and "safetensors" not in path.name:
@@ -734,7 +737,6 @@ def check_family(family, temperature):
     parameters = list(model.parameters())
     for weight in parameters:
         nn.init.normal_(weight, std=0.4)
-
     # Documents of 5, 1 and 4 tokens: by themselves, and in a row with padding between them.
     ids = torch.tensor([[-1, 0, 0, 0, 0, 0, -2, 1, -3, 2, 2, 2, 2]])
     tokens = torch.randint(23, ids.shape)
@@ -748,13 +750,11 @@ def check_family(family, temperature):
     p = (z / 0.7).softmax(-1)
     found = [model.logits(alone), model.logits(packed), *chunked]
     truth = [z, z, p[range(10), targets].log(), -(p * p.log()).sum(-1)]
-
     # The gradients that random gradients of all these tensors give to every parameter.
     upstream = [torch.randn_like(x) for x in truth]
     found += torch.autograd.grad(found, parameters, upstream)
     truth += torch.autograd.grad(truth, parameters, upstream)
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, truth)]
-
     # Rows whose first two tokens are queued. Queued tokens are like two more tokens of the prompt.
     rows = [Row(document.tolist(), torch.rand(12).tolist()) for document in documents]
     for row in rows:

@@ -85,7 +85,6 @@ class Grid:
         p, d, c, t, e = (degrees.get(letter, 1) for letter in "pdcte")
         self.fsdp = " fsdp" in text
         self.sequence = " sp" in text or t == 1  # with one t rank, its shard is all tokens
-
         self.ranks = np.arange(dist.get_world_size()).reshape(p, d, c, t)
         experts = self.ranks.reshape(p, -1, e)
         self.timeout = timeout
@@ -289,13 +288,11 @@ def vocab_parallel_logprobs(model, first, group, hidden_NM, targets_N, /, *, tem
     return z_target_N - s_N.log(), s_N.log() - u_N / s_N  # (4), (5)
 
 
-def tensor_parallel(model, group, sequence=False):
-    """Shard layers, embedding and head, in place. hidden, logits and logprobs return the same."""
-    vocab = len(model.head_weight)
+def shard_weights(model, group, sequence):
+    """Shard layers, embedding and head, in place. `hidden` returns the same."""
     for layer in model.model.layers:
         shard_layer(layer, group, sequence)
-    embedding = VocabParallelEmbedding(model.model.embed_tokens, group, sequence)
-    model.model.embed_tokens = embedding
+    model.model.embed_tokens = VocabParallelEmbedding(model.model.embed_tokens, group, sequence)
     if hasattr(model, "lm_head"):  # a model without one uses the embedding's rows
         model.lm_head = ColumnParallelLinear(model.lm_head, group)
 
@@ -308,14 +305,20 @@ def tensor_parallel(model, group, sequence=False):
     if sequence:
         model.model.norm.register_forward_hook(leave)
 
+
+def tensor_parallel(model, group, sequence=False):
+    """Shard a model, in place. hidden, logits and logprobs return the same."""
+    shard_weights(model, group, sequence)
+    words, first = model.model.embed_tokens.words, model.model.embed_tokens.first
+
     # An all-gather needs equal shapes, so 6 and 5 logits are padded to 6 and 6. No backward here.
     def logits(hidden, /):
         own = F.linear(hidden, model.head_weight)
-        size = math.ceil(vocab / dist.get_world_size(group))
-        return all_gather(F.pad(own, (0, size - own.shape[-1])), group, -1)[..., :vocab]
+        size = math.ceil(words / dist.get_world_size(group))
+        return all_gather(F.pad(own, (0, size - own.shape[-1])), group, -1)[..., :words]
 
     model.logits = logits
-    model.logprobs = functools.partial(vocab_parallel_logprobs, model, embedding.first, group)
+    model.logprobs = functools.partial(vocab_parallel_logprobs, model, first, group)
 
 
 # 4. Expert parallelism --------------------------------------------------------------------------
@@ -428,7 +431,6 @@ def run_1f1b(forward, number, like, group):
     for n in range(warm_up):
         x = exchange(stage - 1, receive=True)
         exchange(stage + 1, send=forward_one(n, x))
-
     # Steady state: one forward, one backward. Our states go on, and the gradient of an earlier
     # micro-batch comes back. Then our gradient for it goes back, and the next states come.
     x = exchange(stage - 1, receive=warm_up < number)
@@ -437,7 +439,6 @@ def run_1f1b(forward, number, like, group):
         dy = exchange(stage + 1, send=y, receive=True)
         dx = backward_one(dy)
         x = exchange(stage - 1, send=dx, receive=n < number - 1)
-
     # Cool-down: backward only.
     for n in range(warm_up):
         dy = exchange(stage + 1, receive=True)
@@ -701,8 +702,7 @@ def main(argv):
         world = int(os.environ["WORLD_SIZE"])
         if world not in PLANS:
             sys.exit(f"expected {' or '.join(map(str, PLANS))} ranks, got {world}")
-        device = join_ranks("cuda" if torch.cuda.is_available() else "cpu", PATIENCE)
-        model = model.to(device)
+        model = model.to(join_ranks("cuda" if torch.cuda.is_available() else "cpu", PATIENCE))
         errors = {text: check_plan(text, Training, model) for text in PLANS[world]}
         dist.destroy_process_group()
     table = "  ".join(f"{text} {error:.0e}" for text, error in errors.items())

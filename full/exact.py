@@ -3,8 +3,8 @@
 A sum of floats depends on its order: (1e8 + 1) - 1e8 is 0 in float32, and (1e8 - 1e8) + 1 is 1. A
 kernel chooses the order by the shapes of its arguments. So a token that is decoded in a batch of
 48 rows has other log-probs than the same token in a trainer's row of 3,000 tokens, and the ratio of
-a policy to itself is not 1. `make_exact` gives a model a forward in which no result depends on
-other tokens, or on how many there are:
+a policy to itself is not 1. In an `ExactTransformer` no result depends on other tokens, or
+on how many there are:
 
     products    rows are padded to a multiple of 16, and taken at most 256 at a time: many kernels
                 sum along K in one order from some number of rows on. Else they are taken by 16.
@@ -34,12 +34,13 @@ from torch import nn
 
 import models
 from full.attend import TiledAttention, backward_tiles, checked_scale
-from full.experts import Experts
+from full.experts import Experts, SparseMLP
 from full.generate import KVCache
-from full.logprobs import LogprobOptions, TokenLogprobs
+from full.logprobs import LogprobOptions, TokenLogprobs, require_tokens_in_vocabulary
 from full.masks import Mask
 from full.model_config import Rope
-from full.transformer import Transformer
+from full.places import set_tensor, variant_of
+from full.transformer import Layer, Transformer
 
 ROWS = 16  # a product has a multiple of so many rows
 TILES = 256, ROWS  # and at most so many: the first number that is exact on this machine
@@ -126,12 +127,15 @@ class Product(torch.autograd.Function):
         return dout_NI @ weight_IK, dout_NI.T @ x_NK
 
 
-class Linear(nn.Linear):
-    """Adds to nn.Linear: exact products."""
+class ExactLinear(nn.Module):
+    """A linear whose products are exact."""
 
-    def forward(self, x):
-        out_NI = Product.apply(x.flatten(0, -2), self.weight)
-        out = out_NI.view(*x.shape[:-1], self.out_features)
+    def __init__(self, linear):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x, /):
+        out = Product.apply(x.flatten(0, -2), self.weight).view(*x.shape[:-1], -1)
         return out if self.bias is None else out + self.bias
 
 
@@ -145,6 +149,26 @@ class ExactExperts(Experts):
             h_nI = self.act(Product.apply(x_nM, gate_IM)) * Product.apply(x_nM, up_IM)
             out.append(Product.apply(h_nI, down_MI))
         return torch.cat(out)
+
+
+class ExactSparseMLP(SparseMLP):
+    """Adds to `SparseMLP`: exact experts."""
+
+    experts_class = ExactExperts
+
+
+class ExactLayer(Layer):
+    """Adds to `Layer`: exact experts, linears and activations."""
+
+    sparse_class = ExactSparseMLP
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        for path, part in [*self.named_modules()]:
+            if isinstance(part, nn.Linear):
+                set_tensor(self, path, ExactLinear(part))
+            if hasattr(part, "act"):
+                part.act = functools.partial(elementwise, part.act)
 
 
 # Attention ---------------------------------------------------------------------------------------
@@ -303,9 +327,18 @@ class ExactRope(Rope):
 
 
 class ExactTransformer(Transformer):
-    """Adds to `Transformer`: exact logits and log-probs, and the cache of its generation."""
+    """Adds to `Transformer`: exact logits and log-probs, and the cache of its generation.
 
+    Its attention is exact where `hidden` is given `packed_attention`, or that of its cache_class.
+    One thread: torch cuts a tensor among several, and each part has an end.
+    """
+
+    layer_class = ExactLayer
     cache_class = ExactCache
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.rope = ExactRope(config)
 
     def logits(self, hidden, /):
         """Apply the head to states of `hidden`: (..., M) -> (..., V), in the model's dtype."""
@@ -327,24 +360,13 @@ class ExactTransformer(Transformer):
         """Return (8) and (9) of targets (N,) given hidden (N, M): two (N,), float32 or better."""
         cap = self.config.final_logit_softcapping
         options = LogprobOptions(temperature, cap, TILES[0], 0, None, 0)
-        self.require_tokens(targets[None])
+        require_tokens_in_vocabulary(targets, self.config.vocab_size, what="target")
         return ExactLogprobs.apply(hidden, self.head_weight, targets, options, self.logits)
 
 
-EXACT = {nn.Linear: Linear, Experts: ExactExperts, Transformer: ExactTransformer, Rope: ExactRope}
-
-
 def make_exact(model) -> ExactTransformer:
-    """Give a `Transformer` and its parts the classes of this file, in place, and return it.
-
-    Its attention is exact where `hidden` is given `packed_attention`, or that of its cache_class.
-    One thread: torch cuts a tensor among several, and each part has an end.
-    """
-    for part in [*model.modules(), model.rope]:
-        part.__class__ = EXACT.get(type(part), type(part))
-        if hasattr(part, "act"):
-            part.act = functools.partial(elementwise, part.act)
-    return model
+    """Return an `ExactTransformer` that shares the parameters of a `Transformer`."""
+    return variant_of(model, ExactTransformer)
 
 
 @torch.no_grad()

@@ -15,13 +15,24 @@ References: DeepSeek-V3 arXiv:2412.19437, equations 16 to 20; the bias (11) arXi
 routing replay (12) arXiv:2510.11370, there R3.
 """
 
-import dataclasses
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import models
+
+
+class Experts(models.Experts):
+    """Adds to `models.Experts`: the product of all experts by one kernel."""
+
+    def forward(self, x_NM, counts_E, /):
+        gate_NI = self.product("gate_proj", x_NM, counts_E)
+        up_NI = self.product("up_proj", x_NM, counts_E)
+        return self.product("down_proj", self.act(gate_NI) * up_NI, counts_E)
+
+    def product(self, name, x_NM, counts_E, /):
+        """Return the rows times their experts' matrices of this name."""
+        return grouped_linear(x_NM, getattr(self, name), counts_E)
 
 
 class SparseMLP(models.SparseMLP):
@@ -30,16 +41,16 @@ class SparseMLP(models.SparseMLP):
     The bias b = rate * votes affects the selection only. (11) counts the votes.
     """
 
-    layer = None  # its number, which `on_routing` is told
-    rate = 0.0  # 0: the router has no bias
+    experts_class = Experts
 
-    def add_bias(self, rate):
-        """Give the router the bias b of (6'), which is 0 until (11) moves it, by `rate` a vote."""
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = None  # its number, which `on_routing` is told
+        self.rate = config.router_bias_rate  # 0: the router has no bias
         # NUMERICS: votes are whole steps of b. b is not stored, so no cast of the model rounds it.
         # Pinned by tests/full/test_families.py::test_the_router_bias_survives_bfloat16.
-        self.rate = rate
-        votes_E = torch.zeros(self.config.num_experts, dtype=torch.int64)
-        self.register_buffer("votes", votes_E.to(self.gate.weight.device))
+        if self.rate:
+            self.register_buffer("votes", torch.zeros(config.num_experts, dtype=torch.int64))
 
     def forward(self, x_BSM, /, on_routing=None):
         K = self.config.num_experts_per_tok
@@ -86,19 +97,6 @@ class SparseMLP(models.SparseMLP):
         if self.config.norm_topk_prob:
             topk_weights_NK = topk_weights_NK / topk_weights_NK.sum(-1, keepdim=True)
         return probs_NE, topk_ids_NK, topk_weights_NK.to(x_NM.dtype)
-
-
-class Experts(models.Experts):
-    """Adds to `models.Experts`: the product of all experts by one kernel."""
-
-    def forward(self, x_NM, counts_E, /):
-        gate_NI = self.product("gate_proj", x_NM, counts_E)
-        up_NI = self.product("up_proj", x_NM, counts_E)
-        return self.product("down_proj", self.act(gate_NI) * up_NI, counts_E)
-
-    def product(self, name, x_NM, counts_E, /):
-        """Return the rows times their experts' matrices of this name."""
-        return grouped_linear(x_NM, getattr(self, name), counts_E)
 
 
 def grouped_linear(x_NM, weight_EIM, counts_E, /):
@@ -278,12 +276,3 @@ def update_router_bias(model, counts, /):
         counts_E = counts_E.double()
         step_E = (counts_E.mean() - counts_E).sign().long()  # (11)
         routers[layer].votes += step_E.to(routers[layer].votes.device)
-
-
-def give_router_bias(model, rate: float):
-    """Give the routers of a model without one a bias."""
-    model.config = dataclasses.replace(model.config, router_bias_rate=rate)
-    for module in model.modules():
-        if isinstance(module, SparseMLP):
-            module.add_bias(rate)
-    return model

@@ -37,7 +37,7 @@ import parallel
 from full.experts import Experts, grouped_linear
 from full.hf import _safetensors, _write_tensors, full_definition
 from full.model_config import read_json
-from full.places import Place, place_of, set_tensor
+from full.places import Place, place_of, set_tensor, variant_of
 from full.ranks import warn
 from full.transformer import Transformer, local_part, whole_shapes
 
@@ -54,53 +54,77 @@ class Lora(NamedTuple):
         return self.alpha / self.rank
 
 
-class Adapted:
-    """Adds to a linear its factors: (13)."""
+class AdaptedLinear(nn.Module):
+    """A linear, whole or a rank's part, with its factors: (13)."""
+
+    def __init__(self, linear, scale, A_rI, B_Or):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.region = getattr(linear, "region", None)  # of a `parallel.RowParallelLinear`
+        self.lora_A, self.lora_B = A_rI, B_Or
+        self.lora_scale = scale
 
     def forward(self, x, /):
-        y = super().forward(x)
-        return y + low_rank(self, x) if self.lora_scale else y
-
-
-class Linear(Adapted, nn.Linear):
-    """A linear with factors, on a rank that has all of it."""
-
-
-class ColumnParallelLinear(Adapted, parallel.ColumnParallelLinear):
-    """A rank's rows of W and of B, and all of A."""
-
-
-class RowParallelLinear(parallel.RowParallelLinear):
-    """A rank's columns of W and of A, and all of B: each rank adds a part of both terms of (13)."""
-
-    def forward(self, x_BSm, /):
-        if not self.lora_scale:
-            return super().forward(x_BSm)
-        part_BSM = F.linear(x_BSm, self.weight) + low_rank(self, x_BSm)
-        y_BsM = parallel.reduce_from_tp_region(part_BSM, *self.region)
-        return y_BsM if self.bias is None else y_BsM + self.bias
-
-
-def low_rank(linear, x, /):
-    """Return (alpha / r) (x A^T) B^T of (13)."""
-    return linear.lora_scale * F.linear(F.linear(x, linear.lora_A), linear.lora_B)
+        y = F.linear(x, self.weight, self.bias if self.region is None else None)
+        if self.lora_scale:
+            y = y + self.lora_scale * F.linear(F.linear(x, self.lora_A), self.lora_B)  # (13)
+        if self.region is None:
+            return y
+        # Each rank adds a part of both terms. The bias is added once, after the sum.
+        y = parallel.reduce_from_tp_region(y, *self.region)
+        return y if self.bias is None else y + self.bias
 
 
 class AdaptedExperts(Experts):
-    """Experts with stacks of factors beside some of their three stacks."""
+    """Experts with stacks of factors beside those of their three stacks that `lora` names."""
+
+    def __init__(self, config, lora):
+        super().__init__(config)
+        self.lora_scale = lora.scale
+        for name, p in [*self.named_parameters()]:
+            if name in lora.targets:
+                A_ErI, B_EOr = new_factors(p, lora.rank)
+                self.register_parameter(f"{name}_lora_A", A_ErI)
+                self.register_parameter(f"{name}_lora_B", B_EOr)
 
     def product(self, name, x_NM, counts_E, /):
         y_NI = super().product(name, x_NM, counts_E)
-        A_ErM = getattr(self, f"{name}_lora_A", None)
-        if A_ErM is None or not self.lora_scale:
+        if not hasattr(self, f"{name}_lora_A") or not self.lora_scale:
             return y_NI
-        inner_Nr = grouped_linear(x_NM, A_ErM, counts_E)
+        inner_Nr = grouped_linear(x_NM, getattr(self, f"{name}_lora_A"), counts_E)
         B_EIr = getattr(self, f"{name}_lora_B")
         return y_NI + self.lora_scale * grouped_linear(inner_Nr, B_EIr, counts_E)
 
 
+def new_factors(weight, r):
+    """Return empty factors A (.., r, in) and B (.., out, r) of a matrix or of a stack of them."""
+    *stack, rows, columns = weight.shape
+    shapes = (*stack, r, columns), (*stack, rows, r)
+    return [nn.Parameter(weight.new_empty(shape)) for shape in shapes]
+
+
 class AdaptedTransformer(Transformer):
-    """A `Transformer` with factors."""
+    """A `Transformer` with factors beside the matrices whose last names are in lora.targets.
+
+    ValueError for a target that the model does not have.
+    """
+
+    def __init__(self, config, lora):
+        super().__init__(config)
+        self.lora = lora
+        for path, part in [*self.named_modules()]:
+            is_target = path.rpartition(".")[2] in lora.targets and path != "score"
+            if isinstance(part, nn.Linear) and is_target:
+                factors = new_factors(part.weight, lora.rank)
+                set_tensor(self, path, AdaptedLinear(part, lora.scale, *factors))
+            if isinstance(part, Experts):
+                set_tensor(self, path, AdaptedExperts(config, lora))
+        found = {name.removesuffix(".weight").split(".")[-1] for name in factors_of(self)}
+        for target in lora.targets:
+            if target not in found:
+                tied = "; its head is its embedding" if target == "lm_head" else ""
+                raise ValueError(f"--lora-targets: the model has no matrix to adapt called "
+                                 f"{target!r}{tied}")  # fmt: skip
 
     def embed(self, tokens_BS, /):
         # The states before the first factors have no gradient of their own. Pipelines, chunks of a
@@ -110,22 +134,13 @@ class AdaptedTransformer(Transformer):
 
     def head(self, hidden, /):
         # (13) is one product of longer rows: (x, scale x A^T) (W, B)^T.
-        x, weight_vM, shard = super().head(hidden)
+        x, weight_vM = super().head(hidden)
         head = self._modules.get("lm_head")
         if not hasattr(head, "lora_A") or not head.lora_scale:
-            return x, weight_vM, shard
+            return x, weight_vM
         A_rM, B_vr = self.for_head(head.lora_A), self.for_head(head.lora_B)
         inner = head.lora_scale * F.linear(x, A_rM)
-        return torch.cat([x, inner], -1), torch.cat([weight_vM, B_vr], 1), shard
-
-
-# Each part of a plain model, and the class that adds factors to it.
-ADAPTED = {
-    nn.Linear: Linear, parallel.ColumnParallelLinear: ColumnParallelLinear,
-    parallel.RowParallelLinear: RowParallelLinear, Experts: AdaptedExperts,
-    Transformer: AdaptedTransformer,
-}  # fmt: skip
-PLAIN = {adapted: plain for plain, adapted in ADAPTED.items()}
+        return torch.cat([x, inner], -1), torch.cat([weight_vM, B_vr], 1)
 
 
 # Names ------------------------------------------------------------------------------------------
@@ -154,62 +169,25 @@ def factors_of(model) -> dict:
 # A model with factors and without ---------------------------------------------------------------
 
 
-def add_factors(model, lora, dtype) -> "AdaptedTransformer":
-    """Freeze a whole model, and give the matrices that lora.targets names factors, in place.
+def add_factors(model, lora, dtype) -> AdaptedTransformer:
+    """Freeze a whole model, and return one with factors that shares its parameters.
 
-    Their contents are undefined, see `draw_factors` and `load_factors`. Trained are the factors and
+    The factors' contents are undefined, see `draw_factors` and `load_factors`. Trained are they and
     a critic's head, both in `dtype`. ValueError for a target that the model does not have.
     """
-    model.requires_grad_(False)
-    found = {}  # name of a factor -> its shape
-    for path, module in model.named_modules():
-        leaf = path.rpartition(".")[2]
-        if type(module) is nn.Linear and leaf in lora.targets and path != "score":
-            found |= shapes_of_factors(f"{path}.", module.weight.shape, lora.rank)
-        for name, p in module.named_parameters() if isinstance(module, Experts) else ():
-            if name in lora.targets:
-                found |= shapes_of_factors(f"{path}.{name}_", p.shape, lora.rank)
-    for target in lora.targets:
-        if target not in {matrix_of(name).removesuffix(".weight").split(".")[-1] for name in found}:
-            tied = "; its head is its embedding" if target == "lm_head" else ""
-            raise ValueError(f"--lora-targets: the model has no matrix to adapt called "
-                             f"{target!r}{tied}")  # fmt: skip
-
-    like = model.head_weight.new_empty(0, dtype=dtype)
-    factors = {name: nn.Parameter(like.new_empty(shape)) for name, shape in found.items()}
+    adapted = variant_of(model, AdaptedTransformer, lora).requires_grad_(False)
+    for name, p in [*adapted.named_parameters()]:
+        if is_factor(name):
+            factor = torch.empty(p.shape, dtype=dtype, device=model.head_weight.device)
+            set_tensor(adapted, name, nn.Parameter(factor))
     if model.config.value_head:
-        model.score.to(dtype).requires_grad_(True)
-    return give_factors(model, lora, factors)
+        adapted.score.to(dtype).requires_grad_(True)
+    return adapted
 
 
-def shapes_of_factors(path, shape, r) -> dict:
-    """Return {name: shape} of the factors of a matrix (.., out, in)."""
-    *stack, rows, columns = shape
-    return {f"{path}lora_A": (*stack, r, columns), f"{path}lora_B": (*stack, rows, r)}
-
-
-def give_factors(model, lora, factors):
-    """Make factors, {name: parameter}, parts of a plain model, in place, and return it."""
-    for name, p in factors.items():
-        owner = model.get_submodule(name.rpartition(".")[0])
-        owner.__class__ = ADAPTED.get(type(owner), type(owner))
-        owner.lora_scale = lora.scale
-        set_tensor(model, name, p)
-    model.__class__ = ADAPTED[type(model)]
-    model.lora = lora
-    return model
-
-
-def take_factors(model) -> dict:
-    """Make a model plain again, its base alone, in place. Return what `give_factors` takes."""
-    factors = {name: p for name, p in model.named_parameters() if is_factor(name)}
-    for name in factors:
-        path, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(path)
-        delattr(owner, leaf)
-        owner.__class__ = PLAIN.get(type(owner), type(owner))
-    model.__class__ = PLAIN.get(type(model), type(model))
-    return factors
+def plain(model) -> Transformer:
+    """Return the base of a whole model with factors, as a model that shares its parameters."""
+    return variant_of(model, Transformer)
 
 
 @contextlib.contextmanager
@@ -246,14 +224,15 @@ def merged(weight, A, B, scale, region=None):
 
 
 @torch.no_grad()
-def merge(model, dtype=None):
-    """Make a whole model with factors a plain one with the merged weights, in place; return it."""
-    pairs = factors_of(model)
-    factors = take_factors(model)
-    for name, (A, B) in pairs.items():
-        p = model.get_parameter(name)
-        p.data = merged(p, factors[A], factors[B], model.lora.scale).to(dtype or p.dtype)
-    return model.to(dtype) if dtype else model
+def merge(model, dtype=None) -> Transformer:
+    """Turn a whole model with factors into a plain one with the merged weights, and return it."""
+    # One matrix after the other is replaced in both models, so that no second copy is in memory.
+    whole = plain(model)
+    for name, (A, B) in factors_of(model).items():
+        p = whole.get_parameter(name)
+        pair = model.get_parameter(A), model.get_parameter(B)
+        p.data = merged(p, *pair, model.lora.scale).to(dtype or p.dtype)
+    return whole.to(dtype) if dtype else whole
 
 
 def definition(model, tokens, /):
@@ -292,13 +271,20 @@ def place_of_factor(name, shape, grid, mode) -> Place:
     return place._replace(sums=tuple(sums))
 
 
-def shard_factors(factors, grid) -> dict:
-    """Return this rank's part of each of a whole model's factors, cut by t and e."""
-    found = {}
+def shard_factors(model, factors, grid) -> None:
+    """Give a model that is split by t and e its parts of a whole model's factors, in place."""
+    own = {}
     for name, p in factors.items():
         region = place_of_factor(name, p.shape, grid, "ddp").region
-        found[name] = nn.Parameter(p.detach()[region].clone(), p.requires_grad)
-    return found
+        own[name] = nn.Parameter(p.detach()[region].clone(), p.requires_grad)
+    for name, p in own.items():
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        if leaf == "lora_A":  # a linear that is split has been made without factors
+            pair = p, own[f"{path}.lora_B"]
+            set_tensor(model, path, AdaptedLinear(owner, model.lora.scale, *pair))
+        elif leaf != "lora_B":
+            setattr(owner, leaf, p)
 
 
 @torch.no_grad()

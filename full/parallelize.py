@@ -24,6 +24,7 @@ from full import lora
 from full.pipeline import SCHEDULES, TorchPipeline, keep_stage_and_ends
 from full.places import Part, inner_width, part_of, place_of
 from full.plans import Grid
+from full.transformer import Transformer
 
 AC = "none", "full", "op"
 
@@ -162,22 +163,20 @@ def with_sequence(grid, sequence) -> Grid:
 def shard_model(model, grid) -> None:
     """Cut a whole model by t and e, in place, by the functions of parallel.py."""
     group = grid.group
-    factors = lora.take_factors(model)
-    if grid.plan.tp > 1:
+    factors = {name: p for name, p in model.named_parameters() if lora.is_factor(name)}
+    if grid.plan.tp > 1 and isinstance(model, Transformer):
+        # It computes logits and log-probs itself, in chunks, from a rank's rows.
+        parallel.shard_weights(model, group["t"], grid.sequence)
+        model.shard = dict(group=group["t"], vocab_start=model.model.embed_tokens.first)
+    elif grid.plan.tp > 1:
         parallel.tensor_parallel(model, group["t"], grid.sequence)
-        if hasattr(model, "lm_head_shard"):
-            # A `Transformer` computes logits and log-probs itself, in chunks, from a rank's rows.
-            del model.logits, model.logprobs
-            options = dict(group=group["t"], vocab_start=model.model.embed_tokens.first)
-            model.lm_head_shard = lambda: (model.head_weight, options)
     if grid.plan.etp > 1:
         for layer in model.model.layers:
             if hasattr(layer.mlp, "experts"):
                 expert_tensor_parallel(layer.mlp, grid)
     if grid.plan.ep > 1:
         parallel.expert_parallel(model, group["e"])
-    if factors:
-        lora.give_factors(model, model.lora, lora.shard_factors(factors, grid))
+    lora.shard_factors(model, factors, grid)
 
 
 def expert_tensor_parallel(mlp, grid) -> None:
@@ -190,8 +189,9 @@ def expert_tensor_parallel(mlp, grid) -> None:
     )
     mlp.register_forward_hook(lambda _, args, y: parallel.reduce_from_tp_region(y, *region))
     for name, p in list(mlp.experts.named_parameters()):
-        part = parallel.parameter_shard(p, grid.group["etp"], inner_width(name))
-        setattr(mlp.experts, name, part)
+        if not lora.is_factor(name):
+            part = parallel.parameter_shard(p, grid.group["etp"], inner_width(name))
+            setattr(mlp.experts, name, part)
 
 
 def apply_fsdp(root, part) -> None:

@@ -225,9 +225,24 @@ def local(tensor):
 
 
 def set_tensor(model, name, x) -> None:
-    """Replace a parameter or a buffer of a model by another one."""
+    """Replace a parameter, a buffer or a module of a model by another one."""
     owner, _, last = name.rpartition(".")
     setattr(model.get_submodule(owner), last, x)
+
+
+def variant_of(model, kind, *given):
+    """Return a model of another class, kind(config, *given), that shares a model's parameters.
+
+    What the model does not have, such as factors, is on the meta device.
+    """
+    with torch.device("meta"):
+        made = kind(model.config, *given)
+    shared = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, _ in [*made.named_parameters(), *made.named_buffers()]:
+        if name in shared:
+            set_tensor(made, name, shared[name])
+    made.residual_dtype, made.head_dtype = model.residual_dtype, model.head_dtype
+    return made
 
 
 def full(tensor, place=None):

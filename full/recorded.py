@@ -24,7 +24,7 @@ from full.config import Config, resumed_config
 from full.files import whole_lines
 from full.hf import load_hf
 from full.logs import do_step, read_reference, rollout_line
-from full.lora import take_factors
+from full.lora import plain
 from full.rollouts import Trajectory, draw_prompts
 from full.run import ONE_PROCESS, build, build_teacher, empty_policy, policy_in, shape_of
 from full.tasks import asking, bare, names_of
@@ -370,7 +370,7 @@ class Case:
         if self.config.lora is not None:
             config = self.config
             model = policy_in(self.before, config, self.task, config.compute, merged=False)
-            take_factors(model)
+            model = plain(model)
             for votes in model.buffers():
                 votes.zero_()
             return widened(model)

@@ -34,15 +34,14 @@ from full.batches import Demonstrations, RolloutQueue, pending_batches
 from full.checkpoint import newest_checkpoint, read_checkpoint, read_newest, sums_of_share
 from full.config import _flag, read_date
 from full.engine import Engine
-from full.exact import make_exact, require_exact_kernels
-from full.experts import give_router_bias
+from full.exact import ExactTransformer, require_exact_kernels
 from full.files import beside, cut_lines, writing
 from full.hf import copy_text_files, load_hf, save_hf
 from full.logs import (
     Checkpointer, IdleWarning, Log, Logs, RewardWarning, RolloutLog, TruncationWarning,
     read_reference, write_reference,
 )  # fmt: skip
-from full.lora import add_factors, give_factors, merge, take_factors
+from full.lora import add_factors, merge
 from full.model_config import ModelConfig, read_json
 from full.optimizer import persistent_buffers
 from full.questions import make_task
@@ -86,14 +85,13 @@ def shape_of(config, task) -> ModelConfig:
 
 def empty_model(config, shape, dtype, *, is_teacher=False) -> Transformer:
     """Make a model on the meta device, with what the settings add to all but a teacher."""
+    if not is_teacher:
+        value_head = shape.value_head or config.advantage == "gae"
+        more = dict(value_head=value_head, router_bias_rate=config.router_bias_rate)
+        shape = dataclasses.replace(shape, **more)
     with torch.device("meta"):
-        model = Transformer(shape).to(getattr(torch, dtype))
-        if config.advantage == "gae" and not is_teacher:
-            model.add_value_head()
-        if config.router_bias_rate and not is_teacher:
-            give_router_bias(model, config.router_bias_rate)
-    model = make_exact(model) if config.exact else model
-    return keep_wide(config, model)
+        model = (ExactTransformer if config.exact else Transformer)(shape)
+    return keep_wide(config, model.to(getattr(torch, dtype)))
 
 
 def empty_policy(config, shape) -> Transformer:
@@ -102,8 +100,7 @@ def empty_policy(config, shape) -> Transformer:
         return empty_model(config, shape, config.dtype)
     # A base never changes, so it needs no masters: it has the precision of the products.
     model = empty_model(config, shape, config.compute)
-    with torch.device("meta"):
-        return add_factors(model, config.lora, getattr(torch, config.dtype))
+    return add_factors(model, config.lora, getattr(torch, config.dtype))
 
 
 def build(config, task):
@@ -473,14 +470,15 @@ def policy_in(path, config, task, dtype, alone=False, merged=True):
     """
     # The run has checked that the task fits. With --model there may be no task here.
     shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
-    model = empty_policy(config, shape).to_empty(device="cpu")
-    if config.lora is not None:
-        factors = take_factors(model)
+    if config.lora is None:
+        model = empty_policy(config, shape).to_empty(device="cpu")
+    else:
+        model = empty_model(config, shape, config.compute).to_empty(device="cpu")
         if config.model:
             load_hf(config.model, model=model)
         else:
             draw_weights(model, config.seed)
-        give_factors(model, config.lora, factors)
+        model = add_factors(model, config.lora, getattr(torch, config.dtype))
 
     # The weights alone: AdamW's two moments of each are twice as much again, and stay on the disk.
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()

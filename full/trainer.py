@@ -8,7 +8,6 @@ Equation (1) is in advantages.py, (2) to (8) are in objectives.py.
 Letters:  B trajectories   T positions   L layers with experts   E experts
 """
 
-import copy
 import functools
 
 import numpy as np
@@ -85,6 +84,12 @@ def first_factors(config, model, shapes):
         lora.draw_factors(model, config.seed)
 
 
+def empty_like(model) -> Transformer:
+    """Return a whole plain model of a model's shape, on the meta device."""
+    with torch.device("meta"):
+        return Transformer(model.config)
+
+
 def first_weights(model, whole, directory, seed=0):
     """Fill a model with weights of a directory, or, if that is "", with random ones of a seed.
 
@@ -143,13 +148,13 @@ class Trainer(train_grpo.Trainer):
 
         # The weights are drawn, or read, for the shapes of the whole model: a stage of a pipeline
         # has some of the tensors only.
-        whole = copy.deepcopy(model) if is_empty else None
-        factors = lora.take_factors(whole) if is_empty else {}
+        whole = empty_like(model)
+        factors = {n: p.shape for n, p in model.named_parameters() if lora.is_factor(n)}
         compute_dtype = getattr(torch, config.compute) if config.is_mixed else None
         self.model = self.shard_model(keep_wide(config, model), compute_dtype)
         if is_empty:
             first_weights(self.model, whole, config.model, config.seed)
-            first_factors(config, self.model, {name: p.shape for name, p in factors.items()})
+            first_factors(config, self.model, factors)
         self.optimizer = build_optimizer(config, self.model)
         self.experts = ExpertLoads(config, self.model, self.device)
 
@@ -165,7 +170,7 @@ class Trainer(train_grpo.Trainer):
             self.reference = self.model
         self.teacher = teacher
         if teacher is not None:
-            whole = copy.deepcopy(teacher)
+            whole = empty_like(teacher)
             self.teacher = self.shard_model(teacher)
             first_weights(self.teacher, whole, config.teacher)
 

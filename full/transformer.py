@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import (
 )  # fmt: skip
 
 import models
-from full.experts import Experts, SparseMLP
+from full.experts import SparseMLP
 from full.logprobs import all_gather_logits, require_tokens_in_vocabulary, token_logprobs
 from full.model_config import ModelConfig, Rope
 
@@ -70,23 +70,21 @@ def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
     return torch.cat(out, 2)
 
 
+class Attention(models.Attention):
+    """Adds to `models.Attention`: the norms above."""
+
+    norm_class = RMSNorm
+
+
 class Layer(models.Layer):
-    """Adds to `models.Layer`: a callback that receives the routing of its experts."""
+    """Adds to `models.Layer`: the parts of this folder. Experts know the number of their layer."""
+
+    norm_class, attention_class, sparse_class = RMSNorm, Attention, SparseMLP
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        extend_parts(self)
-
-    def forward(self, x_BSM, ropes, attention, on_routing=None, /):
-        # The lines of `models.Layer.forward`. A dense MLP has no router, and takes no option.
-        options = {"on_routing": on_routing} if hasattr(self.mlp, "experts") else {}
-        h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
-        if not self.post_norms:
-            y_BSM = x_BSM + h_BSM  # (2)
-            return y_BSM + self.mlp(self.post_attention_layernorm(y_BSM), **options)  # (3)
-        y_BSM = x_BSM + self.post_attention_layernorm(h_BSM)  # (2), Gemma
-        h_BSM = self.mlp(self.pre_feedforward_layernorm(y_BSM), **options)
-        return y_BSM + self.post_feedforward_layernorm(h_BSM)  # (3), Gemma
+        if layer in config.sparse_layers:
+            self.mlp.layer = layer
 
 
 class Transformer(models.Transformer):
@@ -97,18 +95,15 @@ class Transformer(models.Transformer):
     to what is scored. Tied embeddings are one parameter, `model.embed_tokens.weight`: no `lm_head`.
     """
 
+    layer_class, norm_class = Layer, RMSNorm
+
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        extend_parts(self)
-        for n in config.sparse_layers:
-            mlp = self.model.layers[n].mlp
-            mlp.layer = n
-            if config.router_bias_rate:
-                mlp.add_bias(config.router_bias_rate)
         self.rope = Rope(config)
         self.attention = causal_attention  # used unless `hidden` is given another one
         self.residual_dtype = None  # of the states between layers. None: as the weights
         self.head_dtype = None  # of the head's product, if it is wider. None: as the weights
+        self.shard = {}  # which rows of the head this rank has: group= and vocab_start=. {}: all
         if config.value_head:
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
@@ -138,14 +133,16 @@ class Transformer(models.Transformer):
             positions = torch.arange(tokens_BS.shape[1], device=x_BSM.device)[None]
         ropes = self.rope(positions, x_BSM.dtype)
         for layer in self.model.layers:
-            x_BSM = layer(x_BSM, ropes, attention or self.attention, on_routing)
+            # A dense MLP has no router, and takes no option.
+            options = {"on_routing": on_routing} if hasattr(layer.mlp, "experts") else {}
+            x_BSM = layer(x_BSM, ropes, attention or self.attention, **options)
         return self.model.norm(x_BSM)
 
     def embed(self, tokens_BS, /):
         """Return the embeddings of tokens, (1): (B, S) -> (B, S, M)."""
         # Ids are checked here and not in embed_tokens, which tensor parallelism replaces. There
         # each rank has some rows, and a token that no rank has would silently become zeros.
-        self.require_tokens(tokens_BS)
+        require_tokens_in_vocabulary(tokens_BS, self.config.vocab_size)
         x_BSM = self.model.embed_tokens(tokens_BS)  # (1)
         if not self.config.scale_embedding:
             return x_BSM
@@ -153,11 +150,6 @@ class Transformer(models.Transformer):
         # sqrt(3072) is 55.5. Pinned by
         # tests/full/test_models.py::test_gemma_scales_by_a_rounded_root.
         return x_BSM * torch.tensor(self.embed_scale, dtype=x_BSM.dtype).item()
-
-    def lm_head_shard(self):
-        """Return this rank's rows of `head_weight`, and the options of `token_logprobs` that say
-        which rows they are. Tensor parallelism replaces this method."""
-        return self.head_weight, {}
 
     def for_head(self, x, /):
         """Return states or rows of the head in the dtype of the head's product."""
@@ -168,18 +160,18 @@ class Transformer(models.Transformer):
         return x if self.head_dtype is None else x.to(torch.promote_types(x.dtype, self.head_dtype))
 
     def head(self, hidden, /):
-        """Return the two factors of the head's product, and the options of `token_logprobs`."""
-        weight_vM, shard = self.lm_head_shard()
-        return self.for_head(hidden), self.for_head(weight_vM), shard
+        """Return the two factors of the head's product, with this rank's rows of the head."""
+        return self.for_head(hidden), self.for_head(self.head_weight)
 
     def logits(self, hidden, /):
         """Apply the head to states of `hidden`: (..., M) -> (..., V), in the dtype of its product.
         """
-        x, weight_vM, shard = self.head(hidden)
-        z = F.linear(x, weight_vM)
+        z = F.linear(*self.head(hidden))
         cap = self.config.final_logit_softcapping
         z = cap * torch.tanh(z / cap) if cap else z  # (7')
-        return all_gather_logits(z, shard["group"], self.config.vocab_size) if shard else z
+        if not self.shard:
+            return z
+        return all_gather_logits(z, self.shard["group"], self.config.vocab_size)
 
     def forward(self, tokens_BS, /, **options):
         """Return the logits (B, S, V) in the model's dtype. The options are those of `hidden`."""
@@ -187,10 +179,10 @@ class Transformer(models.Transformer):
 
     def logprobs(self, hidden, targets, /, *, temperature: float = 1.0):
         """Return (8) and (9) of targets (N,) given hidden (N, M): two (N,), float32 or better."""
-        x_NM, weight_vM, shard = self.head(hidden)
+        c = self.config
         return token_logprobs(
-            x_NM, weight_vM, targets, temperature=temperature,
-            softcap=self.config.final_logit_softcapping, vocab_size=self.config.vocab_size, **shard,
+            *self.head(hidden), targets, temperature=temperature,
+            softcap=c.final_logit_softcapping, vocab_size=c.vocab_size, **self.shard,
         )  # fmt: skip
 
     def values(self, hidden, /):
@@ -212,23 +204,6 @@ class Transformer(models.Transformer):
     def init_weights(self, seed: int) -> "Transformer":
         """Draw all weights from a seed, the same ones in every dtype; see `draw_weights`."""
         return draw_weights(self, seed)
-
-    def require_tokens(self, tokens, /) -> None:
-        """Raise a ValueError unless all token ids are in the vocabulary (on a GPU, later)."""
-        require_tokens_in_vocabulary(tokens, self.config.vocab_size)
-
-
-# Each part of a model of models.py, and the class here that adds to it.
-ADDED = {models.RMSNorm: RMSNorm, models.Layer: Layer, models.SparseMLP: SparseMLP,
-         models.Experts: Experts}  # fmt: skip
-
-
-def extend_parts(module) -> None:
-    """Give parts that models.py has made the classes of this folder, in place."""
-    # A class of this folder adds methods and no weights, so a part needs nothing else. torch's
-    # fully_shard changes the class of a module in the same way. models.py has no hooks for it.
-    for part in module.modules():
-        part.__class__ = ADDED.get(type(part), type(part))
 
 
 @torch.no_grad()

@@ -87,7 +87,8 @@ def main(argv):
                 for is_exact in (False, True):
                     model = tiny_model(name, dtype=getattr(torch, dtype))
                     if is_exact:
-                        require_exact_kernels(make_exact(model))
+                        model = make_exact(model)
+                        require_exact_kernels(model)
                     found.append(measured(model, is_exact, how))
                 (share, *seconds), (exact_share, *exact_seconds) = found
                 print(f"{name:12} {dtype:8} {way:5} {share:.3f} {exact_share:.3f}   "

@@ -7,7 +7,6 @@ bench: seconds by phase, tokens a second, and what sharing prefixes gains agains
 """
 
 import argparse
-import copy
 import dataclasses
 import itertools
 import json
@@ -33,7 +32,7 @@ from full.checkpoint import write_checkpoint
 from full.config import LORA_TARGETS, Config
 from full.hf import save_hf
 from full.logs import do_step, rollout_line
-from full.lora import add_factors, is_factor, take_factors
+from full.lora import add_factors, is_factor
 from full.model_config import ModelConfig
 from full.optimizer import clip_grad_norm, persistent_buffers, tensors_of, weights_to_store
 from full.places import full
@@ -43,7 +42,7 @@ from full.ranks import connect
 from full.run import ONE_PROCESS, build, build_teacher, own_shape
 from full.tasks import Task
 from full.tiny import tiny_model
-from full.trainer import Trainer, first_factors, first_weights
+from full.trainer import Trainer, empty_like, first_factors, first_weights
 from full.transformer import Transformer, draw_weights
 from full.trie import TokenTrie
 from full.weights import copy_weights
@@ -56,10 +55,9 @@ BOUND = 1e-10
 def built(config, task, device):
     """Policy, generator and reference of `build`, the policy in memory: on any device."""
     model, generator, reference = build(config, task)
-    whole = copy.deepcopy(model)
-    factors = take_factors(whole)
-    first_weights(model.to_empty(device=device), whole, config.model, config.seed)
-    first_factors(config, model, {name: p.shape for name, p in factors.items()})
+    first_weights(model.to_empty(device=device), empty_like(model), config.model, config.seed)
+    factors = {name: p.shape for name, p in model.named_parameters() if is_factor(name)}
+    first_factors(config, model, factors)
     return model, generator, reference
 
 
@@ -278,7 +276,7 @@ def model_of(family):
     torch.nn.init.normal_(model.score.weight, generator=generator)
     lora = setting(**BALANCED.get(family, {})).lora
     if lora is not None:
-        add_factors(model, lora, torch.float64)
+        model = add_factors(model, lora, torch.float64)
         for name, p in model.named_parameters():
             if is_factor(name):
                 torch.nn.init.normal_(p, std=0.2, generator=generator)

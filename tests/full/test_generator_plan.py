@@ -1,7 +1,6 @@
 """Generators with a plan of their own, `--plan A|B`: the tokens of one process, and the push."""
 
 import contextlib
-import dataclasses
 import random
 import re
 
@@ -23,7 +22,6 @@ from full.__main__ import main
 from full.batches import collect
 from full.estimate import Rank, Step
 from full.config import Config
-from full.experts import give_router_bias
 from full.optimizer import tensors_of
 from full.places import Place, full, local
 from full.plans import plans_on_same_ranks
@@ -60,11 +58,10 @@ EVERY += [pytest.param(*plan, GENERATORS[plan], marks=pytest.mark.slow) for plan
 def model_of(family, seed=2):
     """A random model; 13 tokens, so that two ranks have unequal parts of the vocabulary."""
     shape = dict(model_type=family, vocab_size=13) | FAMILIES[family]
-    model = tiny_model(seed=seed, **shape)
-    if family == "biased moe":
-        give_router_bias(model, 0.05)
-        for n, votes in enumerate(model.buffers()):
-            votes.copy_(torch.arange(len(votes)).roll(n) % 3)
+    rate = 0.05 if family == "biased moe" else 0.0
+    model = tiny_model(seed=seed, router_bias_rate=rate, **shape)
+    for n, votes in enumerate(model.buffers()):
+        votes.copy_(torch.arange(len(votes)).roll(n) % 3)
     return model
 
 
@@ -73,9 +70,7 @@ def trainer_of(family, plan, **how):
     config = Config(dtype="float64", plan=plan, **dict(group=4, prompts=3) | how).check()
     model = model_of(family)
     with torch.device("meta"):  # for the Trainer to allocate
-        bare = Transformer(dataclasses.replace(model.config, router_bias_rate=0.0)).double()
-        if model.config.router_bias_rate:
-            give_router_bias(bare, model.config.router_bias_rate)
+        bare = Transformer(model.config).double()
     trainer = Trainer(config, model, generator=bare.requires_grad_(False))
     trainer.push_weights()
     return trainer, config

@@ -390,7 +390,7 @@ def test_a_token_outside_the_vocabulary_is_named(token, row, column):
     model, tokens, hidden = model_of(), torch.arange(8).view(2, 4), torch.randn(8, 24).double()
     tokens[row, column] = token
     at, end = f"row {row}, column {column}", "is not in the vocabulary of 53: ids are 0..52"
-    for call in (model, model.embed, model.require_tokens):
+    for call in (model, model.embed):
         with pytest.raises(ValueError, match=f"^token id {token} at {at} {end}"):
             call(tokens)
     at = f"place {4 * row + column}"
@@ -425,7 +425,8 @@ def test_off_the_cpu_the_refusal_is_an_assertion_that_waits_for_nothing(monkeypa
 
 @pytest.mark.slow
 def test_the_check_of_tokens_can_be_compiled_whole():
-    check = torch.compile(model_of().require_tokens, fullgraph=True, backend="eager")
+    check = torch.compile(lambda tokens: require_tokens_in_vocabulary(tokens, 53),
+                          fullgraph=True, backend="eager")  # fmt: skip
     check(torch.arange(53))
     with pytest.raises(RuntimeError, match="a token id is outside of 0..52"):
         check(torch.arange(50, 55))
@@ -436,7 +437,7 @@ def _outside(rank, text, mode):
     plan = Plan.parse(text)
     model = tiny_model("qwen3", vocab_size=56, dtype=torch.float32)
     model = parallelize(model, plan, device_mesh=Grid(plan), mode=mode)
-    call = model.require_tokens if plan.pp > 1 else model.hidden
+    call = model.embed if plan.pp > 1 else model.hidden
     return complaint_of(call, torch.tensor([[0, 1, 56]]))
 
 
