@@ -16,7 +16,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
@@ -26,9 +26,8 @@ from full.lora import Lora
 from full.metrics import glossary
 from full.model_config import read_json
 from full.objectives import AGGREGATIONS, OBJECTIVES
-from full.plans import Plan, letters_table, plans_on_same_ranks
+from full.plans import Plan, letters_table
 from full.ranks import MAY_BE_OBJECTS, OBJECT, is_rank_0
-from full.weights import require_generator_plan
 
 # What --help ends with. full/RECIPES.md has the settings of other code bases that mean the same.
 PAPERS = """\
@@ -72,29 +71,6 @@ Dtype = Literal["float32", "float64", "bfloat16"]
 Schedule = Literal["1f1b", "interleaved1f1b", "zbv"]
 
 
-class Plans(NamedTuple):
-    """The plans of --plan: A|B, two plans of the same ranks, or B alone."""
-
-    generator: Plan | None  # A; None: the generator takes t and e of the trainer's plan
-    trainer: Plan | None  # B; None without --plan: all ranks are data parallel
-
-
-@functools.cache
-def parse_plans(text) -> Plans:
-    """Return the plans of --plan, or raise ValueError."""
-    # One plan is the trainer's. Of two, A|B, the first is the generator's.
-    if not text:
-        return Plans(None, None)
-    plans = plans_on_same_ranks(text)
-    if len(plans) > 2:
-        raise ValueError(f"--plan {text}: A|B has two plans, the generator's and the trainer's, "
-                         f"got {len(plans)}")  # fmt: skip
-    if len(plans) == 1:
-        return Plans(None, plans[0])
-    require_generator_plan(plans[0])
-    return Plans(*plans)
-
-
 # The matrices of attention and of MLPs, experts' included.
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 
@@ -132,7 +108,7 @@ class Config(train_grpo.Config):
     lora_from: str = ""  # LoRA: directory of PEFT's with the first factors; empty: random ones
     # rollouts
     reply_timeout: int = 0  # seconds that a task or a reward may take for an answer; 0: no limit
-    engine: str = ""  # URL[,URL..] of vLLM, SGLang or `full.engine serve`; empty: this process
+    engine: str = ""  # URL[,URL..] of vLLM or SGLang; empty: this process
     engine_timeout: int = 600  # seconds that an engine may be silent, or loading, before a run ends
     staleness: int = 0  # K: batch b is sampled with the weights of step b - K; 0: on-policy
     exact: bool = False  # the sampler's log-probs are the trainer's, bit for bit; slower
@@ -169,7 +145,7 @@ class Config(train_grpo.Config):
     lr_decay: Literal["constant", "linear", "cosine"] = "linear"  # from there to the last step
     weight_decay: float = 0.0  # AdamW, decoupled
     # parallelism
-    plan: str = ""  # d2t2, p2c2, archon:d2; A|B: generator A, trainer B
+    plan: str = ""  # d2t2, p2c2; empty: all ranks are data parallel
     data_parallel: Literal["ddp", "fsdp", "zero1"] = "ddp"  # zero1: ddp with its moments sharded
     shard_ranks: int = 0  # fsdp: how many ranks share one copy of the weights (HSDP); 0: all of d
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"  # of the c ranks of --plan
@@ -246,11 +222,6 @@ class Config(train_grpo.Config):
         return cls(**read_settings(path, given) | given)
 
     # What several fields decide together, said once. None of these is a flag.
-
-    @property
-    def plans(self) -> Plans:
-        """Return the generator's and the trainer's Plan; ValueError for a --plan that is wrong."""
-        return parse_plans(self.plan)
 
     @property
     def first_weights(self) -> str:
@@ -356,7 +327,7 @@ class Config(train_grpo.Config):
 
     def _ignored_flags(self) -> list[str]:
         """Return an error for each flag that was given and that the run does not use."""
-        plan = self.plans.trainer or Plan()
+        plan = Plan.parse(self.plan or "d1")
         dta = self.tree == "dta"
         fsdp = self.data_parallel == "fsdp"
         old_is_own = self.proximal or (self.minibatches == 1 and not self.staleness)
@@ -412,7 +383,7 @@ class Config(train_grpo.Config):
         # from the stack of one rank, ranks of e have other trees and so other numbers of calls,
         # --recompute takes the place of --ac, and each chunk would be
         # compiled for a shape of its own.
-        plan = self.plans.trainer or Plan()
+        plan = Plan.parse(self.plan or "d1")
         unfit = {
             "p": plan.pp > 1, "c": plan.cp > 1, "e": plan.ep > 1,
             "fsdp": self.data_parallel == "fsdp",
@@ -428,9 +399,8 @@ class Config(train_grpo.Config):
         # another program.
         degrees = dict(t=plan.tp, c=plan.cp, p=plan.pp, e=plan.ep)
         sums = {f"{letter} in --plan": degree > 1 for letter, degree in degrees.items()} | {
-            "A|B in --plan": self.plans.generator, "--tree": self.tree != "disabled",
-            "--data-parallel fsdp": self.data_parallel == "fsdp", "--engine": self.engine,
-            "--compile": self.compile, "--threads 2 or more": self.threads > 1,
+            "--tree": self.tree != "disabled", "--data-parallel fsdp": self.data_parallel == "fsdp",
+            "--engine": self.engine, "--compile": self.compile, "--threads 2 or more": self.threads > 1,
             "--generator-dtype of its own": self.rollout_dtype != self.compute,
             "--head-dtype, for it has no gap": self.head_dtype,
             "--lora-rank, for its sampler has merged weights": self.lora_rank,
@@ -443,20 +413,8 @@ class Config(train_grpo.Config):
             lacks = {"c in --plan": plan.cp > 1, "--engine": self.engine}
             wrong += [f"--replay-routes has no {x}" for x in lacks if lacks[x]]
 
-        # An engine has a plan of its own, and its format has no bias of routers.
-        if self.engine and self.plans.generator:
-            wrong.append(f"--plan {self.plan}: with --engine give the trainer's plan alone")
         if self.engine and self.router_bias_rate:
             wrong.append("--engine has no --router-bias-rate: its format has no such bias")
-
-        # A plan may name an engine. archon is AReaL's engine in plain torch, and it is accepted
-        # because this project is in plain torch too. Other names promise engines that do not run.
-        engines = {one.backend for one in self.plans if one} - {None, "archon"}
-        if engines:
-            wrong.append(
-                f"--plan {self.plan}: only the engine archon runs here, got "
-                f"{', '.join(sorted(engines))}; leave the name out (fsdp is --data-parallel fsdp)"
-            )
         return wrong
 
     def _wrong_combinations(self) -> list[tuple]:

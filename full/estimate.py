@@ -316,12 +316,6 @@ class Rank:
         return come
 
 
-def generator_plan(trainer) -> Plan:
-    """Return the plan of a trainer's generator: its t and e, and replicas of them."""
-    degrees = dict(tp=trainer.tp, ep=trainer.ep, etp=trainer.etp)
-    return Plan(dp=trainer.world // trainer.tp, **degrees)
-
-
 def stages_of(plan, config, step):
     """A Rank of each stage that differs: the first, one inside, the last."""
     return [
@@ -407,7 +401,7 @@ def print_table(plans, config, options):
         step = Step(mode, options.tokens, options.micro_batches, options.bytes, options.ac,
                     options.compute_bytes)  # fmt: skip
         first = Rank(plan, config, step)
-        sampler = Rank(generator_plan(plan), config, step._replace(tokens=0))
+        sampler = Rank(plan.for_sampling, config, step._replace(tokens=0))
         parts = memory(plan, config, step) | dict(generator=first.generator(sampler, size))
         # At start this rank has its part of the weights, and then of the generator. In mixed
         # precision weights are filled in before they are rounded and before zero1 shares them.

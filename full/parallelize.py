@@ -118,7 +118,7 @@ def option_conflicts(
     coarser = compute_dtype is None or (
         compute_dtype.is_floating_point and torch.finfo(compute_dtype).eps > torch.finfo(wide).eps)
     return [
-        (not plan.has_degrees_of(grid.plan),
+        (plan != grid.plan,
          f"expected its grid, got that of plan {grid.plan}; use Grid(plan)"),
         (hasattr(model, "part") or isinstance(model, fsdp.FSDPModule),
          "expected a whole model, got one that is split or sharded already; split it once"),

@@ -51,19 +51,6 @@ class Place(NamedTuple):
         """The slices of the whole that are on this rank."""
         return tuple(slice(r.start, r.stop) for r in self.boxes[-1])
 
-    @property
-    def pattern(self) -> tuple:
-        """(dimension, ranks, distance between neighboring ranks) of each cut.
-
-        Groups are lines of a regular grid. So if the patterns of two parameters are equal, every
-        rank, and not only this one, has the same entries of both.
-        """
-        found = []
-        for dim, name in self.cuts:
-            first, second, *_ = ranks = dist.get_process_group_ranks(self.mesh.get_group(name))
-            found.append((dim, len(ranks), second - first))
-        return tuple(found)
-
     def cut(self, dim, name) -> "Place":
         """Cut this rank's entries along `dim` over a dimension of the mesh, as `own_chunk` does."""
         ranks = self.mesh[name].size()

@@ -64,14 +64,11 @@ def letters_table() -> str:
     return "\n".join(lines)
 
 
-BACKENDS = "archon", "fsdp", "megatron", "sglang", "vllm"
-
 DEGREES = "(?:[a-z][1-9][0-9]*)+"  # one or more letters, each with a number of 1 or more
 
 PLAN = rf"""
-    (?: (?P<backend> (?!attn:|ffn:) [a-z]+ ) : )?
-    (?: (?P<flat> {DEGREES} )
-    |   (?P<open> \( )? attn: (?P<attn> {DEGREES} ) \| ffn: (?P<ffn> {DEGREES} ) (?(open) \) ) )
+    (?P<flat> {DEGREES} )
+    | (?P<open> \( )? attn: (?P<attn> {DEGREES} ) \| ffn: (?P<ffn> {DEGREES} ) (?(open) \) )
 """  # for re.VERBOSE
 
 
@@ -82,7 +79,6 @@ class Plan:
         d2t2            4 ranks: data 2, tensor 2             p2d2t2        8 ranks: pipeline 2 too
         d2t2e4          the same 4 ranks, experts over all    d2c2          data 2, context 2
         (attn:d2t2|ffn:e2t2)   expert tensor degree 2, on the tensor ranks
-        archon:d2t2     with a backend's name in front
 
     LETTERS says what each letter does. A letter appears at most once, and a missing one means 1.
     The ranks are a grid (p, d, c, t), as in `parallel.Grid`. For experts, the d c t ranks of a
@@ -95,19 +91,15 @@ class Plan:
     pp: int = 1
     ep: int = 1
     etp: int = 1
-    backend: str | None = None
 
     @classmethod
     def parse(cls, text) -> "Plan":
-        """Read a plan from a string, or raise ValueError. `plans_on_same_ranks` takes |."""
+        """Read a plan from a string, or raise ValueError."""
         found = re.fullmatch(PLAN, text, re.VERBOSE) if isinstance(text, str) else None
         if found is None:
             raise ValueError(
-                f"expected a plan such as d2t2, archon:d2t2 or (attn:d2t2|ffn:e2t2), got {text!r}. "
+                f"expected a plan such as d2t2 or (attn:d2t2|ffn:e2t2), got {text!r}. "
                 f"Each letter has a number of 1 or more")  # fmt: skip
-        if found["backend"] not in (None, *BACKENDS):
-            raise ValueError(f"plan {text!r}: expected a backend of {', '.join(BACKENDS)}, got "
-                             f"{found['backend']!r}")  # fmt: skip
 
         def degrees(part, letters):
             pairs = re.findall("([a-z])([0-9]+)", part)
@@ -125,7 +117,7 @@ class Plan:
             ffn = degrees(found["ffn"], "detp")
             attn |= {"e": ffn.get("e", 1), "ffn's t": ffn.get("t", 1)}
         axes = {LETTERS[letter].axis: number for letter, number in attn.items()}
-        plan = cls(**axes, backend=found["backend"])
+        plan = cls(**axes)
 
         # Experts use the ranks of attention, in another grid. So d and p of ffn follow from the
         # other degrees: they may be left out, and must agree where they are given. For example, in
@@ -161,9 +153,15 @@ class Plan:
         """The number of ranks that hold the same experts."""
         return self.world // (self.pp * self.ep * self.etp)
 
-    def has_degrees_of(self, other) -> bool:
-        """Return whether two plans differ at most by the name of the backend."""
-        return dataclasses.replace(self, backend=other.backend) == other
+    @property
+    def for_sampling(self) -> "Plan":
+        """Return the plan of the sampler of a trainer with this plan.
+
+        The sampler has the trainer's t and e. All other ranks hold replicas: under p2d2t2 each pair
+        of t ranks has all layers, d4t2. A token is decoded after the other, so ranks with other
+        layers, or with other tokens of a sequence, would only wait for each other.
+        """
+        return dataclasses.replace(self, dp=self.world // self.tp, pp=1, cp=1)
 
     def require_fits(self, *, world=None, config=None, ulysses=False, shard=None) -> None:
         """Raise ValueError unless the plan fits the ranks and the model that are given.
@@ -208,24 +206,7 @@ class Plan:
             text = f"(attn:{text}|ffn:p{self.pp}e{self.ep}t{self.etp})"
         else:
             text = f"{text}e{self.ep}"
-        text = re.sub("[a-z]1(?![0-9])", "", text) or "d1"  # degrees of 1 are left out
-        return f"{self.backend}:{text}" if self.backend else text
-
-
-def plans_on_same_ranks(text) -> tuple[Plan, ...]:
-    """Read plans joined by |, each for the same ranks, or raise ValueError.
-
-    "t4|d2t2" is the plans t4 and d2t2, both of 4 ranks.
-    """
-    if "+" in text:
-        raise ValueError(
-            f"expected a plan such as d2t2 or d2|t2, got {text!r}. Ranks of their own for "
-            f"generation, A+B, are not supported. A|B shares ranks")  # fmt: skip
-    plans = tuple(Plan.parse(one) for one in re.split(r"\|(?!ffn:)", text))  # | before ffn: stays
-    if len({plan.world for plan in plans}) > 1:
-        worlds = ", ".join(f"{plan} has {plan.world} ranks" for plan in plans)
-        raise ValueError(f"expected plans of one world on the same devices, got: {worlds}")
-    return plans
+        return re.sub("[a-z]1(?![0-9])", "", text) or "d1"  # degrees of 1 are left out
 
 
 class Grid(parallel.Grid):

@@ -282,7 +282,7 @@ class Sampler:
         # and the logits are the same on all of these ranks, so they sample the same tokens.
         # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that
         # follows is computed identically. Pinned by
-        # tests/full/test_generator_plan.py::test_every_generator_plan_samples_as_one_process.
+        # tests/full/test_sampler.py::test_every_plan_samples_as_one_process.
         origins, first = gather_replica(self.model, [row.origin() for row in rows])
         together = [ForkingEpisode(*of, self.ELSEWHERE, *rest) for of, rest in origins]
         together[first : first + len(rows)] = rows
@@ -305,7 +305,7 @@ class Sampler:
             problem = error
 
         # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
-        # Pinned by tests/full/test_generator_plan.py::test_a_task_is_asked_once.
+        # Pinned by tests/full/test_sampler.py::test_a_task_is_asked_once.
         told = {} if problem else {n: episodes[n].heard[1:] for n in own}
         text = ""
         if problem:

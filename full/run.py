@@ -51,7 +51,7 @@ from full.ranks import (
 )  # fmt: skip
 from full.rollouts import Unheard
 from full.tasks import Task, TaskError, asking
-from full.trainer import Trainer, keep_wide, plans_of
+from full.trainer import Trainer, keep_wide, plan_of
 from full.transformer import Transformer, draw_weights
 from train_grpo import EVALUATION, ROLLOUT
 
@@ -175,7 +175,7 @@ def start_run(config, progress=None, *, objects=None, log=None, goes_on=False) -
     teacher = build_teacher(config, task)
     shapes = [shape] if teacher is None else [shape, teacher.config]
     for one in shapes:
-        require_plans(config, one)
+        require_plan(config, one)
         require_room(config, task, one.max_position_embeddings)
     tell_of_router_loss(config, shape)
 
@@ -232,15 +232,12 @@ def require_exact(model):
     raise_on_all_ranks(problem)
 
 
-def require_plans(config, shape):
+def require_plan(config, shape):
     """Raise ValueError for a plan that does not fit the model's shape or the number of ranks."""
-    world = dist.get_world_size()
-    if config.plan:
-        config.plans.trainer.require_fits(
-            config=shape, world=world, ulysses=config.cp_method == "ulysses",
-            shard=config.shard_ranks or None,
-        )  # fmt: skip
-        plans_of(config).generator.require_fits(config=shape, world=world)
+    plan_of(config).require_fits(
+        config=shape, world=dist.get_world_size(), ulysses=config.cp_method == "ulysses",
+        shard=config.shard_ranks or None,
+    )  # fmt: skip
 
 
 def tell_of_router_loss(config, shape):

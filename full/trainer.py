@@ -19,7 +19,7 @@ from full import lora
 from full.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
 from full.batches import BATCHES, ExpertLoads, padded
 from full.checkpoint import read_training, write_checkpoint
-from full.config import DEMO_LR, LOSS_SETTINGS, Plans
+from full.config import DEMO_LR, LOSS_SETTINGS
 from full.hf import load_hf
 from full.metrics import METRICS, loss_metrics
 from full.objectives import grpo_loss, loss_denominator
@@ -48,28 +48,21 @@ def keep_wide(config, model):
     return model
 
 
-def plans_of(config) -> Plans:
-    """Return the plans of --plan, with what it leaves open filled in."""
-    # Without --plan every rank has all of the model. Without A of A|B the generator takes the
-    # trainer's t and e, and all other ranks hold replicas.
-    world = dist.get_world_size()
-    generator, trainer = config.plans
-    trainer = trainer or Plan(dp=world)
-    t = trainer.tp
-    own = generator or Plan(dp=world // t, tp=t, ep=trainer.ep, etp=trainer.etp)
-    return Plans(own, trainer)
+def plan_of(config) -> Plan:
+    """Return the trainer's plan. Without --plan every rank has all of the model."""
+    return Plan.parse(config.plan or f"d{dist.get_world_size()}")
 
 
-def shard_generator(config, generator, device, *, policy, grid):
+def shard_generator(generator, device, *, policy, grid):
     """Turn a whole generator into this rank's part of it, with memory but without weights.
 
     policy, grid: weights that the policy holds in the same dtype and layout are shared, not copied.
-        Its Grid serves the generator too if the degrees are equal.
+        Its Grid serves the generator too if the plans are equal.
     """
-    plan = plans_of(config).generator
-    if not plan.has_degrees_of(grid.plan):
+    plan = grid.plan.for_sampling
+    if plan != grid.plan:
         grid = Grid(plan, device.type)
-    split_for_decoding(generator, plan, device_mesh=grid)
+    split_for_decoding(generator, grid)
     share_or_allocate(policy, generator, device)
 
 
@@ -143,7 +136,7 @@ class Trainer(train_grpo.Trainer):
         self.trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
 
         # There is always a plan: n ranks with whole copies have d = n, and one process has d = 1.
-        self.plan = plans_of(config).trainer
+        self.plan = plan_of(config)
         self.grid = Grid(self.plan, self.device.type, shard=config.shard_ranks or None)
 
         # The weights are drawn, or read, for the shapes of the whole model: a stage of a pipeline
@@ -163,7 +156,7 @@ class Trainer(train_grpo.Trainer):
         if isinstance(generator, Transformer):
             self.sampler = Sampler(generator)
             if next(generator.parameters()).is_meta:
-                shard_generator(config, generator, self.device, policy=self.model, grid=self.grid)
+                shard_generator(generator, self.device, policy=self.model, grid=self.grid)
         # The reference of a model with factors is its base.
         self.reference = None if reference is None else self.shard_model(reference)
         if config.kl_coef and config.lora_rank:

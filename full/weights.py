@@ -1,7 +1,7 @@
-"""Generators with a plan of their own: adds to `parallel.py` how weights reach them.
+"""Samplers of several ranks: adds to `parallel.py` models that only sample, and their weights.
 
-A model that only samples, split by d, t and e, and how weights reach it, one tensor at a time, from
-a model of another plan. Skip it if every rank samples with a whole model.
+A model that only samples, split by t and e as the trainer's, and how weights reach it, one tensor
+at a time. Skip it if every rank samples with a whole model.
 """
 
 import torch
@@ -18,33 +18,25 @@ from full.places import Part, local, part_of, place_of, set_tensor, whole_place
 from full.ranks import all_gather_objects
 
 
-def require_generator_plan(plan) -> None:
-    """Raise a ValueError for a plan that a generator cannot have."""
-    for letter, degree, what in (("c", plan.cp, "sequences"), ("p", plan.pp, "layers")):
-        if degree > 1:
-            raise ValueError(
-                f"plan {plan}: a generator has d, t and e, and no {letter}: it decodes one token "
-                f"after the other, and ranks with other {what} would only wait")  # fmt: skip
+def split_for_decoding(model, grid):
+    """Turn a whole model into this rank's part of a sampler, and return it.
+
+    grid: Grid of a plan of d, t and e, such as `Plan.for_sampling`.
+
+    The result only samples: rows of experts are sent without gradients. The t ranks of a replica
+    share the decoding: all of them get the same tokens, and compute the same logits of the whole
+    vocabulary. `gather_replica` makes the same batch of their lists. Ranks that exchange rows of
+    experts with other replicas need the same number of model calls: `end_together`.
+    """
     # A group of experts is in one replica, or consists of whole replicas, which decode in step.
+    plan = grid.plan
     if max(plan.ep, plan.tp) % min(plan.ep, plan.tp):
         raise ValueError(f"plan {plan}: e = {plan.ep} or t = {plan.tp} must divide the other")
-
-
-def split_for_decoding(model, plan, *, device_mesh):
-    """Turn a whole model into this rank's part of a generator's plan, and return it.
-
-    model, plan, device_mesh: as in `parallelize`. The result only samples: rows of experts are
-    sent without gradients. The t ranks of a replica share the decoding: all of them get the same
-    tokens, and compute the same logits of the whole vocabulary. `gather_replica` makes the same
-    batch of their lists. Ranks that exchange rows of experts with other replicas need the same
-    number of model calls: `end_together`.
-    """
-    require_generator_plan(plan)
-    plan.require_fits(world=dist.get_world_size(), config=model.config)
+    plan.require_fits(config=model.config)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     # One new token in a row cannot be split along the sequence, so between f and g every tensor
     # rank has all rows.
-    grid = with_sequence(device_mesh, False)
+    grid = with_sequence(grid, False)
     shard_model(model, grid)
     places = {name: place_of(name, shape, grid, "ddp", False) for name, shape in shapes.items()}
     model.part = Part(plan, grid.device, places, grid)
@@ -101,7 +93,7 @@ class CallsInStep:
     def ranks_that_call(self, here) -> int:
         # COMM: an all-reduce of one number over the e ranks before each model call, so that a rank
         # which has ended knows whether the others need its experts once more. Pinned by
-        # tests/full/test_generator_plan.py::test_replicas_that_end_early_serve_their_experts.
+        # tests/full/test_sampler.py::test_replicas_that_end_early_serve_their_experts.
         count = torch.tensor(here, device=self.device)
         dist.all_reduce(count, group=self.group)
         return int(count)
@@ -118,25 +110,25 @@ def end_together(model) -> None:
 
 
 def share_or_allocate(source, target, device) -> None:
-    """Give a model on the meta device memory, the source's own where both have the same entries.
+    """Give a model on the meta device memory, the source's own where it can have it.
 
-    What an optimizer writes into a shared parameter of the source is in the target at once, and
-    `copy_weights` leaves it out. The content of new memory is undefined. Degrees decide what is
-    shared, so it is the same on all ranks. source: None where there is none on these ranks.
+    source, target: as in `gather_weights`. What an optimizer writes into a shared parameter of the
+        source is in the target at once, and `copy_weights` leaves it out.
+
+    The content of new memory is undefined.
     """
-    # FSDP moves its shards' memory about, and a stage of a pipeline has some of the layers only,
-    # which the other ranks of its pipeline need to be sent.
-    # What has factors is not shared: the target gets the merged weights.
-    sources = {}
-    if source is not None and part_of(source).mode != "fsdp" and part_of(source).plan.pp == 1:
-        sources = dict(source.named_parameters())
+    # Both are cut alike by t and e. But FSDP moves its shards' memory about, a stage of a pipeline
+    # has some of the layers only, which the other ranks of its pipeline need to be sent, and what
+    # has factors is not shared: the target gets the merged weights.
+    shared = {}
+    part = part_of(source)
+    if part.mode != "fsdp" and part.plan.pp == 1:
+        shared = dict(source.named_parameters())
         for name in factors_of(source):
-            del sources[name]
+            del shared[name]
     for name, q in [*target.named_parameters()]:
-        p = sources.get(name)
+        p = shared.get(name)
         is_shared = p is not None and p.dtype == q.dtype
-        if is_shared:
-            is_shared = part_of(source).places[name].pattern == target.part.places[name].pattern
         memory = p.detach() if is_shared else torch.empty_like(q, device=device)
         set_tensor(target, name, nn.Parameter(memory, requires_grad=False))
     for name, buffer in [*target.named_buffers()]:
@@ -160,7 +152,8 @@ def gather_weights(source, target, optimizer=None):
     """Yield the name and this rank's tensor of each parameter and buffer of target. Collective.
 
     source: of any plan.
-    target: whole on every rank, also on the meta device, or of `split_for_decoding`.
+    target: whole on every rank, also on the meta device, or of `split_for_decoding`, by the
+        source's t and e.
     optimizer: the source's, which may have masters.
 
     The tensors have target's shapes, and a dtype that is still to be rounded to target's. They may
@@ -183,14 +176,13 @@ def gather_weights(source, target, optimizer=None):
     # e cut. Pinned by
     # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
     group = part.grid.group["p"] if part.plan.pp > 1 else None
-    table = {name: (places[name].shape, places[name].pattern)
-             for name in tensors if not is_factor(name)}  # fmt: skip
+    table = {name: places[name].shape for name in tensors if not is_factor(name)}
     tables = [table] if group is None else all_gather_objects(table, group)
 
     # Every rank has all tables now, so all of them find a difference before any weight is sent.
     wanted = dict(target.named_parameters()) | persistent_buffers(target)
     targets = {name: whole_place(x) for name, x in wanted.items()} | part_of(target).places
-    shapes = {name: shape for table in tables for name, (shape, _) in table.items()}
+    shapes = {name: shape for table in tables for name, shape in table.items()}
     if "score.weight" not in wanted:
         shapes.pop("score.weight", None)
     differ = shapes.items() ^ {name: targets[name].shape for name in wanted}.items()
@@ -202,14 +194,10 @@ def gather_weights(source, target, optimizer=None):
         x = local(tensors[name].detach()) if name in tensors else None
         if x is not None and not q.is_meta and x.is_set_to(q):
             continue
-        # Where the source was first cut as the target is, by t and e of one degree, only what was
-        # cut after that, by FSDP, is gathered. Degrees decide, so all ranks go the same way.
-        first = next(rank for rank, table in enumerate(tables) if name in table)
-        _, pattern = tables[first][name]
-        there = targets[name]
-        is_cut_alike = pattern[: len(there.cuts)] == there.pattern
+        # The source was first cut as the target is, by t and e, or the target is whole. Only what
+        # was cut after that, by FSDP, is gathered.
+        kept = len(targets[name].cuts)
         if x is not None:
-            kept = len(there.cuts) if is_cut_alike else 0
             x = places[name].gather(x, kept)
             if name in factors_of_matrix:
                 pair = [places_of_factors[factor].gather(local(factors[factor].detach()))
@@ -219,8 +207,8 @@ def gather_weights(source, target, optimizer=None):
         if group is not None:
             # COMM: a broadcast over the stages. All take the names in one order. Pinned by
             # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-            shape = q.shape if is_cut_alike else there.shape
             to = dict(dtype=q.dtype, device=part.grid.device if q.is_meta else q.device)
-            x = torch.empty(shape, **to) if x is None else x.to(**to).contiguous()
+            x = torch.empty(q.shape, **to) if x is None else x.to(**to).contiguous()
+            first = next(stage for stage, table in enumerate(tables) if name in table)
             dist.broadcast(x, group=group, group_src=first)
-        yield name, x if is_cut_alike else x[there.region]
+        yield name, x

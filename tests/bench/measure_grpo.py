@@ -36,6 +36,7 @@ from full.lora import add_factors, is_factor
 from full.model_config import ModelConfig
 from full.optimizer import clip_grad_norm, persistent_buffers, tensors_of, weights_to_store
 from full.places import full
+from full.plans import Plan
 from full.questions import make_task
 from full.recorded import Case
 from full.ranks import connect
@@ -354,7 +355,7 @@ def refused(config, family, world):
     try:
         config.check()
         if config.plan:
-            config.plans[1].require_fits(world=world, config=model_of(family).config)
+            Plan.parse(config.plan).require_fits(world=world, config=model_of(family).config)
     except ValueError:
         return True
     return False

@@ -243,8 +243,7 @@ def _talks_of_a_plan(rank, plan):
     """Conversations in three slots, sampled and greedy, on this rank."""
     model = model_of("gemma3_text").requires_grad_(False)
     if plan:
-        grid = Grid(Plan.parse(plan))
-        split_for_decoding(model, grid.plan, device_mesh=grid)
+        split_for_decoding(model, Grid(Plan.parse(plan)))
     options = dict(slots=3, branches=Talk.most_forks, after=Talk.fork, max_new_tokens=NEW, end=ENDS)
     sampled, greedy = (generate(model, talks(), temperature=x, **options) for x in (1.0, 0.0))
     assert [row.tokens for row in sampled] != [row.tokens for row in greedy]

@@ -748,7 +748,7 @@ def test_a_hostile_file_of_a_run_is_named_in_one_line(tmp_path, truth, name):
 
 
 def test_a_full_disk_in_the_last_export_says_what_it_says_elsewhere(tmp_path):
-    flags = f"{FLAGS} 2 --heads 4 --plan t2|d2"
+    flags = f"{FLAGS} 2 --heads 4 --plan t2"
     done = run(tmp_path, flags, (0, "full.run.save_hf", 1, fills_up, None, 3000))
     said = ".*run/hf not written .*File too large.*make room.*--resume --out run"
     fails(done, said, None, codes=(2, 0))

@@ -238,12 +238,8 @@ def _take_model(flags, directory):
 
 def _draw_plan(flags, world, one, chance, models_of):
     plans = ["d2", "t2", "t2", "c2", "c2", "p2", "p2", "d2e2", "t2e2", "(attn:t2|ffn:t2)"]
-    odd = ["d1", "d4", "x2", "d2+d2", "t3", "c2|t2", "p3", "d0", "d2d2", "e2", "archon:d2",
-           "d2|d2|d2", "d1|d2"]
-    plan = one(odd) if chance(0.08) else one(plans) if world == 2 else "d1"
-    if plan in plans and chance(0.3):  # a generator's own, which the model may not fit
-        plan = f"{one(['d2', 't2', 'd2e2', 't2e2', '(attn:t2|ffn:t2)'])}|{plan}"
-    flags["plan"] = plan
+    odd = ["d1", "d4", "x2", "d2+d2", "t3", "c2|t2", "p3", "d0", "d2d2", "e2", "archon:d2"]
+    flags["plan"] = plan = one(odd) if chance(0.08) else one(plans) if world == 2 else "d1"
     if "e2" in plan or "ffn" in plan:
         if chance(0.85):  # else the model is dense, and the plan refused
             _take_model(flags, models_of["experts"])

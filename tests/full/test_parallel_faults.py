@@ -350,9 +350,8 @@ def _refused(rank):
     tied = _model()
     tied.lm_head.weight = tied.model.embed_tokens.weight
     yield _fails(_split, tied, "t2"), "one parameter with two names"
-    plan = Plan.parse("d2e2")
-    splits = split_for_decoding, _model(), plan
-    yield _fails(*splits, device_mesh=Grid(plan)), "expected a model with experts"
+    grid = Grid(Plan.parse("d2e2"))
+    yield _fails(split_for_decoding, _model(), grid), "expected a model with experts"
 
 
 def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path):

@@ -24,7 +24,7 @@ from full.model_config import ModelConfig
 from full.optimizer import LocalOptimizer, lr_factor, reduce_gradients
 from full.parallelize import parallelize
 from full.places import local
-from full.plans import LETTERS, Grid, Plan, letters_table, plans_on_same_ranks
+from full.plans import LETTERS, Grid, Plan, letters_table
 from full.ranks import connect
 from full.tiny import tiny
 from parallel import Grid as SimpleGrid
@@ -37,7 +37,7 @@ GOOD = {
     "p2d2t2": Plan(pp=2, dp=2, tp=2),
     "d2c2e4": Plan(dp=2, cp=2, ep=4),
     "d2t2e4": Plan(dp=2, tp=2, ep=4),
-    "archon:d4p2t2": Plan(dp=4, pp=2, tp=2, backend="archon"),
+    "d4p2t2": Plan(dp=4, pp=2, tp=2),
     "c2t2e2": Plan(cp=2, tp=2, ep=2),
     "(attn:d2t2|ffn:e2t2)": Plan(dp=2, tp=2, ep=2, etp=2),
     "attn:d2t2|ffn:e2t2": Plan(dp=2, tp=2, ep=2, etp=2),
@@ -47,7 +47,7 @@ GOOD = {
     "(attn:d4t2|ffn:d2e2t2)": Plan(dp=4, tp=2, ep=2, etp=2),
     "(attn:d4t2|ffn:e8)": Plan(dp=4, tp=2, ep=8),
     "(attn:d2t2c2|ffn:e1t2)": Plan(dp=2, tp=2, cp=2, etp=2),
-    "megatron:(attn:d2t2|ffn:t2)": Plan(dp=2, tp=2, etp=2, backend="megatron"),
+    "(attn:d2t2|ffn:t2)": Plan(dp=2, tp=2, etp=2),
 }
 
 
@@ -102,7 +102,7 @@ def test_ranks_are_laid_out_pp_dp_cp_tp_and_the_experts_regroup_a_stage(tmp_path
 
 @pytest.mark.quick
 def test_one_table_of_letters_is_the_plan_and_the_help(capsys):
-    fields = [field.name for field in dataclasses.fields(Plan) if field.name != "backend"]
+    fields = [field.name for field in dataclasses.fields(Plan)]
     assert {letter.axis for letter in LETTERS.values()} == {*fields}
     said = "".join(letters_table().split())
     for name, letter in LETTERS.items():
@@ -117,25 +117,23 @@ def test_one_table_of_letters_is_the_plan_and_the_help(capsys):
 
 
 @pytest.mark.quick
-def test_plans_joined_by_a_bar_have_the_same_ranks():
-    rollout, trainer = Plan(dp=4, tp=2, backend="sglang"), Plan(dp=4, pp=2, backend="archon")
-    assert plans_on_same_ranks("sglang:d4t2|archon:d4p2") == (rollout, trainer)
-    nested = plans_on_same_ranks("sglang:d4|archon:(attn:d2t2|ffn:e2t2)")
-    assert nested[1].etp == 2
-    for plans in ((rollout,), (rollout, trainer), nested):
-        assert plans_on_same_ranks("|".join(map(str, plans))) == plans
+@pytest.mark.parametrize("trainer, sampler", [
+    ("d4", "d4"), ("p2d2t2", "d4t2"), ("c2", "d2"), ("d2t2e4", "d2t2e4"), ("p2d2c2e4", "d8e4"),
+    ("(attn:p2d2t2|ffn:e2t2)", "(attn:d4t2|ffn:e2t2)")])  # fmt: skip
+def test_a_sampler_has_the_trainers_t_and_e(trainer, sampler):
+    assert Plan.parse(trainer).for_sampling == Plan.parse(sampler)
 
 
 # What is refused -------------------------------------------------------------------------------
 
 NO_PLANS = (
     "d0", "d02", "d-1", "d2.5", "D2", "d2 t2", "d2\n", "d\u0663", "(d2", "(d2)", "(attn:d2|ffn:e2",
-    "attn:d2|ffn:e2)", "((attn:d2|ffn:e2))", "attn:d2", "ffn:e2|attn:d2", "archon[]:d2", "d2|d2",
-    "archon:d2+sglang:d2", None,
+    "attn:d2|ffn:e2)", "((attn:d2|ffn:e2))", "attn:d2", "ffn:e2|attn:d2", "archon:d2", "d2|d2",
+    "d2+d2", None,
 )  # fmt: skip
 PLANS = [(text, f"expected a plan such as .*got {re.escape(repr(text))}") for text in NO_PLANS]
 PLANS += [
-    ("", "expected a plan such as d2t2, .*, got ''. Each letter has a number of 1 or more"),
+    ("", "expected a plan such as d2t2 or .*, got ''. Each letter has a number of 1 or more"),
     ("d4d2", "plan 'd4d2': expected letters of d t p c e, each at most once, got 'd4d2'"),
     ("d2x2", "expected letters of d t p c e, each at most once, got 'd2x2'"),
     ("(attn:d2e2|ffn:e2)", "expected letters of d t p c, each at most once, got 'd2e2'"),
@@ -147,19 +145,8 @@ PLANS += [
     ("d2t2e8", r"plan d2t2e8: expected e to divide d \* c \* t = 4, got 8"),
     ("d3e2", r"expected e to divide d \* c \* t = 3, got 2"),
     ("(attn:d2t2c2|ffn:e3t2)", r"expected e to divide d \* c = 4, got 3"),
-    ("archon[actor]:d2", "expected a plan such as .*got 'archon"),
     ("(attn:d2t2|ffn:e4t2)", r"expected e to divide d \* c = 2, got 4"),
-    ("torch:d2", "expected a backend of archon, .*, got 'torch'"),
-]
-JOINED = [
-    (text, "expected a plan such as d2t2")
-    for text in ("", "d2|", "|d2", "attn:d2|d2", "d2|ffn:e2")
-]
-JOINED += [("sglang:d2|archon:t4", "got: sglang:d2 has 2 ranks, archon:t4 has 4")]
-NOT_SHARED = "Ranks of their own for generation, A+B, are not supported. A|B shares ranks"
-JOINED += [
-    (text, re.escape(f"got {text!r}. {NOT_SHARED}"))
-    for text in ("d1+d1", "d1|d1+d1", "d2+", "(attn:d2|ffn:e2)+d2")
+    ("d2|ffn:e2", "expected a plan such as d2t2"),
 ]
 FIELDS = [
     (dict(cp=degree), "expected c to be an integer of 1 or more")
@@ -184,7 +171,6 @@ CALLS = [
     (SimpleGrid, [([text], f"expected a plan such as .*got '{text}'")
                   for text in ("d2 zero1", "d2x2", "t2sp", "d0", "")]),
     (Plan.parse, [([text], message) for text, message in PLANS]),
-    (plans_on_same_ranks, [([text], message) for text, message in JOINED]),
     (lambda fields: Plan(**fields), [([fields], message) for fields, message in FIELDS]),
     (lambda text, given: Plan.parse(text).require_fits(**given),
      [([text, given], message) for text, given, message in FITS]),
@@ -392,7 +378,7 @@ def test_plan_prints_groups_and_memory_and_refuses_what_does_not_divide(tmp_path
     out = capsys.readouterr().out
     assert "p=2 d=2 c=1 t=2 e=2 etp=2\np 0  d 0  c 0 | 0 1\np 0  d 1  c 0 | 2 3\n" in out
     assert " e: [0 2] [1 3] [4 6] [5 7]" in out and "fsdp: " in out and "GiB in all" in out
-    assert main(["plan", "sglang:d2", "(attn:d2t2|ffn:e2t2)"]) == 0
+    assert main(["plan", "d2", "(attn:d2t2|ffn:e2t2)"]) == 0
     of_8b = ["--model", "qwen3-8b"]
     for argv, message in (
         (["plan", "d2d2"], "each at most once"),

@@ -83,41 +83,32 @@ experts - 3 2 --plan t2 --tree dta --chunk-tokens 9 --recompute
 experts - 3 2 --plan d2e2 --tree sparse
 experts - 3 4 --plan d2c2e2 --tree sparse
 experts - 3 4 --plan p2d2e2 --tree sparse
-plain - 20 2 --plan d2|t2
-plain - 20 2 --plan t2|d2 --data-parallel fsdp
-plain 2 20 2 --plan t2|p2 : --forks 2 --fork-turns 1 --advantage per_branch
-plain - 20 2 --plan t2|c2 --tree sparse
-plain - 20 2 --plan t2|d2 --tree dta --chunk-tokens 16 --data-parallel zero1
-plain - 20 2 --plan t2|t2 : --kl-coef 0.05 --proximal
-plain - 20 2 --plan t2|d2 : --staleness 1
-plain - 20 2 --plan t2|d2 : --prompts 1 --minibatches 1
-plain - 20 4 --plan d2t2|d4 --data-parallel fsdp
-plain - 20 4 --plan d2t2|p2t2
-plain - 20 4 --plan d4|d2t2 --data-parallel fsdp
+plain 2 20 2 --plan t2 : --forks 2 --fork-turns 1 --advantage per_branch
+plain - 20 2 --plan t2 : --kl-coef 0.05 --proximal
+plain - 20 2 --plan t2 : --staleness 1
+plain - 20 2 --plan t2 : --prompts 1 --minibatches 1
 routes 2 - 2 --plan t2
-routes - 3 2 --plan t2e2|d2e2 : --forks 2 --fork-turns 1 --advantage per_branch
+routes - 3 2 --plan t2e2 : --forks 2 --fork-turns 1 --advantage per_branch
 routes - 3 2 --plan p2 : --batch-rows 3 --dynamic-sampling --entropy-coef 0
 routes - 3 2 --tree sparse --data-parallel fsdp : --advantage gae --proximal
-routes - 3 4 --plan d2t2e4|d4
+routes - 3 4 --plan d2t2e4
 routes - 3 2 --tree dta --chunk-tokens 9 --recompute : --staleness 1
-lora 2 - 2 --plan t2e2|d2e2
+lora 2 - 2 --plan t2e2
 lora - 4 2 --plan p2 : --advantage gae
 lora - 2 2 --plan p2 : --lora-targets gate
 dense-lora - 4 2 --plan p2 --pp-schedule zbv : --lora-targets lm_head,q_proj
 dense-lora - 4 2 --plan p2 --pp-schedule zbv
 dense-lora - 4 2 --plan p2 --pp-schedule interleaved1f1b
 dense-lora - 4 2 --plan d2 --data-parallel fsdp --ac op
-lora - 4 2 --plan t2|d2 --data-parallel fsdp : --staleness 1
+lora - 4 2 --plan d2 --data-parallel fsdp : --staleness 1
 lora - 4 2 --tree sparse --data-parallel zero1 : --forks 2 --fork-turns 1 --advantage per_branch
-lora - 4 4 --plan d2t2e4|p2d2e2 --data-parallel fsdp
+lora - 4 4 --plan p2d2e2 --data-parallel fsdp
 lora - 4 4 --plan p2t2 --tree sparse
 lora - 4 2 --plan d2 --ac full --data-parallel fsdp --offload
 lora - 4 2 --plan c2 --cp-method ulysses
 lora - 4 2 --plan t2 : --replay-routes
-experts - 20 2 --plan t2e2|d2e2
-experts - 20 2 --plan d2e2|t2
-experts - 20 4 --plan d2t2e4|d4 --data-parallel fsdp
-experts - 20 4 --plan d4e4|p2d2e2
+experts - 20 2 --plan t2e2
+experts - 20 4 --plan d2t2e4 --data-parallel fsdp
 """.strip().splitlines()
 
 

@@ -410,15 +410,8 @@ REFUSED = {
     "--lr-first-step zero --lr-warmup 5 --steps 1": "--steps 2",
     "--hidden 6": "--hidden 6",
     "--heads 3 --hidden 12": "--heads must", "--task jsonl": "--data",
-    "--plan vllm:d4|megatron:(attn:d2t2|ffn:t2)":
-        "only the engine archon runs here, got megatron, vllm; leave the name out",
-    "--plan sglang:d1": "got sglang; leave",
-    "--plan archon:d2|fsdp:d2": "got fsdp; leave the name out (fsdp is --data-parallel fsdp)",
+    "--plan sglang:d1": "expected a plan such as d2t2 or (attn:d2t2|ffn:e2t2), got 'sglang:d1'",
     "--plan d2d2": "expected letters of d t p c e, each at most once, got 'd2d2'",
-    "--plan d1|d1|d1": "A|B has two plans, the generator's and the trainer's, got 3",
-    "--plan p2+d1": "Ranks of their own for generation, A+B, are not supported. A|B shares ranks",
-    "--plan c2|d2": "a generator has d, t and e, and no c",
-    "--plan archon:p2|d2": "a generator has d, t and e, and no p",
     "--plan d1 --cp-method ulysses": "--cp-method needs a --plan with c",
     "--plan d1 --debug": "--debug needs a --plan with c",
     "--plan d1 --pp-schedule zbv": "--pp-schedule needs a --plan with p",
@@ -450,7 +443,7 @@ REFUSED = {
     "--task gone.py:Task": "--task gone.py:Task: gone.py: no such file", "--task ../gone": "gone",
 }  # fmt: skip
 REFUSED_LATER = {  # only when ranks meet, or a task or a model is made
-    "--plan archon:d2|archon:t2": "plan archon:t2: expected p * d * c * t = 2 ranks, got 1",
+    "--plan t2": "plan t2: expected p * d * c * t = 2 ranks, got 1",
     "--data-parallel fsdp --shard-ranks 2": "2 ranks that shard must divide d = 1",
     "--device cuda": "got 'cuda'", "--model gone": "gone",
     "--task jsonl --data gone --model gone": "gone", "--demos 2": "--demos 0",

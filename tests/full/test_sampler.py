@@ -1,4 +1,4 @@
-"""Generators with a plan of their own, `--plan A|B`: the tokens of one process, and the push."""
+"""The sampler of several ranks: the tokens of one process, and how weights reach it."""
 
 import contextlib
 import random
@@ -24,7 +24,7 @@ from full.estimate import Rank, Step
 from full.config import Config
 from full.optimizer import tensors_of
 from full.places import Place, full, local
-from full.plans import plans_on_same_ranks
+from full.plans import Plan
 from full.questions import make_task
 from full.rollouts import evaluate
 from full.tasks import Task
@@ -43,16 +43,17 @@ FAMILIES = {
 }  # fmt: skip
 EXPERTS = ("qwen3_moe", "biased moe")
 SETTINGS = {"flat": dict(batch_rows=8), "forks": dict(forks=2, fork_turns=1)}
-GENERATORS = {  # ranks, the plan of the generator -> of which families
+PLANS = {  # ranks, --plan -> of which families
     (2, "d2"): tuple(FAMILIES)[1:], (2, "t2"): tuple(FAMILIES), (2, "d2e2"): EXPERTS,
-    (2, "t2e2"): EXPERTS, (2, "(attn:t2|ffn:t2)"): ("qwen3_moe",), (4, "d2t2"): tuple(FAMILIES),
-    (4, "d4e4"): EXPERTS, (4, "d2t2e4"): EXPERTS, (4, "d2t2e2"): ("qwen3_moe",),
+    (2, "t2e2"): EXPERTS, (2, "p2"): ("qwen3_moe",), (2, "(attn:t2|ffn:t2)"): ("qwen3_moe",),
+    (4, "d2t2"): tuple(FAMILIES), (4, "p2t2"): tuple(FAMILIES), (4, "d4e4"): EXPERTS,
+    (4, "d2t2e4"): EXPERTS, (4, "d2t2e2"): ("qwen3_moe",), (4, "p2d2e2"): ("qwen3_moe",),
     (4, "(attn:d2t2|ffn:e2t2)"): ("qwen3_moe",),
 }  # fmt: skip
 # By default the families that differ most, of which each plan that splits anything has one or two.
 EVERY = [(2, "t2", ("gemma3_text", "qwen3_moe")), (2, "d2e2", ("qwen3_moe",))]
 EVERY += [(2, "t2e2", ("biased moe",))]
-EVERY += [pytest.param(*plan, GENERATORS[plan], marks=pytest.mark.slow) for plan in GENERATORS]
+EVERY += [pytest.param(*plan, PLANS[plan], marks=pytest.mark.slow) for plan in PLANS]
 
 
 def model_of(family, seed=2):
@@ -112,10 +113,10 @@ def same_row(true, found):
 
 
 @pytest.mark.parametrize("world, plan, families", EVERY)
-def test_every_generator_plan_samples_as_one_process(
+def test_every_plan_samples_as_one_process(
     truth, tmp_path, world, plan, families
 ):
-    parts = ranks(tmp_path, world, _sampled, f"{plan}|d{world}", families)
+    parts = ranks(tmp_path, world, _sampled, plan, families)
     for key in parts[0]:
         groups, solved, shown = truth(families)[key]
         merged = {}
@@ -215,31 +216,31 @@ FSDP = dict(data_parallel="fsdp")
 ZERO1 = dict(data_parallel="zero1")
 MIXED = dict(compute_dtype="float32")
 WIDE = dict(generator_dtype="float64")
-# name -> ranks, --plan, family, more settings, what of the generator is in the policy's memory
+# name -> ranks, --plan, family, more settings, whether the generator is in the policy's memory
 PUSHES = {
-    "d2|d2": (2, "d2|d2", "qwen3", {}, "all"),
-    "d2|d2 fsdp": (2, "d2|d2", "qwen3", FSDP, "none"),
-    "t2|d2 fsdp": (2, "t2|d2", "gemma3_text", FSDP, "none"),
-    "t2|d2 zero1": (2, "t2|d2", "qwen2", ZERO1, "norms"),
-    "d2|t2": (2, "d2|t2", "qwen3", {}, "norms"),
-    "t2|t2": (2, "t2|t2", "gemma3_text", {}, "all"),
-    "t2|t2 fsdp": (2, "t2|t2", "qwen3", FSDP, "none"),
-    "t2|p2": (2, "t2|p2", "qwen3", {}, "none"),
-    "t2|p2 tied": (2, "t2|p2", "gemma3_text", dict(pp_schedule="zbv"), "none"),
-    "d2|p2 bfloat16": (2, "d2|p2", "qwen3", dict(generator_dtype="bfloat16"), "none"),
-    "d2e2|d2e2": (2, "d2e2|d2e2", "qwen3_moe", ZERO1, "all"),
-    "d2|d2 mixed": (2, "d2|d2", "qwen3", MIXED, "all"),
-    "t2|d2 mixed zero1": (2, "t2|d2", "qwen3", MIXED | ZERO1, "norms"),
-    "t2|d2 mixed fsdp": (2, "t2|d2", "qwen3", MIXED | FSDP, "none"),
-    "d2|d2 mixed, masters": (2, "d2|d2", "qwen3", MIXED | ZERO1 | WIDE, "none"),
-    "t2|p2 mixed, masters": (2, "t2|p2", "qwen3", MIXED | ZERO1 | WIDE, "none"),
-    "t2e2|d2e2": (2, "t2e2|d2e2", "qwen3_moe", {}, "experts"),
-    "d2e2|p2": (2, "d2e2|p2", "qwen3_moe", {}, "none"),
-    "t4|d4 fsdp": (4, "t4|d4", "wide", FSDP, "none"),
-    "d2t2e4|d2c2 fsdp": (4, "d2t2e4|d2c2", "qwen3_moe", FSDP, "none"),
-    "d2t2|d2t2 fsdp": (4, "d2t2|d2t2", "qwen3", FSDP, "none"),
-    "d4|d2p2": (4, "d4|d2p2", "qwen3", {}, "none"),  # a stage is not the rank of that number
-    "(attn:d2t2|ffn:e2t2)|d2p2": (4, "(attn:d2t2|ffn:e2t2)|d2p2", "qwen3_moe", {}, "none"),
+    "d2": (2, "d2", "qwen3", {}, True),
+    "d2 fsdp": (2, "d2", "qwen3", FSDP, False),
+    "d2 zero1": (2, "d2", "qwen2", ZERO1, True),
+    "t2": (2, "t2", "gemma3_text", {}, True),
+    "t2 fsdp": (2, "t2", "qwen3", FSDP, False),
+    "p2": (2, "p2", "qwen3", {}, False),
+    "p2 tied": (2, "p2", "gemma3_text", dict(pp_schedule="zbv"), False),
+    "p2 bfloat16": (2, "p2", "qwen3", dict(generator_dtype="bfloat16"), False),
+    "d2e2": (2, "d2e2", "qwen3_moe", ZERO1, True),
+    "t2e2": (2, "t2e2", "qwen3_moe", {}, True),
+    "d2e2 fsdp": (2, "d2e2", "qwen3_moe", FSDP, False),
+    "d2 mixed": (2, "d2", "qwen3", MIXED, True),
+    "t2 mixed zero1": (2, "t2", "qwen3", MIXED | ZERO1, True),
+    "t2 mixed fsdp": (2, "t2", "qwen3", MIXED | FSDP, False),
+    "d2 mixed, masters": (2, "d2", "qwen3", MIXED | ZERO1 | WIDE, False),
+    "p2 mixed, masters": (2, "p2", "qwen3", MIXED | ZERO1 | WIDE, False),
+    "t4 fsdp": (4, "t4", "wide", FSDP, False),
+    "d2c2 fsdp": (4, "d2c2", "qwen3_moe", FSDP, False),
+    "d2t2 fsdp": (4, "d2t2", "qwen3", FSDP, False),
+    "d2p2": (4, "d2p2", "qwen3", {}, False),  # a stage is not the rank of that number
+    "p2t2": (4, "p2t2", "qwen3", {}, False),
+    "p2d2e2 fsdp": (4, "p2d2e2", "qwen3_moe", FSDP, False),
+    "(attn:p2t2|ffn:t2)": (4, "(attn:p2t2|ffn:t2)", "qwen3_moe", {}, False),
 }
 
 
@@ -255,7 +256,7 @@ def _pushed(rank, name, told):
 
     told: of each rank, the bytes of its generator without the policy's, and those that it gets.
     """
-    world, plan, family, more, sharing = PUSHES[name]
+    world, plan, family, more, is_shared = PUSHES[name]
     shape = pushed_shape(family)
     config = Config(**dict(dtype="float64", plan=plan, seed=3) | more).check()
     dtype = getattr(torch, config.generator_dtype or config.compute_dtype or "float64")
@@ -280,10 +281,7 @@ def _pushed(rank, name, told):
     policy, mine = tensors_of(trainer.model), tensors_of(trainer.sampler.model)
     shared = {path for path, q in mine.items()
               if path in policy and local(q).is_set_to(local(policy[path].detach()))}  # fmt: skip
-    words = {"all": [""], "none": [], "norms": ["norm.weight"],
-             "experts": ["experts", "norm", "gate.weight"]}[sharing]  # fmt: skip
-    names = [path for path, _ in truth.named_parameters()]
-    assert shared == {path for path in names if any(word in path for word in words)}
+    assert shared == {path for path, _ in truth.named_parameters() if is_shared}
 
     # Where four ranks share rows out that they do not divide, the formulas are of the first
     # rank; of a tied model both ends have the embedding, and one gets it again.
@@ -293,7 +291,7 @@ def _pushed(rank, name, told):
         assert (generators, sum(came)) == told[rank], (generators, sum(came), told[rank])
     largest = max(p.numel() * 8 for p in truth.parameters())
     assert own + generators <= counted.peak <= 1.1 * (own + generators + 2 * largest)
-    if sharing == "none" and "mixed" not in name and ("t2" in name or "t4" in name):
+    if not is_shared and "mixed" not in name and ("t2" in name or "t4" in name):
         assert counted.peak < 1.5 * _bytes(truth.parameters()), "neither is a whole model here"
 
 
@@ -334,30 +332,29 @@ def told_by_plan(name):
     compute = 4 if "compute_dtype" in more else 0
     size = dict(bfloat16=2, float64=8).get(more.get("generator_dtype"), compute or 8)
     step = Step(more.get("data_parallel", "ddp"), tokens=64, micros=4, size=8, compute=compute)
-    generator, trainer = plans_on_same_ranks(text)
+    trainer = Plan.parse(text)
     config = pushed_shape(family)
-    sampler = Rank(generator, config, step)
+    sampler = Rank(trainer.for_sampling, config, step)
     stages = [Rank(trainer, config, step, rank * trainer.pp // world) for rank in range(world)]
     return [(stage.generator(sampler, size), stage.pushed(sampler, size)) for stage in stages]
 
 
-QUICK = ("d2|d2 fsdp", "t2|t2", "t2|p2", "t2e2|d2e2", "d4|d2p2", "t2|d2 mixed zero1",
-         "d2|d2 mixed, masters")  # fmt: skip
+QUICK = ("t2 fsdp", "t2", "p2", "t2e2", "d2p2", "t2 mixed zero1", "d2 mixed, masters")
 
 
 @pytest.mark.parametrize("name", shortened(PUSHES, *QUICK))
-def test_a_push_goes_tensor_by_tensor_from_any_layout_to_any(tmp_path, name):
+def test_a_push_goes_tensor_by_tensor_from_any_layout(tmp_path, name):
     ranks(tmp_path, PUSHES[name][0], _pushed, name, told_by_plan(name))
 
 
-def test_a_run_goes_on_with_another_generator_and_is_audited(
+def test_a_run_goes_on_with_another_sampler_and_is_audited(
     run_of, tmp_path, capsys,  # noqa: F811
 ):  # fmt: skip
-    """A step with each of three generators; the last one is split, and writes OUT/hf."""
+    """A step with each of three samplers; the last one is split, and writes OUT/hf."""
     flags = f"{FLAGS} --prompts 4 --group 4 --steps 3 --eval-every 1"
     out = tmp_path / "run"
     (tmp_path / "ranks").mkdir()
-    legs = [(2, "--plan d2|t2"), (1, "--plan d1 --resume"), (2, "--plan t2|d2 --resume")]
+    legs = [(2, "--plan p2"), (1, "--plan d1 --resume"), (2, "--plan t2 --resume")]
     for n, (world, more) in enumerate(legs, 1):
         stop = f"--steps {n} --save-every 1 --keep 9"
         ranks(tmp_path / "ranks", world, _train, f"{flags} {stop} {more}", out)
@@ -376,5 +373,5 @@ ASKING, DECODING = "full.rollouts.Sampler._ask_once", "full.transformer.all_gath
 
 @pytest.mark.parametrize("where", shortened([ASKING, DECODING], ASKING))
 def test_a_rank_that_is_lost_while_others_decode_with_it_ends_the_run(tmp_path, where):
-    done = run(tmp_path, f"{FLAGS} --out run --steps 3 --plan t2|d2", (1, where, 5, kill))
+    done = run(tmp_path, f"{FLAGS} --out run --steps 3 --plan t2", (1, where, 5, kill))
     fails(done, ".*another rank is gone.*go on with --resume --out run", None, codes=[2, -9])
