@@ -401,7 +401,8 @@ class Config(train_grpo.Config):
         sums = {f"{letter} in --plan": degree > 1 for letter, degree in degrees.items()} | {
             "--tree": self.tree != "disabled",
             "--data-parallel fsdp": self.data_parallel == "fsdp",
-            "--engine": self.engine, "--compile": self.compile, "--threads 2 or more": self.threads > 1,
+            "--engine": self.engine, "--compile": self.compile,
+            "--threads 2 or more": self.threads > 1,
             "--generator-dtype of its own": self.rollout_dtype != self.compute,
             "--head-dtype, for it has no gap": self.head_dtype,
             "--lora-rank, for its sampler has merged weights": self.lora_rank,
