@@ -441,7 +441,7 @@ def audited(
             for row in rows]  # fmt: skip
     report.rows = sorted(rows, key=lambda row: order().index(row.key))
 
-    # Numbers that are in the line and not by hand: what no step determines, and what is unknown.
+    # Numbers that the definition does not compute: what no step determines, and what is unknown.
     report.left_out = sorted(line.keys() - {row.key for row in rows} - {"step"})
     unknown = [name for name in report.left_out if not name.startswith(NOT_BY_HAND)]
     if unknown:

@@ -40,7 +40,7 @@ def inspect(directory) -> None:
     count, active = parameters(config)
     size = f"{count:,} parameters"
     if config.num_experts:
-        size += f", of which a token meets {active:,}"
+        size += f", {active:,} of them for one token"
     if not weights:
         print(f"{size}; no weights: {directory} has no {' and no '.join(WEIGHTS)}")
         return

@@ -46,8 +46,8 @@ class RunFiles:
         given = {name: spec for name, spec in (("task", task), ("reward", reward)) if spec}
         config = resumed_config(self.path / "config.json", given | names_of(objects))
 
-        # One process needs no plan and no engine, and by hand sums have any order. It keeps the
-        # run's tree.
+        # One process needs no plan and no engine, and its sums have any order. It keeps the run's
+        # tree.
         self.engine, self.exact = config.engine, config.exact
         alone = dict(device="cpu", engine="", engine_timeout=Config.engine_timeout, exact=False)
         self.config = dataclasses.replace(config, **alone, **ONE_PROCESS).check()
@@ -102,7 +102,7 @@ class RunFiles:
 
 @dataclass(eq=False, kw_only=True)
 class Recorded(definition.Sequence):
-    """A rollout from the run's files, and what the step by hand makes of it.
+    """A rollout from the run's files, and what the definition's step makes of it.
 
     Lists and arrays have an entry for each of the N sampled tokens. None: it is not known yet, or
     the run's settings have none.
@@ -131,7 +131,7 @@ class Recorded(definition.Sequence):
     terms: list = field(default_factory=list)  # the definition's, of each sampled token
     T: np.ndarray | None = None  # how far the difference of two logits may be off
     routing: object = None  # the experts of its tokens
-    drawn: dict | None = None  # name -> (1 + DRAWS, N): the terms by hand, then of each draw
+    drawn: dict | None = None  # name -> (1 + DRAWS, N): the terms as computed, then of each draw
     parts: np.ndarray | None = None  # (1 + DRAWS, N): each token's part of the gradient's norm
 
     @property

@@ -6,7 +6,7 @@ nothing that was measured in the run.
 
     a log-prob      is off by T spread (1 - p) at most, see `errors`
     other numbers   are computed again DRAWS times by the definition, each time from log-probs that
-                    are off at random. A recorded number may be as far from the number by hand as
+                    are off at random. A recorded number may be as far from the definition's as
                     the furthest of these
     a gradient      is off by some T of its size, tensor by tensor, see `Rounding`
     a weight        moves by AdamW's step, which is taken again with gradients that are off
@@ -107,7 +107,7 @@ def noise(s, name, *shape):
 def furthest(drawn) -> tuple:
     """Return what is computed by hand, and its distance to the furthest of its draws.
 
-    drawn: (1 + DRAWS, ..). The number by hand, or the numbers, come first.
+    drawn: (1 + DRAWS, ..). The computed number, or the numbers, come first.
     """
     return drawn[0], abs(drawn[1:] - drawn[0]).max(0)
 
@@ -162,7 +162,7 @@ def off_of_norm(roundings, norm) -> float:
 
 
 def slip(step, by_hand, gradients):
-    """Return the furthest of some steps of AdamW from the one by hand.
+    """Return the furthest of some steps of AdamW from the computed one.
 
     step: a function of a gradient. It returns the new weight first.
     """

@@ -471,3 +471,20 @@ def test_a_gradient_that_is_rounding_is_not_a_difference(tmp_path):
     lines, right = kit.report(1, dict(ranks=1), rows)
     assert not right and "NOT ALL COMPARED" in lines[0] and len(lines) == 2
     assert "not compared: k.bias on rank 0." in lines[1]
+
+
+# The findings without a kit ----------------------------------------------------------------------
+
+# The last number that conformance/findings.py prints for each; 24 of HRM's 35 parameters are wrong.
+FIGURES = dict(replicated_norms=4e-16, activation=9e-16, cut_matrices=24, distillation=0.143,
+               auxiliary_loss=0.268, generation_tokens=1.6, sequence_kl=0.846, bnpo=2.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_finding_is_there_without_a_kit(name):
+    pytest.importorskip("trl", reason="it needs transformers too")
+    code, out, err = as_script("conformance/findings.py", name, cwd=ROOT)
+    assert code == 0, err
+    number = float(out.split()[-1])
+    assert number < 1e-14 if FIGURES[name] < 1e-14 else number == pytest.approx(FIGURES[name])

@@ -122,7 +122,7 @@ def test_inspect_counts_the_parameters_of_a_published_config(name, tmp_path, cap
     assert f"; no weights: {tmp_path} has no model.safetensors" in last
 
     # Of 30B with 128 experts a token meets 8, which the name rounds to 3B.
-    active = re.search(r"of which a token meets ([\d,]+)", last)
+    active = re.search(r"([\d,]+) of them for one token", last)
     assert bool(active) == ("A3B" in name)
     assert not active or 3.3e9 < int(active[1].replace(",", "")) < 3.4e9
 
