@@ -38,8 +38,8 @@ from full.experts import Experts, SparseMLP
 from full.generate import KVCache
 from full.logprobs import LogprobOptions, TokenLogprobs, require_tokens_in_vocabulary
 from full.masks import Mask
-from full.model_config import Rope
 from full.places import set_tensor, variant_of
+from full.rope import Rope
 from full.transformer import Layer, Transformer
 
 ROWS = 16  # a product has a multiple of so many rows

@@ -1,4 +1,4 @@
-"""The shape of a model: adds config.json and RoPE for long contexts to `models.ModelConfig`.
+"""The shape of a model: adds whatever config.json may say to `models.ModelConfig`.
 
 `ModelConfig` adds to `models.ModelConfig` what checkpoints, critics and balanced routers need, and
 refuses values that make no model. To add a family, write a row of FAMILIES, and its rules into
@@ -7,23 +7,19 @@ line in `models.logits_definition` or `hf.full_definition`.
 
 Equation (5) is in models.py, (7') in logprobs.py, (11) in experts.py.
 
-Letters:  D width of a head   X any number
-
 References: Llama arXiv:2407.21783; Mistral arXiv:2310.06825; Qwen2 arXiv:2407.10671; Qwen3
-arXiv:2505.09388; Gemma 3 arXiv:2503.19786; YaRN arXiv:2309.00071.
+arXiv:2505.09388; Gemma 3 arXiv:2503.19786.
 """
 
 import dataclasses
 import json
-import math
 import reprlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 import models
+from full.rope import complete_rope, rope_frequencies
 from models import ACTIVATIONS, FULL, SLIDING
 
 
@@ -82,40 +78,13 @@ class ModelConfig(models.ModelConfig):
         if wrong:
             raise ValueError(f"a {self.model_type} config needs {'; '.join(wrong)}; got {self}")
         for kind, rope in self.rope_parameters.items():
-            self.rope_parameters[kind] = rope = self._complete_rope(rope)
+            rope = complete_rope(rope, self.head_dim, self.max_position_embeddings)
+            self.rope_parameters[kind] = rope
 
             # YaRN is for positions up to factor x original, whatever length a file repeats.
             if rope["rope_type"] == "yarn":
                 reach = min(rope["factor"] * rope["original_max_position_embeddings"], 2**28)
                 self.max_position_embeddings = max(self.max_position_embeddings, int(reach))
-
-    def _complete_rope(self, rope):
-        """Return RoPE parameters with their defaults; ValueError for what (5) does not cover."""
-        rope = {"rope_type": "default"} | rope
-        kind = rope["rope_type"]
-        if kind not in ROPE_TYPES:
-            raise ValueError(f"rope_type: expected one of {[*ROPE_TYPES]}, got {kind!r}")
-        needed, optional = ROPE_TYPES[kind]
-        if "original_max_position_embeddings" in needed:
-            rope.setdefault("original_max_position_embeddings", self.max_position_embeddings)
-
-        # A key that is not known here may change the angles, so it is refused and not ignored.
-        unknown = sorted(rope.keys() - {"rope_type", "rope_theta", *needed, *optional})
-        missing = [key for key in needed if rope.get(key) is None]
-        if unknown or missing:
-            raise ValueError(
-                f"rope_parameters of rope_type {kind}: expected {['rope_theta', *needed]}, unknown "
-                f"{unknown}, missing {missing}"
-            )
-
-        # Numbers that are possible one by one may still divide by zero together.
-        try:
-            f_d, factor = rope_frequencies(rope, self.head_dim)
-            if not (f_d.isfinite().all() and math.isfinite(factor)):
-                raise ValueError("they are not finite")
-        except (ArithmeticError, TypeError, ValueError) as error:
-            raise ValueError(f"rope_parameters {rope} give no angles: {error}") from error
-        return rope
 
     @classmethod
     def from_hf(cls, raw, /) -> "ModelConfig":
@@ -184,74 +153,6 @@ def require_size(name, size) -> None:
     most = 2**16 if name in ("num_hidden_layers", "head_dim") else 2**28
     if size > most:
         raise ValueError(f"{name}: expected at most {most}, got {size}")
-
-
-ROPE_TYPES = {  # rope_type -> the keys that it needs, and those that it may have
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor",
-                "original_max_position_embeddings"), ()),
-    "yarn": (("factor", "original_max_position_embeddings"),
-             ("attention_factor", "beta_fast", "beta_slow")),
-}  # fmt: skip
-
-
-def rope_frequencies(rope, head_dim, /):
-    """Return f of (5), (D/2,) float64 on the CPU, and a factor for cos and sin.
-
-    rope: {"rope_type", "rope_theta", ..}. The types other than default reach beyond the lengths of
-        the training, by turning more slowly.
-    """
-    with torch.device("cpu"):
-        n_d = torch.arange(head_dim // 2, dtype=torch.float64)
-    f_d = rope["rope_theta"] ** (-2 * n_d / head_dim)
-    factor = rope.get("factor")
-    if rope["rope_type"] == "linear":
-        return f_d / factor, 1.0
-
-    # Llama 3: pairs that turn often over the trained length stay as they are, pairs that turn
-    # seldom are divided by the factor, and in between the two are mixed.
-    if rope["rope_type"] == "llama3":
-        low = rope["low_freq_factor"]
-        high = rope["high_freq_factor"]
-        turns_d = rope["original_max_position_embeddings"] * f_d / (2 * math.pi)
-        keep_d = ((turns_d - low) / (high - low)).clamp(0, 1)
-        return torch.lerp(f_d / factor, f_d, keep_d), 1.0
-
-    # YaRN: the same with a ramp that is linear in n, between the n that turn beta times. The factor
-    # on cos and sin keeps attention as sharp as before the stretching.
-    if rope["rope_type"] == "yarn":
-        trained = rope["original_max_position_embeddings"] / (2 * math.pi)
-        scale = head_dim / (2 * math.log(rope["rope_theta"]))
-        low = max(math.floor(scale * math.log(trained / (rope.get("beta_fast") or 32))), 0)
-        high = math.ceil(scale * math.log(trained / (rope.get("beta_slow") or 1)))
-        high = min(high, head_dim - 1)
-        stretched_d = ((n_d - low) / ((high - low) or 0.001)).clamp(0, 1)
-        grown = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-        return torch.lerp(f_d, f_d / factor, stretched_d), rope.get("attention_factor") or grown
-    return f_d, 1.0
-
-
-class Rope:
-    """positions (B, S) -> {layer type: (cos, sin)}, once a forward for all layers."""
-
-    def __init__(self, config):
-        ropes = config.rope_parameters.items()
-        self.frequencies = {kind: rope_frequencies(rope, config.head_dim) for kind, rope in ropes}
-        self.moved = {}  # (device, layer type) -> f of (5) there, as each copy waits for the device
-
-    def __call__(self, positions_BS, dtype, /):
-        # NUMERICS: the angles of position 10^5 need float32; a bf16 position is wrong from 257 on.
-        # Pinned by tests/full/test_models.py::test_bf16_model_keeps_float32_rope_angles.
-        wide = torch.promote_types(dtype, torch.float32)
-        ropes = {}
-        for kind, (f_d, factor) in self.frequencies.items():
-            at = positions_BS.device, kind
-            if at not in self.moved:
-                self.moved[at] = f_d.to(positions_BS.device)
-            cos_BS1D, sin_BS1D = models.cos_and_sin(positions_BS.to(wide), self.moved[at].to(wide))
-            ropes[kind] = cos_BS1D * factor, sin_BS1D * factor
-        return ropes
 
 
 # transformers' defaults for what a config.json may leave out, and models.py does not say.

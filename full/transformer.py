@@ -25,7 +25,8 @@ from torch.distributed.tensor._utils import (
 import models
 from full.experts import SparseMLP
 from full.logprobs import all_gather_logits, require_tokens_in_vocabulary, token_logprobs
-from full.model_config import ModelConfig, Rope
+from full.model_config import ModelConfig
+from full.rope import Rope
 
 
 class RMSNorm(models.RMSNorm):

@@ -35,7 +35,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from full.model_config import Rope
+from full.rope import Rope
 from full.tiny import tiny
 from full.transformer import Layer, RMSNorm, Transformer, draw_weights
 from models import SLIDING, apply_rope

@@ -19,7 +19,8 @@ from full.experts import Balance, grouped_linear, update_router_bias
 from full.generate import forward_with_cache, generate
 from full.hf import full_definition, load_hf, save_hf
 from full.logprobs import token_logprobs
-from full.model_config import FAMILIES, QWEN, ModelConfig, rope_frequencies
+from full.model_config import FAMILIES, QWEN, ModelConfig
+from full.rope import rope_frequencies
 from full.tiny import tiny, tiny_model
 from full.transformer import Transformer
 from models import CHECK_FAMILIES, FULL, SLIDING
