@@ -42,7 +42,7 @@ def main(argv) -> int:
         if command == ["plot"]:
             return quietly(plot, rest)
         if command == ["audit"]:
-            return audit.main(rest)
+            return quietly(audit.main, rest)
         if argv and argv[0] in ("eval", "chat", "export"):
             return talk.main(argv)
         if command == ["check"]:

@@ -1,22 +1,20 @@
-"""A step of a run again by hand, every number compared: adds runs to `train_grpo.check`.
+"""A step of a run by hand, every number compared: adds runs to `train_grpo.check`.
 
     python -m full audit runs/guess-0 [--step 20] [--all] [--html page.html]
 
-recorded.py reads the run, byhand.py does the step, report.py shows it. This file has the table:
-each number that the run recorded and the step determines. It trusts the task, the forward of a
+recorded.py reads what the run has recorded, byhand.py does the step again, rounding.py says how far
+two numbers may be apart, and report.py prints them. This file has the table in the middle: a `Row`
+for each number that the run recorded and the step determines. It trusts the task, the forward of a
 model for one sequence, and the ordinary code up to a checkpoint.
-
-Equation numbers are those of conformance/definition.py.
 """
 
 import argparse
 import copy
 import dataclasses
+import functools
 import math
 import sys
 import tempfile
-import time
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -34,15 +32,13 @@ from full.lora import merge
 from full.metrics import METRICS
 from full.optimizer import persistent_buffers
 from full.questions import make_task
-from full.ranks import quietly
 from full.recorded import (
     Case, Recorded, RunFiles, counts_in, everyone, shares, teaches, trained,
 )  # fmt: skip
 from full.report import as_page, as_text
 from full.rollouts import Sampler, play_held_out
 from full.rounding import AGAIN, EACH, EXACT, flip, mean, near_choices, tolerance
-from full.run import ERRORS, one_process, policy_in, require_base, shape_of
-from full.tasks import TaskError
+from full.run import one_process, policy_in, require_base
 
 # How far the log-probs of an engine may be from the definition's, by the dtype of its weights: a
 # token's, and the mean over all tokens, which also finds a small change of the temperature. An
@@ -68,9 +64,9 @@ NOT_BY_HAND = ("seconds/", "memory/peak", "logprob_gap/identical", "tokens/train
 
 
 def order() -> list:
-    """Return the rows of the table, causes before their effects, by METRICS."""
-    # The first row that is outside says where to look. The first update's metrics come before those
-    # that a change of the weights has a part in.
+    """Return the rows of the table, causes before their effects: the first that is outside says
+    where to look."""
+    # The first update's metrics come before those that a change of the weights has a part in.
     rows = [*METRICS, "votes", "parameters"]
     first = rows.index(OF_UPDATES[0])
     rows[first:first] = ["rollouts/advantage", *(f"{name}_first" for name in OF_UPDATES)]
@@ -171,77 +167,78 @@ def draws_of(case, s):
 
 
 @torch.no_grad()
-def sampling_rows(case, say) -> list:
+def sampling_rows(case) -> list:
     """Compare each draw, or an engine's log-probs, with the sampler's distribution by hand."""
-    config, model = case.config, case.policy(case.sampler)
+    config, model, routes = case.config, case.policy(case.sampler), []
+
+    def readings():
+        for s in everyone(case.groups.values()):
+            reading = read(model, s, config.temperature)
+            routes.extend(reading.routing.misses)
+            yield s, reading
+
     T = tolerance(model.config, config.rollout_dtype, case.again)
-    compare = surprises if case.files.engine else misses
-    found, routes = [], []
-    for s in everyone(case.groups.values()):
-        reading = read(model, s, config.temperature)
-        routes += reading.routing.misses
-        found.append(compare(case, s, reading, T))
-    rows, found = [], np.concatenate(found, axis=1)
+    rows = engine_rows(case, readings()) if case.files.engine else draw_rows(case, readings(), T)
     if config.replay_routes:
         rows.append(largest("sampling/routes", routes, T))
-        say(f"sampling: {np.count_nonzero(routes)} of {len(routes)} recorded experts are not among "
-            f"the K best by hand")  # fmt: skip
-    if case.files.engine:
-        return rows + engine_rows(case, *found, say)
-    missed, allowed = found
-    worst = (missed / allowed).argmax()
-    rows.append(largest("sampling", missed[worst], allowed[worst]))
-    say(f"sampling: {np.count_nonzero(missed)} of {len(missed)} draws lie outside their token's "
-        f"interval of the definition's distribution")  # fmt: skip
-    return rows + exact_rows(case, say) if case.files.exact else rows
+        case.say(f"sampling: {np.count_nonzero(routes)} of {len(routes)} recorded experts are not "
+                 f"among the K best by hand")  # fmt: skip
+    return rows + exact_rows(case) if case.files.exact else rows
 
 
-def misses(case, s, reading, T):
-    """Return how far each draw is outside its token's interval, and how far it may be, (2, N)."""
+def draw_rows(case, readings, T) -> list:
+    """Compare the run's own draws with the intervals of their tokens."""
     # A draw is a number in [0, 1). Tokens divide [0, 1) into intervals as wide as their
     # probabilities, and the number's interval says which token it draws. T moves an end of an
     # interval by T / 4 at the most, for a sum of half of all probability.
-    at = torch.tensor(s.targets)[:, None]
-    ends = reading.logp_NV.exp().cumsum(-1).gather(1, at)[:, 0].numpy()
-    draws = draws_of(case, s)
-    outside = np.maximum(ends - reading.lp.exp().numpy() - draws, draws - ends).clip(min=0)
-    return outside, (T * reading.scale + flip(reading.routing, T)) / 4
+    missed, allowed = [], []
+    for s, reading in readings:
+        at = torch.tensor(s.targets)[:, None]
+        ends = reading.logp_NV.exp().cumsum(-1).gather(1, at)[:, 0].numpy()
+        draws = draws_of(case, s)
+        outside = np.maximum(ends - reading.lp.exp().numpy() - draws, draws - ends).clip(min=0)
+        missed += outside.tolist()
+        allowed += ((T * reading.scale + flip(reading.routing, T)) / 4).tolist()
+    worst = np.divide(missed, allowed).argmax()
+    case.say(f"sampling: {np.count_nonzero(missed)} of {len(missed)} draws lie outside their "
+             f"token's interval of the definition's distribution")  # fmt: skip
+    return [largest("sampling", missed[worst], allowed[worst])]
 
 
-def surprises(case, s, reading, T):
-    """Return what an engine's log-probs and tokens say of how it draws, for `engine_rows`, (5, N).
-    """
-    # With forks several rollouts share a turn, which was drawn once.
-    is_own = [shares(case.config, s, at)[-1][0] == s.number for at in s.at]
-    H_N1 = reading.H[:, None]
-    seen_NV = reading.logp_NV.where(reading.logp_NV.isfinite(), 0.0)
-    variance = (reading.logp_NV.exp() * (seen_NV + H_N1) ** 2).sum(-1)
-    return np.stack([abs(reading.lp.numpy() - s.smp), is_own, -reading.lp, reading.H, variance])
-
-
-def engine_rows(case, off, is_own, surprise, H, variance, say) -> list:
+def engine_rows(case, readings) -> list:
     """Compare the log-probs that an engine told, and by them how it drew its tokens."""
     # The surprise of a token, -log p, is the entropy on average, if the token is drawn by p. It is
-    # not if sampling is greedy or truncated. The sum of a martingale is rarely beyond SURPRISE
-    # times this deviation, however rare some tokens are: with a probability of 2 exp(-25 / 2) at
-    # the most (Bercu and Touati, 2008).
-    config = case.config
-    surprise, H, variance = (x[is_own == 1] for x in (surprise, H, variance))
-    deviation = math.sqrt(((surprise - H) ** 2 + variance).sum())
+    # not if sampling is greedy or truncated.
+    off, surprises, entropies, variances = [], [], [], []
+    for s, reading in readings:
+        off += abs(reading.lp.numpy() - s.smp).tolist()
+        # With forks several rollouts share a turn, which was drawn once.
+        is_own = [shares(case.config, s, at)[-1][0] == s.number for at in s.at]
+        seen_NV = reading.logp_NV.where(reading.logp_NV.isfinite(), 0.0)
+        variance_N = (reading.logp_NV.exp() * (seen_NV + reading.H[:, None]) ** 2).sum(-1)
+        surprises += (-reading.lp)[is_own].tolist()
+        entropies += reading.H[is_own].tolist()
+        variances += variance_N[is_own].tolist()
 
     # If steps were done again on the way, the sampler's weights have the trainer's rounding too.
-    bounds = np.array(ENGINE[config.rollout_dtype])
+    bounds = np.array(ENGINE[case.config.rollout_dtype])
     if case.again:
-        bounds += tolerance(shape_of(config, case.task), config.compute, case.again)
-    rows = [largest("sampling", off, bounds[0]), largest("sampling/mean", off.mean(), bounds[1])]
-    say(f"sampling: {case.files.engine} drew {len(H)} tokens by numbers of its own, so no draw is "
-        f"compared, but its log-probs, and the sum of -log p of these tokens with their entropies")
-    return [*rows, Row("sampling/surprise", surprise.sum(), H.sum(), abs((surprise - H).sum()),
-                       SURPRISE * deviation)]  # fmt: skip
+        bounds += tolerance(case.shape, case.config.compute, case.again)
+    case.say(f"sampling: {case.files.engine} drew {len(surprises)} tokens by numbers of its own, "
+             f"so no draw is compared, but its log-probs, and the sum of -log p of these tokens "
+             f"with their entropies")  # fmt: skip
+
+    # The sum of a martingale is rarely beyond SURPRISE times this deviation, however rare some
+    # tokens are: with a probability of 2 exp(-25 / 2) at the most (Bercu and Touati, 2008).
+    found, expected = np.sum(surprises), np.sum(entropies)
+    squares = np.square(np.subtract(surprises, entropies)) + variances
+    return [largest("sampling", off, bounds[0]), largest("sampling/mean", np.mean(off), bounds[1]),
+            Row("sampling/surprise", found, expected, abs(found - expected),
+                SURPRISE * math.sqrt(squares.sum()))]  # fmt: skip
 
 
 @torch.no_grad()
-def exact_rows(case, say) -> list:
+def exact_rows(case) -> list:
     """Compare tokens and log-probs of an --exact run to the bit, by the trainer's own forward."""
     # This shares the model's forward and the formula of its log-probs with the run. What it shows
     # is that the recorded numbers are those of the trainer: of this model, in this precision, for
@@ -259,8 +256,8 @@ def exact_rows(case, say) -> list:
         wrong += np.count_nonzero(drawn_N.numpy() != s.targets)
         off += abs(lp_N.numpy() - s.smp).tolist()
     count, unequal = len(off), np.count_nonzero(off)
-    say(f"exact: the trainer's forward, which this trusts, draws {count - wrong} of {count} tokens "
-        f"as recorded, and {count - unequal} of their log-probs to the bit")  # fmt: skip
+    case.say(f"exact: the trainer's forward, which this trusts, draws {count - wrong} of {count} "
+             f"tokens as recorded, and {count - unequal} of their log-probs to the bit")  # fmt: skip
     return [Row("sampling/tokens", count, count - wrong, wrong, 0),
             Row("sampling/bits", count, count - unequal, unequal, 0)]  # fmt: skip
 
@@ -302,11 +299,11 @@ def as_sampled(step):
     return (merge(model, rounded) if config.lora is not None else model.to(rounded)).double()
 
 
-def after_rows(case, step, say) -> list:
+def after_rows(case, step) -> list:
     """Compare parameters and votes with the next checkpoint, if there is one."""
     path = case.files.checkpoints.get(case.step + 1)
     if path is None:
-        say(f"parameters after the step: not compared, there is no step-{case.step + 1:08d}")
+        case.say(f"parameters after the step: not compared, there is no step-{case.step + 1:08d}")
         return []
 
     # Each entry is held to its own rounding, and the one furthest from it is shown: AdamW makes
@@ -322,7 +319,7 @@ def after_rows(case, step, say) -> list:
         rows[name] = Row("parameters", 0.0, found, found, most, step.lr or 1.0,
                          f"rounding may turn AdamW's step for an entry of {name}")  # fmt: skip
     worst = max(rows, key=lambda name: rows[name].share)
-    say(f"parameters after the step: against {path.name}, the worst is {worst}")
+    case.say(f"parameters after the step: against {path.name}, the worst is {worst}")
     if not case.config.router_bias_rate:
         return [rows[worst]]
 
@@ -335,6 +332,30 @@ def after_rows(case, step, say) -> list:
     sizes = [sum(int(x.abs().sum()) for x in some.values()) for some in (there, votes)]
     near = near_choices(step.updates)[0] if step.updates else 0
     return [rows[worst], Row("votes", *sizes, wrong, 4 * near)]
+
+
+def rows_of(case, line) -> tuple:
+    """Return all rows of a step, in `order`, and the Step by hand. line: of metrics.jsonl."""
+    # JSON has no NaN: it is written as null.
+    line = {key: math.nan if number is None else number for key, number in line.items()}
+    rows = sampling_rows(case)
+    off = tolerance(case.shape, case.config.rollout_dtype, case.again)
+    off = max(off, ENGINE[case.config.rollout_dtype][0]) if case.files.engine else off
+
+    # The evaluation before a step, which only the first line has, is by the weights before it.
+    def evaluated(key, model, off):
+        return [solved_row(case, key, line[key], model(), off)] if key in line else []
+
+    rows += evaluated("eval/solved_before", lambda: case.policy(case.before), off)
+    step = Step(case)
+    found = metrics_by_hand(case, step, counts_in(case.sampler)["policy_version"])
+    rows += [compared(key, line[key], *found[key]) for key in line.keys() & found.keys()]
+    rows += rollout_rows(case, step) + after_rows(case, step)
+    step.free()
+    rows += evaluated("eval/solved", lambda: as_sampled(step), off + step.astray)
+    rows = [row._replace(why=row.why or cause(step, row.key)) if row.is_loose else row
+            for row in rows]  # fmt: skip
+    return sorted(rows, key=lambda row: order().index(row.key)), step
 
 
 # The audit ----------------------------------------------------------------------------------------
@@ -366,28 +387,6 @@ class Report:
         return f"audit of step {self.step}: {found}"
 
 
-def tell_size(case, tell):
-    """Say how long the audit will take, by one reading of a rollout, and how much memory."""
-    rollouts, c = everyone(case.groups.values()), case.config
-    model, start = case.policy(case.sampler), time.monotonic()
-    with torch.no_grad():
-        read(model, rollouts[0], c.temperature)
-    each = (time.monotonic() - start) / len(rollouts[0].tokens)
-    tokens = sum(len(s.tokens) for s in rollouts)
-    readings = 7 + bool(c.kl_coef) + (c.advantage in ("gae", "teacher")) + bool(c.proximal)
-    size = 5 * sum(p.numel() for p in model.parameters()) + 3 * model.head_weight.numel()
-    tell(f"{len(rollouts)} rollouts of {tokens} tokens, by hand in float64: about "
-         f"{each * tokens * readings / 60:.1f} minutes and {8e-9 * size + 0.5:.1f} GB of memory")
-
-
-def number_in(line, key) -> float:
-    """Return a number of a line of metrics.jsonl. JSON has no NaN: it is written as null."""
-    number = math.nan if line[key] is None else line[key]
-    if not isinstance(number, int | float):
-        raise ValueError(f"{key} of step {line['step']} in metrics.jsonl is not a number")
-    return number
-
-
 def audited(
     run, step=None, group=None, task="", reward="", tell=lambda line: None, objects=None
 ) -> Report:  # fmt: skip
@@ -405,44 +404,25 @@ def audited(
     report = Report(str(run), number, config, show=task.show)
     say, line = report.intro.append, files.metrics[number]
     with tempfile.TemporaryDirectory() as room:
-        case = Case(files, task, number, Path(room), files.rollouts(number, shape_of(config, task)))
-        case.find_states(say)
-        if group not in (None, *case.lines):
-            last = len(case.lines) - 1
-            raise ValueError(f"--group {group}: the groups of step {number} are 0 to {last}")
+        case = Case(files, task, number, Path(room), say=say)
+        case.find_states()
+        report.groups = groups = case.groups
+        if group not in (None, *groups):
+            raise ValueError(f"expected --group to be 0 to {len(groups) - 1}, the groups of step "
+                             f"{number}, got {group}")  # fmt: skip
         if group is not None and config.replay_routes:
             say("--replay-routes: the group is read by the model's own code, not spelled out, for "
                 "the definition selects experts by itself")  # fmt: skip
-
-        # The tokens of the rollouts are the run's. Everything else about them is computed again.
-        report.groups = groups = case.groups
-        for s in groups[group] if group is not None and not config.replay_routes else ():
-            s.spelled = full_definition if config.lora is None else lora_definition
-        tell_size(case, tell)
-        rows = sampling_rows(case, say)
-        off = tolerance(shape_of(config, task), config.rollout_dtype, case.again)
-        off = max(off, ENGINE[config.rollout_dtype][0]) if files.engine else off
-
-        def evaluated(key, make, off):
-            return [solved_row(case, key, number_in(line, key), make(), off)] if key in line else []
-
-        rows += evaluated("eval/solved_before", lambda: case.policy(case.before), off)
-        by_hand = Step(case)
-        found = metrics_by_hand(case, by_hand, counts_in(case.sampler)["policy_version"])
-        if files.checkpoints.get(number + 1):
-            tell("comparing the parameters, entry by entry")
-        rows += rollout_rows(case, by_hand) + after_rows(case, by_hand, say)
-        by_hand.moments = by_hand.slack = None
-        for p in by_hand.policy.parameters():
-            p.grad = None
-        rows += evaluated("eval/solved", lambda: as_sampled(by_hand), off + by_hand.astray)
-    rows += [compared(key, number_in(line, key), *found[key]) for key in line.keys() & found.keys()]
-    rows = [row._replace(why=row.why or cause(by_hand, row.key)) if row.is_loose else row
-            for row in rows]  # fmt: skip
-    report.rows = sorted(rows, key=lambda row: order().index(row.key))
+        elif group is not None:
+            for s in groups[group]:
+                s.spelled = full_definition if config.lora is None else lora_definition
+        rollouts = everyone(groups.values())
+        tell(f"{len(rollouts)} rollouts of {sum(len(s.tokens) for s in rollouts)} tokens, by hand "
+             f"in float64")  # fmt: skip
+        report.rows, by_hand = rows_of(case, line)
 
     # Numbers that the definition does not compute: what no step determines, and what is unknown.
-    report.left_out = sorted(line.keys() - {row.key for row in rows} - {"step"})
+    report.left_out = sorted(line.keys() - {row.key for row in report.rows} - {"step"})
     unknown = [name for name in report.left_out if not name.startswith(NOT_BY_HAND)]
     if unknown:
         say(f"the audit does not know {', '.join(unknown)}: add the definition to "
@@ -456,10 +436,7 @@ def audited(
 
 
 def main(argv) -> int:
-    """Audit a run and return the exit code.
-
-    0: every number is within what rounding allows. 1: one is not. 2: no audit is possible.
-    """
+    """Audit a run. Return 0 if every number is within what rounding allows, else 1."""
     parser = argparse.ArgumentParser("python -m full audit", allow_abbrev=False)
     parser.add_argument("run", help="directory of a run; nothing is written there")
     parser.add_argument("--step", type=int, help="[the last that a checkpoint has sampled, or 0]")
@@ -468,26 +445,14 @@ def main(argv) -> int:
     parser.add_argument("--html", metavar="FILE", help="also write it as a page")
     parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
     parser.add_argument("--reward", default="", help="the run's FILE.py:function, if it had one")
-    options = parser.parse_args(argv)
+    o = parser.parse_args(argv)
 
-    def say(text):
-        print(text, file=sys.stderr, flush=True)
-
-    # The process group of this one process is left before the findings are printed. The verdict is
-    # the exit code.
-    def command(o):
-        with one_process("an audit"):
-            report = audited(o.run, o.step, o.group, o.task, o.reward, tell=say)
-        print(as_text(report, o.all, o.all or o.group is not None))
-        if o.html:
-            Path(o.html).write_text(as_page(report), encoding="utf-8")
-            print(f"wrote {o.html}")
-        return 0 if report.wrong is None else 1
-
-    try:
-        return quietly(command, options)
-    except ERRORS as error:
-        if isinstance(error, TaskError) and error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
-        print(f"error: {options.run} cannot be audited: {error}", file=sys.stderr, flush=True)
-        return 2
+    # The process group of this one process is left before the findings are printed.
+    with one_process("an audit"):
+        tell = functools.partial(print, file=sys.stderr, flush=True)
+        report = audited(o.run, o.step, o.group, o.task, o.reward, tell=tell)
+    print(as_text(report, o.all, o.all or o.group is not None))
+    if o.html:
+        Path(o.html).write_text(as_page(report), encoding="utf-8")
+        print(f"wrote {o.html}")
+    return 0 if report.wrong is None else 1

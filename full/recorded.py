@@ -10,6 +10,7 @@ import functools
 import gc
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from full.files import whole_lines
 from full.hf import load_hf
 from full.logs import do_step, read_reference, rollout_line
 from full.lora import plain
+from full.model_config import ModelConfig
 from full.rollouts import Trajectory, draw_prompts
 from full.run import ONE_PROCESS, build, build_teacher, empty_policy, policy_in, shape_of
 from full.tasks import asking, bare, names_of
@@ -42,7 +44,7 @@ class RunFiles:
     def __init__(self, run, task="", reward="", objects=None):
         self.path = Path(run)
         if not (self.path / "config.json").exists():
-            raise ValueError("it holds no config.json; give the directory of a run")
+            raise ValueError(f"expected the directory of a run, got {run}: it holds no config.json")
         given = {name: spec for name, spec in (("task", task), ("reward", reward)) if spec}
         config = resumed_config(self.path / "config.json", given | names_of(objects))
 
@@ -61,14 +63,13 @@ class RunFiles:
 
     def chosen_step(self, step) -> int:
         """Return the step to audit. None: the last that a checkpoint's weights sampled, or 0."""
-        if not self.metrics:
-            raise ValueError("metrics.jsonl holds no whole line")
         last = len(self.metrics) - 1
         if step is None:
             sampled = [n + self.config.staleness for n in self.checkpoints]
-            return max([n for n in sampled if n <= last], default=0)
+            step = max([n for n in sampled if n <= last], default=0)
         if not 0 <= step <= last:
-            raise ValueError(f"metrics.jsonl has no step {step}: its lines are of 0 to {last}")
+            raise ValueError(f"expected one of the {last + 1} steps of metrics.jsonl, from 0 on, "
+                             f"got {step}")  # fmt: skip
         return step
 
     def rollouts(self, step, shape):
@@ -246,39 +247,43 @@ class Case:
     task: object
     step: int
     room: Path  # a directory for the time of the audit
-    lines: dict | None  # group -> its lines of rollouts.jsonl
+    lines: dict | None = None  # group -> its lines of rollouts.jsonl
     before: Path | None = None  # the checkpoint before the step
     sampler: Path | None = None  # the checkpoint whose weights sampled
     again: int = 0  # steps that were done again on the way to `before`
+    say: Callable = print  # gets a sentence for each part of the way
 
     @property
     def config(self):
         return self.files.config
 
     @functools.cached_property
+    def shape(self) -> ModelConfig:
+        """Return the shape of the run's model."""
+        return shape_of(self.config, self.task)
+
+    @functools.cached_property
     def groups(self) -> dict:
         """Return the step's {group: Recorded rollouts}, all that were played, in order."""
         return groups_again(self.config, self.task, self.step, self.lines)
 
-    def find_states(self, say):
-        """Find or make the checkpoints, and the lines if they are missing.
-
-        say: a function. It gets a sentence for each part of the way.
-        """
+    def find_states(self):
+        """Find the step's rollouts and the two checkpoints, or make what is missing."""
         # Checkpoint step-M is the state before step M. The sampler's weights are from `staleness`
         # steps before. Without these two, or the lines, the ordinary code has to come along.
         sampled_at = max(0, self.step - self.config.staleness)
         stored = self.files.checkpoints
+        self.lines = self.files.rollouts(self.step, self.shape)
         if self.lines is not None and {self.step, sampled_at} <= stored.keys():
             self.before, self.sampler = stored[self.step], stored[sampled_at]
-            say(f"from {self.before.name}, the state before step {self.step}")
+            self.say(f"from {self.before.name}, the state before step {self.step}")
         else:
-            self.walk(sampled_at, say)
+            self.walk(sampled_at)
             gc.collect()  # the trainer is gone, and its memory is needed
         for path in {self.before, stored.get(self.step + 1, self.before)}:
             counts_in(path)  # a damaged checkpoint is named now, and not after an hour
 
-    def walk(self, sampled_at, say):
+    def walk(self, sampled_at):
         """Do the steps from the last checkpoint that is early enough, and store what is needed."""
         task, step = self.task, self.step
         config = dataclasses.replace(self.config, exact=self.files.exact)
@@ -286,40 +291,18 @@ class Case:
         trainer = Trainer(config, model, generator=generator, reference=reference,
                           teacher=build_teacher(config, task))  # fmt: skip
         start = max([n for n in self.files.checkpoints if n <= sampled_at], default=0)
-        self.again, pending = step - start, {}
-        if start in self.files.checkpoints:
-            path = self.files.checkpoints[start]
-            state = trainer.load_checkpoint(path)
-            if state["step"] != start:
-                raise ValueError(f"{path.name} is of another step")
-            pending = pending_batches(config, trainer, path, state)
-            say(f"from {path.name}, the state before step {start}")
-        else:
-            # Step 0 needs none: its weights are drawn from the seed or read from --model. The
-            # supervised steps of --demos leave one, which --keep may have deleted.
-            source = Demonstrations(config, task, trainer, -config.demos)
-            for n in range(-config.demos, 0):
-                do_step(config, source, trainer, n)
-            trainer.optimizer.state.clear()  # the loop begins with a new optimizer
-            self.again += config.demos
-            demos = f", after {config.demos} supervised steps" if config.demos else ""
-            say(f"from the first weights, which --seed and --model determine{demos}")
+        pending = self.begin(config, trainer, start)
         read_reference(self.files.path, trainer)
 
         # On to the step by the ordinary code, in one process, for as long as it makes the run's own
         # rollouts. In float32 rounding makes it draw a different token sooner or later. It does not
         # draw an engine's rollouts again: to it they are batches that were sampled before.
         if step > start:
-            say(f"on to step {step} by the ordinary code, in one process: {step - start} steps"
-                f"{', with the recorded rollouts' if self.files.engine else ''}")  # fmt: skip
-        more = range(start + len(pending), step + 1) if self.files.engine else ()
-        lines = {n: self.files.rollouts(n, trainer.shape) for n in more}
-        for n in [n for n in more if lines[n] is None]:
-            raise ValueError(
-                f"rollouts.jsonl does not hold all rollouts of step {n}, and an engine's rollouts "
-                f"cannot be drawn again; audit a step right after a checkpoint, or keep more "
-                f"(--save-every, --keep), or record all (--log-rollouts all)")
-        pending |= {n: self.recorded_batch(n, lines[n], trainer) for n in more}
+            self.say(f"on to step {step} by the ordinary code, in one process: {step - start} steps"
+                     f"{', with the recorded rollouts' if self.files.engine else ''}")  # fmt: skip
+        if self.files.engine:
+            more = range(start + len(pending), step + 1)
+            pending |= {n: self.recorded_batch(n, trainer) for n in more}
         queue = RolloutQueue(config, task, trainer, start, pending, last=step)
         for n in range(start, step + 1):
             if n in (sampled_at, step):
@@ -330,18 +313,43 @@ class Case:
             if n < step:
                 self.require_the_same(n, do_step(config, queue, trainer, n))
         if self.lines is None:
-            say("rollouts.jsonl does not hold all rollouts of this step: sampled again, by the "
-                "ordinary code")  # fmt: skip
+            self.say("rollouts.jsonl does not hold all rollouts of this step: sampled again, by "
+                     "the ordinary code")  # fmt: skip
             self.lines = {n: [rollout_line(task, step, i, t) for i, t in enumerate(rollouts)]
                           for n, rollouts in sorted(queue.get(step).groups.items())}  # fmt: skip
 
-    def recorded_batch(self, n, lines, trainer) -> SampledBatch:
-        """Return the batch of step n as an engine sampled it, from its lines."""
-        config, groups = self.config, groups_again(self.config, self.task, n, lines)
+    def begin(self, config, trainer, start) -> dict:
+        """Give the trainer the state before step `start`; return the batches that wait there."""
+        self.again = self.step - start
+        path = self.files.checkpoints.get(start)
+        if path is not None:
+            state = trainer.load_checkpoint(path)
+            self.say(f"from {path.name}, the state before step {start}")
+            return pending_batches(config, trainer, path, state)
+
+        # Step 0 needs no checkpoint: its weights are drawn from the seed or read from --model. The
+        # supervised steps of --demos leave one, which --keep may have deleted.
+        source = Demonstrations(config, self.task, trainer, -config.demos)
+        for n in range(-config.demos, 0):
+            do_step(config, source, trainer, n)
+        trainer.optimizer.state.clear()  # the loop begins with a new optimizer
+        self.again += config.demos
+        demos = f", after {config.demos} supervised steps" if config.demos else ""
+        self.say(f"from the first weights, which --seed and --model determine{demos}")
+        return {}
+
+    def recorded_batch(self, n, trainer) -> SampledBatch:
+        """Return the batch of step n as an engine sampled it, from the recorded lines."""
+        config, lines = self.config, self.files.rollouts(n, self.shape)
+        if lines is None:
+            raise ValueError(
+                f"rollouts.jsonl does not hold all rollouts of step {n}, and an engine's rollouts "
+                f"cannot be drawn again; audit a step right after a checkpoint, or keep more "
+                f"(--save-every, --keep), or record all (--log-rollouts all)")
+        groups = groups_again(config, self.task, n, lines)
         kept = [k for k, group in groups.items() if teaches(config, group)]
-        batch = {k: [] for k in groups}
-        for s in everyone(groups.values()):
-            batch[s.group].append(trajectory(config, s, lines[s.group][s.number], trainer.shape))
+        batch = {k: [trajectory(config, s, lines[k][s.number], self.shape) for s in group]
+                 for k, group in groups.items()}  # fmt: skip
         made = everyone(batch.values())
         metrics = {"tokens/generated": sum(int(t.mask.sum()) for t in made),
                    "reward/mean": math.fsum(t.reward for t in made) / len(made)}  # fmt: skip
@@ -360,7 +368,7 @@ class Case:
     # weights are rounded as the run rounds them.
 
     def policy(self, path):
-        """Return the model of a checkpoint as the sampler has it, because a push rounds weights."""
+        """Return the model of a checkpoint as the sampler has it, whose weights a push rounds."""
         return widened(policy_in(path, self.config, self.task, self.config.rollout_dtype))
 
     def reference(self):
@@ -368,9 +376,8 @@ class Case:
         if not self.config.kl_coef:
             return None
         if self.config.lora is not None:
-            config = self.config
-            model = policy_in(self.before, config, self.task, config.compute, merged=False)
-            model = plain(model)
+            dtype = self.config.compute
+            model = plain(policy_in(self.before, self.config, self.task, dtype, merged=False))
             for votes in model.buffers():
                 votes.zero_()
             return widened(model)
@@ -388,7 +395,7 @@ class Case:
 
     def weights(self, path) -> dict:
         """Return {name: tensor} of a checkpoint's trained weights, as the run stores them."""
-        named = empty_policy(self.config, shape_of(self.config, self.task)).named_parameters()
+        named = empty_policy(self.config, self.shape).named_parameters()
         found = {name: torch.empty_like(p, device="cpu") for name, p in named if p.requires_grad}
         read_checkpoint(path, {f"model.{name}": x for name, x in found.items()}, only="model.")
         return found

@@ -225,7 +225,7 @@ REFUSED = {
     "export {run} old": "old.tmp is there",
     "inspect nothing": "no nothing; expected the config",
     "inspect {run}": "inspect reads Hugging Face's format: use python -m full inspect",
-    "audit nothing": "nothing cannot be audited: it holds no config.json",
+    "audit nothing": "the directory of a run, got nothing: it holds no config.json",
     "plot nothing": "nothing holds no metrics.jsonl",
     "plan x9": "plan 'x9': expected letters",
     "plan d2 --model nothing": "no nothing; expected the config",
