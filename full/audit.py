@@ -257,7 +257,7 @@ def exact_rows(case) -> list:
         off += abs(lp_N.numpy() - s.smp).tolist()
     count, unequal = len(off), np.count_nonzero(off)
     case.say(f"exact: the trainer's forward, which this trusts, draws {count - wrong} of {count} "
-             f"tokens as recorded, and {count - unequal} of their log-probs to the bit")  # fmt: skip
+             f"tokens as recorded, and {count - unequal} log-probs to the bit")  # fmt: skip
     return [Row("sampling/tokens", count, count - wrong, wrong, 0),
             Row("sampling/bits", count, count - unequal, unequal, 0)]  # fmt: skip
 
@@ -303,7 +303,7 @@ def after_rows(case, step) -> list:
     """Compare parameters and votes with the next checkpoint, if there is one."""
     path = case.files.checkpoints.get(case.step + 1)
     if path is None:
-        case.say(f"parameters after the step: not compared, there is no step-{case.step + 1:08d}")
+        case.say(f"parameters after the step: not compared, no step-{case.step + 1:08d} is there")
         return []
 
     # Each entry is held to its own rounding, and the one furthest from it is shown: AdamW makes

@@ -65,17 +65,17 @@ def test_what_cannot_be_replayed_is_refused(run_of, process_group):
     run = run_of()
     for n in (1, 2):
         shutil.rmtree(run / f"step-{n:08d}")
+    # As without --log-rollouts all, or of a torn file.
+    path = run / "rollouts.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    for gone in (1, 3):
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] != gone))
+        with pytest.raises(ValueError, match=f"of step {gone}, and an engine's .* cannot be drawn"):
+            audited(run, 3)
+    path.write_text("".join(lines))
     edit_line(run, 1, "tokens", lambda token: token + 1, "rollouts.jsonl")
     with pytest.raises(ValueError, match="of step 1 is not the one that the task says"):
         audited(run, 3)
-
-    # As without --log-rollouts all, or of a torn file.
-    lines = (run / "rollouts.jsonl").read_text().splitlines(keepends=True)
-    for gone in (1, 3):
-        kept = [line for line in lines if json.loads(line)["step"] != gone]
-        (run / "rollouts.jsonl").write_text("".join(kept))
-        with pytest.raises(ValueError, match=f"of step {gone}, and an engine's .* cannot be drawn"):
-            audited(run, 3)
 
 
 CHANGES = {  # what is changed, and the first row that must be outside
