@@ -384,7 +384,7 @@ def build_full():
     """Return the policy of `run_full`. Its weights come from the dump."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from full.config import Config
-    from full.run import own_shape
+    from full.build import own_shape
     from full.questions import make_task
     from full.transformer import Transformer
 

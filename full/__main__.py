@@ -19,13 +19,32 @@ if __name__ == "__main__" and __package__ != "full":
 import torch.distributed as dist  # noqa: E402
 
 from full import audit, check, contents, estimate, talk  # noqa: E402
-from full.config import parse_config  # noqa: E402
-from full.logs import plot  # noqa: E402
+from full.config import Config, parse_config  # noqa: E402
+from full.exits import leave, quietly, replacing_characters, report  # noqa: E402
+from full.plot import plot  # noqa: E402
 from full.questions import require_task  # noqa: E402
 from full.ranks import (  # noqa: E402
-    Progress, connect, naming_lost_ranks, quietly, replacing_characters,
+    ERRORS, Progress, connect, errors_on_all_ranks, is_one_of_several, naming_lost_ranks,
 )  # fmt: skip
-from full.run import ERRORS, leave, report, start_run  # noqa: E402
+from full.run import start_run  # noqa: E402
+
+
+def connected(argv):
+    """Return the checked settings of a run, for which the ranks have met."""
+    # Ranks whose settings are wrong meet too, so that one of them says so for all.
+    config, problem = Config(device="cpu"), None
+    try:
+        config = parse_config(argv).check()
+        require_task(config)
+    except ERRORS as error:
+        if not is_one_of_several():
+            raise
+        problem = error
+    connect(config.device, timeout=config.timeout, threads=config.threads)
+    with errors_on_all_ranks():
+        if problem is not None:
+            raise problem
+    return config
 
 
 @replacing_characters()
@@ -35,7 +54,6 @@ def main(argv) -> int:
     0: done. 1: an audit disagrees with the run, or a check with its definition. 2: an error, named
     on stderr. 130, 143: the run was saved after Ctrl-C or SIGTERM.
     """
-    alike = True  # before ranks meet, all of them have the same error
     try:
         # Commands read a run, or measure. They are one process, and none of them trains.
         command, rest = argv[:1], argv[1:]
@@ -54,17 +72,12 @@ def main(argv) -> int:
         if command == ["plan"]:
             return quietly(estimate.main, rest)
 
-        # A run. The settings are checked before a rank waits for another.
-        config = parse_config(argv).check()
-        require_task(config)
-        alike = False
         progress = Progress()
         with naming_lost_ranks(progress):
-            connect(config.device, timeout=config.timeout, threads=config.threads)
-            number = start_run(config, progress).signal
+            number = start_run(connected(argv), progress).signal
             code = 128 + number if number else 0
     except ERRORS as error:
-        return report(error, alike)
+        return report(error)
     except KeyboardInterrupt:  # a Ctrl-C before the first step; from there on Stop has it
         print("interrupted, with nothing to save", file=sys.stderr, flush=True)
         return leave(128 + signal.SIGINT)

@@ -19,14 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from full.audit import Report, audited
-from full.checkpoint import newest_checkpoint
 from full.config import Config, resumed_config
-from full.files import whole_lines
+from full.exits import replacing_characters
+from full.export import require_one_process
 from full.questions import require_task
-from full.ranks import (
-    Interrupted, Progress, agree, joined, naming_lost_ranks, replacing_characters,
-)  # fmt: skip
-from full.run import require_one_process, start_run
+from full.ranks import Interrupted, Progress, agree, joined, naming_lost_ranks
+from full.run import start_run
 from full.tasks import Task, TaskError, names_of
 
 __all__ = "Config", "Interrupted", "Report", "Result", "Task", "TaskError", "audit", "run"
@@ -82,15 +80,14 @@ def run(
     how = dict(timeout=config.timeout, threads=config.threads)
     with naming_lost_ranks(progress), joined(config.device, **how):
         ended = start_run(config, progress, objects=objects, log=log, goes_on=True)
-        out = Path(ended.out)
-        left = agree(lambda: (whole_lines(out / "metrics.jsonl"), newest_checkpoint(out)))
+        found = ended.directory
+        metrics, checkpoint = agree(lambda: (found.lines(found.METRICS), found.newest()))
     if ended.signal:
-        text = f"full.api.run(Config(out={str(out)!r}, resume=True), ..) goes on"
+        text = f"full.api.run(Config(out={str(found)!r}, resume=True), ..) goes on"
         if ended.signal == signal.SIGINT:
             raise KeyboardInterrupt(text)
         raise Interrupted(ended.signal, text)
-    metrics, checkpoint = left
-    return Result(out, ended.solved, metrics, Path(checkpoint))
+    return Result(found.path, ended.solved, metrics, Path(checkpoint))
 
 
 def audit(

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import shutil
-import sys
 import warnings
 import zlib
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from full.optimizer import training_tensors
 from full.places import local
-from full.ranks import advice_of, agree, all_gather_objects, flags_to_resume
+from full.ranks import agree, all_gather_objects, errors_on_all_ranks
 
 
 def read_training(path, model, optimizer, *, counts=()) -> dict:
@@ -50,10 +49,9 @@ def write_checkpoint(path, tensors, state) -> None:
     """
     path = Path(path)
     partial = path.with_name(path.name + ".tmp")
-
     try:
         sealed(state)
-    except (TypeError, ValueError) as error:  # before anything is written, on every rank
+    except (TypeError, ValueError) as error:
         raise ValueError(f"checkpoint {path}: its state is not finite JSON: {error}") from error
 
     def start():
@@ -83,16 +81,10 @@ def write_checkpoint(path, tensors, state) -> None:
         sums = on_all_ranks(lambda: sums_of_share(partial, names))
         agree(finish)
     except (dcp.CheckpointException, ValueError, OSError) as error:  # raised on every rank
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # unfinished files take room
-        out = path.parent
-        saved = checkpoints(out) or checkpoints(out, "demos")
-        kept, advice = "older ones are whole", advice_of(out)
-        if not saved:
-            kept, advice = "nothing was saved yet", f"begin again with {flags_to_resume(out)}"
-        raise OSError(
-            f"checkpoint {path} not written ({reason_of(error)}); {kept}: make room or mend the "
-            f"directory, then {advice}") from error
+        with errors_on_all_ranks():
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)  # unfinished files take room
+            raise OSError(f"checkpoint {path} not written ({reason_of(error)})") from error
 
 
 def reason_of(error) -> str:
@@ -116,23 +108,14 @@ def sums_of_share(path, names, alone=False) -> dict:
     return sums
 
 
-def on_all_ranks(function) -> dict:
-    """Merge the dicts that function() returns on all ranks; or raise the first error on every rank.
-
-    What one rank refuses, all refuse, so that none waits for a rank that has left. Collective.
-    """
-    found = None
-    try:
+def on_all_ranks(function, alone=False) -> dict:
+    """Merge the dicts that function() returns on all ranks. alone: only this rank calls it."""
+    with errors_on_all_ranks(alone=alone):
         found = function()
-    except (ValueError, OSError) as error:
-        found = error
-    # COMM: an all-gather over all ranks, of results or errors. Pinned by
+    # COMM: an all-gather over all ranks, after all of them have a result. Pinned by
     # tests/full/test_parallel_faults.py::test_what_one_rank_cannot_read_is_refused_by_all.
-    results = all_gather_objects(found)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return {name: value for result in results for name, value in result.items()}
+    parts = [found] if alone else all_gather_objects(found)
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def sealed(state) -> dict:
@@ -176,8 +159,6 @@ def read_checkpoint(path, tensors, *, counts=(), only="", alone=False) -> dict:
     An error on any rank is raised on every rank: a ValueError, `Damaged` if bytes are not as they
     were written, or an OSError. It leaves `tensors` half filled.
     """
-    together = (lambda function: function()) if alone else on_all_ranks
-
     def inspect():
         state = sealed_state(path)
         found = sums_of_share(path, sorted(state["files"]), alone)
@@ -193,8 +174,8 @@ def read_checkpoint(path, tensors, *, counts=(), only="", alone=False) -> dict:
 
     # Files are verified before any of them is loaded. Slow files do not end a run: each rank reads
     # its share at the same time as the others do.
-    state = together(inspect)
-    wanted = together(lambda: {name: tuple(x.shape) for name, x in tensors.items()})
+    state = on_all_ranks(inspect, alone)
+    wanted = on_all_ranks(lambda: {name: tuple(x.shape) for name, x in tensors.items()}, alone)
     reader = dcp.HuggingFaceStorageReader(str(path))
 
     def stored_shapes():
@@ -205,71 +186,23 @@ def read_checkpoint(path, tensors, *, counts=(), only="", alone=False) -> dict:
         return {name: tuple(x.size) for name, x in stored.items() if name.startswith(only)}
 
     # Strict both ways, so that no tensor keeps its first values, and no stored one is lost.
-    saved = together(stored_shapes)
-    for name in sorted(saved.keys() | wanted.keys()):
-        if saved.get(name) != wanted.get(name):
-            raise ValueError(
-                f"checkpoint {path} is of another model: {name} is {saved.get(name, 'absent')} "
-                f"there and {wanted.get(name, 'absent')} here")  # fmt: skip
+    saved = on_all_ranks(stored_shapes, alone)
+    with errors_on_all_ranks(alone=alone):
+        for name in sorted(saved.keys() | wanted.keys()):
+            there, here = (found.get(name, "absent") for found in (saved, wanted))
+            if there != here:
+                raise ValueError(f"checkpoint {path} is of another model: {name} is {there} there "
+                                 f"and {here} here")  # fmt: skip
     try:
         with warnings.catch_warnings():  # about `alone`
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(tensors, storage_reader=reader, no_dist=alone)
     except (dcp.CheckpointException, OSError) as error:  # raised on every rank, whichever failed
-        raise ValueError(f"checkpoint {path} cannot be read: {reason_of(error)}") from error
+        with errors_on_all_ranks(alone=alone):
+            raise ValueError(f"checkpoint {path} cannot be read: {reason_of(error)}") from error
     return state
 
 
 def checkpoints(directory, kind="step"):
     """Return the step-NNNNNNNN directories, oldest first. kind: how else their names begin."""
     return sorted(Path(directory).glob(f"{kind}-" + "[0-9]" * 8))
-
-
-def superseded(directory, step, keep, kind="step"):
-    """Return the checkpoints to delete once `step` is saved, in the order of their steps.
-
-    These are all but the newest `keep` up to `step`, and all later ones, which the resume has
-    found damaged. kind: as in `checkpoints`.
-    """
-    # Of steps 2, 4, 6 and 8, with 6 just saved and keep 2, they are 2 and 8.
-    found = checkpoints(directory, kind)
-    saved = Path(directory) / f"{kind}-{step:08d}"
-    up_to_it = [path for path in found if path <= saved]
-    return up_to_it[:-keep] + found[len(up_to_it) :]
-
-
-def newest_checkpoint(directory, kind="step"):
-    """Return the newest checkpoint whose files are there and have their size, see `read_newest`.
-
-    Only `read_newest` finds out whether the bytes of the tensors are as they were written.
-    """
-    return _newest(checkpoints(directory, kind), sealed_state)[0]
-
-
-def read_newest(directory, read, kind="step"):
-    """Collective. Return (path, read(path)) for the newest undamaged checkpoint.
-
-    read: collective, it calls `read_checkpoint`. Where that finds damage, the checkpoint is named
-    in a warning, and the next older one is read. Any other error of `read` is raised: a crash or a
-    disk does not leave a right checksum on wrong contents. (None, None) if there is no checkpoint;
-    if none is undamaged, ValueError, so that a run is not begun again by mistake.
-    kind: as in `checkpoints`.
-    """
-    return _newest(agree(lambda: checkpoints(directory, kind)), read)
-
-
-def _newest(found, read):
-    """Implement `read_newest` for the paths of checkpoints, oldest first."""
-    # The newest first. Only damage leads to an older one.
-    for path in reversed(found):
-        try:
-            return str(path), read(path)
-        except Damaged as error:
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                print(f"warning: {error}; trying an older one", file=sys.stderr)
-    if found:
-        raise ValueError(
-            f"no checkpoint in {found[0].parent} is whole "
-            f"({', '.join(path.name for path in found)}): "
-            f"put a copy of one back, or begin again with another --out")  # fmt: skip
-    return None, None

@@ -38,9 +38,10 @@ import torch
 import torch.distributed as dist
 
 import models
+from full.exits import replacing_characters
 from full.generate import KVCache, forward_with_cache, give_draws, prefill
 from full.hf import load_hf, save_hf
-from full.ranks import agree, raise_on_all_ranks, replacing_characters, warn
+from full.ranks import agree, errors_on_all_ranks, warn
 from full.weights import gather_weights
 
 THREADS = 256  # turns that a rank asks for at a time; vLLM and SGLang decode about as many
@@ -320,13 +321,8 @@ class Engine:
 
         `branches` changes nothing, because the cache is the engine's.
         """
-        problem = None
-        try:
-            ended = self.decode(rows, **how)
-        except Exception as error:
-            problem = error
-        raise_on_all_ranks(problem, self.group)
-        return ended
+        with errors_on_all_ranks(self.group):
+            return self.decode(rows, **how)
 
     def decode(
         self, rows, *, max_new_tokens, temperature=1.0, end=(), ending=None, after=None,

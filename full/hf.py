@@ -26,7 +26,7 @@ import torch.distributed as dist
 import models
 from full.model_config import ModelConfig, read_json, require_same_numbers
 from full.places import TIED, local, part_of
-from full.ranks import raise_on_all_ranks
+from full.ranks import errors_on_all_ranks
 from full.transformer import Transformer
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -145,18 +145,10 @@ def load_hf(directory, *, model=None, dtype=None, device=None, whole=None) -> Tr
     """
     if model is not None and (dtype or device):
         raise ValueError("give load_hf a model to fill, or dtype and device of a new one, not both")
-    problem = None
-    try:
-        loaded = _load(Path(directory), model, dtype, device, whole)
-    except Exception as error:  # raised below, after the other ranks have heard of it
-        problem = error
     # Of a model that is whole on every rank, each rank is on its own, and no message is sent.
     split = whole is not None or model is not None and is_split(model)
-    if split and dist.is_initialized():
-        raise_on_all_ranks(problem)
-    if problem is not None:
-        raise problem
-    return loaded
+    with errors_on_all_ranks(alone=not split):
+        return _load(Path(directory), model, dtype, device, whole)
 
 
 @torch.no_grad()
@@ -335,10 +327,9 @@ def save_hf(
                 (directory / name).write_text(text, encoding="utf-8")
     except OSError as error:
         problem = error
-    if meet:
-        raise_on_all_ranks(problem)
-    if problem is not None:
-        raise problem
+    with errors_on_all_ranks(alone=not meet):
+        if problem is not None:
+            raise problem
 
 
 @contextlib.contextmanager

@@ -1,14 +1,12 @@
-"""Logs: adds rollouts, checkpoints, warnings and curves to `train_grpo.Log`.
+"""Logs: adds rollouts, checkpoints and warnings to `train_grpo.Log`.
 
 Each class does one thing after a step. `run.run` puts them in order.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import shutil
+import functools
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,14 +16,9 @@ from tqdm import tqdm
 import train_grpo
 from full.advantages import compared_by
 from full.batches import gather_groups
-from full.checkpoint import (
-    checkpoints, newest_checkpoint, read_checkpoint, superseded, write_checkpoint,
-)  # fmt: skip
-from full.files import append_lines, whole_lines
 from full.metrics import METRICS, mean_metrics
-from full.optimizer import replica_difference, tensors_of
-from full.places import local
-from full.ranks import Interrupted, advice_of, agree, say, warn
+from full.optimizer import replica_difference
+from full.ranks import Interrupted, agree, say, warn
 from full.rollouts import Unheard
 from full.tasks import asking
 
@@ -44,11 +37,11 @@ class Logs:
 class Checkpointer:
     """Save a run after each step in which that is due, and end it after a signal."""
 
-    def __init__(self, config, trainer, source, out, stop):
+    def __init__(self, config, trainer, source, directory, stop):
         self.config = config
         self.trainer = trainer
         self.source = source
-        self.out = str(out)
+        self.directory = directory
         self.stop = stop
 
     def step(self, step, batch, metrics, updates, solved):
@@ -72,23 +65,21 @@ class Checkpointer:
         state = f"saved after {step} steps" if step > 0 else f"saved after {done} supervised steps"
         saved = self.write(kind, 0 if step == 0 else done)
         if not saved:
-            out = self.out
-            newest = agree(lambda: newest_checkpoint(out) or newest_checkpoint(out, "demos"))
-            state = f"the newest checkpoint is {newest}" if newest else f"{out} holds no checkpoint"
+            state = agree(self.directory.newest_in_words)
         if is_last and not saved:
             raise FloatingPointError(
                 f"the run ends in steps that were skipped for a non-finite gradient, so its last "
                 f"state is not saved; {state}"
             )
         if signalled and step < c.steps:
-            say(f"{signal.Signals(signalled).name}: {state}; {advice_of(self.out)}")
+            say(f"{signal.Signals(signalled).name}: {state}; {self.directory.advice}")
             raise Interrupted(signalled)
 
     def rescue(self) -> str:
         """Save the state before a step whose batch was given up. Return what there is, in words."""
         # Pending batches of an engine may be lost with it. An evaluation comes after the updates of
         # a step whose line is not written yet.
-        step = getattr(self.source, "begun", None)
+        step = self.source.begun
         with contextlib.suppress(Unheard):
             if step is not None and self.write("step", step):
                 return f"saved after {step} steps"
@@ -99,25 +90,16 @@ class Checkpointer:
         # A run whose last gradients were not finite is about to go wrong. Its checkpoints would
         # push the good ones out. Nothing but this comparison sees a bit that flipped in one rank's
         # memory.
-        out = self.out
         if self.trainer.skipped_in_a_row:
             return False
         difference = replica_difference(self.trainer.model, self.trainer.optimizer)
         if difference:
-            raise FloatingPointError(
-                f"{difference}; nothing is saved: look at that rank's memory, and {advice_of(out)}"
-            )
+            raise FloatingPointError(f"{difference}; nothing is saved: look at that rank's memory, "
+                                     f"and {self.directory.advice}")  # fmt: skip
         pending = self.source.stored()
         extra = {"pending": pending} if pending else {}
-        self.trainer.save_checkpoint(f"{out}/{kind}-{step:08d}", step=step, **extra)
-
-        # Once the loop has a checkpoint, the checkpoints of the supervised steps have no use.
-        def outdated():
-            finished = checkpoints(out, "demos") if kind == "step" else []
-            return superseded(out, step, self.config.keep, kind) + finished
-
-        for old in agree(outdated):
-            shutil.rmtree(old, ignore_errors=True)
+        save = functools.partial(self.trainer.save_checkpoint, step=step, **extra)
+        self.directory.save(kind, step, self.config.keep, save)
         return True
 
 
@@ -192,20 +174,20 @@ class Log:
 
     EVERY = 5  # steps between rows of the table, in addition to those with an evaluation
 
-    def __init__(self, config, trainer, source, out, tell=None):
+    def __init__(self, config, trainer, source, directory, tell=None):
         self.tell = tell
         self.trainer = trainer
         self.source = source
-        self.out = Path(out)
+        self.directory = directory
         self.on = dist.get_rank() == 0
         self.solved_before = None  # known in the process that does step 0
         self.demos = config.demos if source.first_step < 0 else 0
-        self.file = "metrics.jsonl"
+        self.file = directory.METRICS
         self.prefix = ""  # of TensorBoard's names
         self.columns = COLUMNS
         self.names = [x for name in METRICS for x in (f"{name}_first", name)]
         if self.demos:
-            self.file = "demos.jsonl"
+            self.file = directory.DEMOS
             self.prefix = "demos/"
             self.columns = DEMO_COLUMNS
             self.names = DEMO_METRICS
@@ -213,7 +195,7 @@ class Log:
         if config.tensorboard and self.on:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.events = SummaryWriter(out)
+            self.events = SummaryWriter(str(directory))
         say("  step" + "".join(f"{name:>10}" for name in self.columns) + "  tokens/s")
         total = self.demos or config.steps
         done = self.demos + source.first_step
@@ -238,7 +220,7 @@ class Log:
 
         number = self.demos + step
         line = {name: line[name] for name in self.names if name in line}
-        append_lines(self.out / self.file, [{"step": number} | line])
+        self.directory.append(self.file, [{"step": number} | line])
         if self.tell:
             self.tell({"step": number} | line)
         if self.events:
@@ -266,92 +248,74 @@ class Log:
         say(f"{label:>6}{''.join(cells)}".rstrip())
 
 
-class IdleWarning:
-    """Say it once if some steps in a row had no two rewards to compare."""
+class Warnings:
+    """Say in a line what keeps a run from learning: answers cut off, one reward, equal rewards."""
 
-    STEPS = 3
+    IDLE_STEPS = 3  # in a row with nothing to learn from, before it is said
 
     def __init__(self, config):
-        self.learns = compared_by(config.advantage) == "nothing"  # so from equal rewards too
+        self.config = config
         self.idle = 0  # steps in a row with nothing to learn from, up to now
+        # From equal rewards too, a teacher's tokens are learned.
+        self.learns = compared_by(config.advantage) == "nothing"
+        self.is_truncation_said = False
+        self.is_reward_said = config.task != "jsonl" or self.learns
 
     def step(self, step, batch, metrics, updates, solved):
-        """Count the steps without two rewards to compare."""
-        is_idle = batch.metrics["reward/groups_equal"] == 1 and not self.learns
+        m = batch.metrics
+        truncated = m["tokens/truncated_fraction"]
+        if truncated > 0.5 and not self.is_truncation_said:
+            self.is_truncation_said = True
+            warn(f"warning: step {step}: {truncated:.0%} of the rollouts were cut off after "
+                 f"--max-new-tokens {self.config.max_new_tokens}, and a turn that is cut off earns "
+                 f"nothing: raise --max-new-tokens")  # fmt: skip
+
+        # No reward is asked about truncated answers. A policy may have learned to solve all
+        # prompts, but seldom does it begin with that.
+        is_one = m["reward/values"] == 1 and truncated <= 0.5
+        if is_one and not self.is_reward_said and not (m["reward/solved"] > 0 and step > 0):
+            self.is_reward_said = True
+            warn(f"warning: step {step}: {self.one_reward(m)}")
+
+        is_idle = m["reward/groups_equal"] == 1 and not self.learns
         self.idle = self.idle + 1 if is_idle else 0
-        if self.idle != self.STEPS:
-            return
-        # What helps depends on which reward it is that all of them have.
-        text = "in each group all rewards are equal, so nothing is learned: raise --group"
-        if batch.metrics["reward/groups_none"] == 1:
-            text = ("no rollout is solved and no reward is better than another in its group, so "
+        if self.idle == self.IDLE_STEPS:
+            first = step - self.IDLE_STEPS + 1
+            warn(f"warning: steps {first} to {step}: {self.equal_rewards(m)}")
+
+    def one_reward(self, m) -> str:
+        """Say what helps if the task `jsonl` gives one reward to every answer of a step."""
+        if self.config.reward:
+            # A truncated answer has reward 0, so the mean over all is the one value times `heard`.
+            heard = 1 - m["tokens/truncated_fraction"]
+            return (f"--reward {self.config.reward} gave {m['reward/mean'] / heard:.3g} to every "
+                    f"answer: read samples.jsonl, and if some deserve another reward, mend the "
+                    f"function or name another with --reward")  # fmt: skip
+        if m["reward/solved"] > 0:
+            return "every answer is right, so there is nothing to learn: give harder --data"
+        return ("no answer ends in '#### ' and the answer of its line: ask for that with "
+                "--instruction, or score other forms with --reward")  # fmt: skip
+
+    def equal_rewards(self, m) -> str:
+        """Say what helps if some steps in a row had no two rewards to compare."""
+        if m["reward/groups_all"] == 1:
+            return ("every rollout is solved, so nothing more is learned: stop here, or give "
+                    "harder prompts")  # fmt: skip
+        if m["reward/groups_none"] == 1:
+            return ("no rollout is solved and no reward is better than another in its group, so "
                     "nothing is learned: read samples.jsonl; begin with --demos, reward parts of "
                     "an answer, or raise --group, --max-new-tokens or --temperature")  # fmt: skip
-        if batch.metrics["reward/groups_all"] == 1:
-            text = ("every rollout is solved, so nothing more is learned: stop here, or give "
-                    "harder prompts")  # fmt: skip
-        warn(f"warning: steps {step - self.STEPS + 1} to {step}: {text}")
-
-
-class TruncationWarning:
-    """Say it once if more than half of a step's rollouts are truncated."""
-
-    def __init__(self, config):
-        self.config = config
-        self.is_said = False
-
-    def step(self, step, batch, metrics, updates, solved):
-        """Look at the share of truncated rollouts."""
-        share = batch.metrics["tokens/truncated_fraction"]
-        if self.is_said or share <= 0.5:
-            return
-        self.is_said = True
-        warn(f"warning: step {step}: {share:.0%} of the rollouts were cut off after "
-             f"--max-new-tokens {self.config.max_new_tokens}, and a turn that is cut off earns "
-             f"nothing: raise --max-new-tokens")  # fmt: skip
-
-
-class RewardWarning:
-    """Say it once if the task `jsonl` gives one reward to every answer of a step."""
-
-    def __init__(self, config):
-        self.config = config
-        # IdleWarning is for the other tasks. A teacher needs no reward.
-        self.is_said = config.task != "jsonl" or compared_by(config.advantage) == "nothing"
-
-    def step(self, step, batch, metrics, updates, solved):
-        """Look at the rewards of the answers that were not truncated."""
-        # No reward is asked about the others. Where most were truncated, TruncationWarning helps.
-        m = batch.metrics
-        heard = 1 - m["tokens/truncated_fraction"]
-        if self.is_said or m["reward/values"] != 1 or heard < 0.5:
-            return
-        # A policy may have learned to solve all prompts, but seldom does it begin with that.
-        is_solved = m["reward/solved"] > 0
-        if is_solved and step > 0:
-            return
-        self.is_said = True
-
-        # A truncated answer has reward 0, so the mean over all is the one value times `heard`.
-        text = (f"--reward {self.config.reward} gave {m['reward/mean'] / heard:.3g} to every "
-                f"answer: read samples.jsonl, and if some deserve another reward, mend the "
-                f"function or name another with --reward")  # fmt: skip
-        if not self.config.reward:
-            text = ("no answer ends in '#### ' and the answer of its line: ask for that with "
-                    "--instruction, or score other forms with --reward")  # fmt: skip
-            if is_solved:
-                text = "every answer is right, so there is nothing to learn: give harder --data"
-        warn(f"warning: step {step}: {text}")
+        return "in each group all rewards are equal, so nothing is learned: raise --group"
 
 
 class RolloutLog:
     """Write rollouts.jsonl, and samples.jsonl with a rollout of each evaluation."""
 
-    def __init__(self, config, task, source, out):
+    def __init__(self, config, task, source, directory):
         self.config = config
         self.task = task
         self.source = source
-        self.out = Path(out)
+        self.directory = directory
         self.text = None  # of the latest sample
 
     def step(self, step, batch, metrics, updates, solved):
@@ -369,7 +333,7 @@ class RolloutLog:
             with asking(self.task):
                 self.text = self.task.show(shown.tokens)
             line = {"step": step, "reward": shown.reward, "text": self.text}
-            append_lines(self.out / "samples.jsonl", [line])
+            self.directory.append(self.directory.SAMPLES, [line])
         if c.log_rollouts == "none" or not (whole or solved is not None):
             return
         one = batch.kept[0] if batch.kept else 0
@@ -381,7 +345,7 @@ class RolloutLog:
         # Pinned by tests/full/test_audit.py::test_runs_of_several_ranks_are_audited_by_one.
         for _, group in gather_groups(groups):
             lines = [rollout_line(self.task, step, i, t) for i, t in enumerate(group)]
-            append_lines(self.out / "rollouts.jsonl", lines)
+            self.directory.append(self.directory.ROLLOUTS, lines)
 
 
 def rollout_line(task, step, number, t) -> dict:
@@ -393,99 +357,3 @@ def rollout_line(task, step, number, t) -> dict:
     line["advantage"] = None if t.advantages is None else t.advantages.tolist()
     del line["path"]
     return line
-
-
-def write_reference(out, trainer):
-    """Make the policy of now the frozen reference, and store it, so that a resume has it."""
-    # A resumed run would else measure its KL against the weights that it resumes with. Both models
-    # are sharded identically, so each rank copies its own part. The base of factors never changes.
-    if trainer.reference not in (None, trainer.model):
-        reference = tensors_of(trainer.reference)
-        for name, x in tensors_of(trainer.model).items():
-            local(reference[name]).copy_(local(x))
-        write_checkpoint(f"{out}/reference", reference, {})
-
-
-def read_reference(out, trainer):
-    """Read the frozen reference of a run that goes on."""
-    try:
-        if trainer.reference not in (None, trainer.model):
-            read_checkpoint(f"{out}/reference", tensors_of(trainer.reference))
-    except ValueError as error:
-        advice = "put a copy of it back, or begin again with another --out"
-        raise ValueError(f"{error}; {advice}") from error
-
-
-# Curves -----------------------------------------------------------------------------------------
-# `python -m full plot`: a picture of what runs wrote to metrics.jsonl.
-
-
-# The least upper end of the axis of each panel.
-LEAST = dict(reward=0.1, solved=0.1, entropy=0.1, gap=1e-6, norm=1e-2)
-
-
-def plot(argv) -> int:
-    """Draw rewards, solved prompts, entropy, the log-prob gap and the gradient's norm by step.
-
-    Writes curve.png into the first run's directory.
-    """
-    parser = argparse.ArgumentParser("python -m full plot", description=plot.__doc__)
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="directory of a run")
-    runs = [Path(run) for run in parser.parse_args(argv).runs]
-    for run in runs:
-        if not (run / "metrics.jsonl").exists():
-            raise ValueError(f"{run} holds no metrics.jsonl; give the directory of a run")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plot needs matplotlib: pip install matplotlib") from error
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    panels = figure.subplot_mosaic([["reward", "solved", "solved"], ["entropy", "gap", "norm"]])
-    dots = {}  # (step, solved) -> numbers of the runs that have this evaluation
-    for n, run in enumerate(runs):
-        lines = whole_lines(run / "metrics.jsonl")
-        for name, axes in panels.items():
-            points = [(x["step"] + 1, x[COLUMNS[name]]) for x in lines if COLUMNS[name] in x]
-            columns = np.array(points, dtype=float).reshape(-1, 2).T  # there may be no point
-            axes.plot(*columns, f"C{n}.-", lw=0.8, markersize=1.5, label=run.name)
-
-        # What a step leaves is drawn after it, and what was solved before the first step at 0.
-        found = [(0, x["eval/solved_before"]) for x in lines if "eval/solved_before" in x]
-        found += [(x["step"] + 1, x["eval/solved"]) for x in lines if "eval/solved" in x]
-        for dot in found:
-            dots.setdefault(dot, []).append(n)
-    draw_dots(panels["solved"], dots)
-
-    # An axis reaches from 0 to the largest value, so a curve of small rewards is not flat. Negative
-    # rewards extend it. It reaches at least to LEAST, because smaller values are mostly noise.
-    for name, axes in panels.items():
-        axes.update_datalim([(0, 0), (0, LEAST[name])])
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(alpha=0.3)
-        axes.set_title(COLUMNS[name], fontsize="medium")
-    panels["solved"].set_title("line: reward/solved   dots: eval/solved", fontsize="medium")
-
-    # Some steps have a hundred times the norm or the gap of others, and with --exact a gap is 0.
-    for name in ("gap", "norm"):
-        panels[name].set_yscale("symlog", linthresh=LEAST[name] / 10)
-    figure.supxlabel("step", fontsize="medium")
-    labels = panels["reward"].get_legend_handles_labels()
-    figure.legend(*labels, loc="outside upper center", ncols=min(5, len(runs)), frameon=False)
-    figure.savefig(runs[0] / "curve.png", dpi=150)
-    print(f"wrote {runs[0] / 'curve.png'}")
-    return 0
-
-
-def draw_dots(axes, dots):
-    """Draw a dot for each run that has it: equal dots of several runs stand side by side."""
-    from matplotlib.transforms import ScaledTranslation
-
-    size = 3.5  # points; an inch has 72
-    for (x, y), runs in dots.items():
-        for place, n in enumerate(runs):
-            # The shift is in inches, not in steps. It comes after plot, which sets the limits.
-            (dot,) = axes.plot([x], [y], f"C{n}o", markersize=size)
-            inches = size / 72 * (place - (len(runs) - 1) / 2)
-            shift = ScaledTranslation(inches, 0, axes.figure.dpi_scale_trans)
-            dot.set_transform(axes.transData + shift)

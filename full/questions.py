@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import train_grpo
 from full.config import TASKS, Config, _flag
-from full.files import read_json_lines
+from full.directory import read_json_lines
 from full.tasks import (
     Task, TaskError, bare, file_of, from_file, is_finite_number, is_held_out, naming_the_task,
     refuse_object, require_code,

@@ -4,60 +4,24 @@ Process groups that survive restarts, errors that name a lost rank, and one last
 Read this file if you write a training loop, or if a run does not start.
 """
 
-import _thread
 import contextlib
 import datetime
 import json
 import os
 import re
-import shlex
 import signal
 import sys
 import threading
 import time
 import uuid
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-
-@contextlib.contextmanager
-def replacing_characters():
-    """Print ? for a character that standard output cannot encode, while the context lasts.
-
-    A text of a model may hold any character, and no print of it may end a run that has trained.
-    Standard error of Python does so by itself. A notebook's output takes every character.
-    """
-    stream = sys.stdout
-    before = getattr(stream, "errors", None)
-
-    def reconfigure(errors):
-        # A stream may be closed by now, its reader may have gone, or another file took its place.
-        with contextlib.suppress(OSError, ValueError):
-            if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors=errors)
-
-    reconfigure("replace")
-    try:
-        yield
-    finally:
-        reconfigure(before)
-
-
-def quietly(command, argv) -> int:
-    """Return the exit code of a command whose output may go to `| head`."""
-    try:
-        code = command(argv)
-        print(end="", flush=True)
-        return code
-    except BrokenPipeError:
-        # The reader of our output has seen enough. What is still buffered would fail once more as
-        # Python ends, so it goes nowhere. 141 is what a shell gives for such an end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+# What is wrong with flags, files, packages or numbers: a user can mend it, and reads one line.
+ERRORS = ValueError, ImportError, OSError, FloatingPointError
 
 
 def all_gather_objects(item, group=None) -> list:
@@ -201,51 +165,63 @@ def store_of_this_attempt(store, rank, world, timeout):
     raise dist.DistStoreError(f"rank 0 did not answer within {timeout} seconds")
 
 
+@contextlib.contextmanager
+def errors_on_all_ranks(group=None, *, alone=False):
+    """Raise the error of the first rank whose body has one on all ranks. Collective.
+
+    The body sends no messages: a rank that raised in the middle would leave the others waiting.
+
+    group: of the ranks that call it. Default: all ranks.
+    alone: bool. This rank calls it by itself, and no message is sent.
+
+    The rank that found the error raises it as it is, and the others a copy. An error that is not
+    about flags, files or numbers is a RuntimeError on the others. `error.finder` is the rank that
+    found it, so that `exits.report` names it once.
+    """
+    problem = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    if alone or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        if problem is not None:
+            raise problem
+        return
+
+    # COMM: an all-gather of an error or None. Each rank comes here once, whatever it met before.
+    # Pinned by tests/full/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
+    found = all_gather_objects(copy_of(problem), group)
+    first = next((n for n, error in enumerate(found) if error is not None), None)
+    if first is None:
+        return
+    finder = first if group is None else dist.get_global_rank(group, first)
+    raised = problem if finder == dist.get_rank() else found[first]
+    raised.finder = finder
+    raise raised
+
+
+def copy_of(error):
+    """Return an error as other ranks raise it, or None."""
+    # A class that only one rank has imported cannot travel, but its name and text can.
+    if error is None or isinstance(error, ERRORS):
+        return error
+    return RuntimeError(f"rank {dist.get_rank()} ended with {type(error).__name__}: {error}")
+
+
 def agree(function, group=None):
     """Call function() on rank 0. Return its value on every rank, or raise its error on every rank.
 
     group: of all ranks. Default: the default group.
-
-    A ValueError or an OSError becomes a ValueError of the same text on all ranks. Any other error
-    of rank 0 is raised there as it is, and as a RuntimeError that quotes it on the other ranks.
     """
-    box = [None, None]  # the value, and the error that the other ranks raise
-    own_error = None
-    if dist.get_rank() == 0:
-        try:
-            box[0] = function()
-        except Exception as error:
-            box[1] = own_error = ValueError(str(error))
-            if not isinstance(error, (ValueError, OSError)):
-                own_error = error
-                box[1] = RuntimeError(f"rank 0 ended with {type(error).__name__}: {error}")
-    # COMM: rank 0 broadcasts to all ranks. It does so after an error too, so no rank waits for a
-    # rank 0 that has failed.
+    value = None
+    with errors_on_all_ranks(group):
+        if dist.get_rank() == 0:
+            value = function()
+    # COMM: rank 0 broadcasts to all ranks.
     # Pinned by tests/full/test_faults.py::test_any_error_of_rank_0_reaches_all_ranks_at_once.
+    box = [value]
     dist.broadcast_object_list(box, src=0, group=group)
-    value, error = box
-    if own_error or error:
-        raise own_error or error
-    return value
-
-
-def raise_on_all_ranks(problem, group=None):
-    """Raise the first rank's problem on all ranks, if a rank has one. Collective.
-
-    problem: this rank's Exception, or None. An OSError stays one, and others become ValueErrors. A
-        single rank raises it as it is.
-    """
-    if problem is not None and dist.get_world_size() == 1:
-        raise problem
-    # COMM: each rank comes here once, whatever it met before: a rank that raised on its own would
-    # leave the others waiting for it. An all-gather of the texts. Pinned by
-    # tests/full/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
-    kind = OSError if isinstance(problem, OSError) else ValueError
-    texts = all_gather_objects(None if problem is None else (kind, f"{problem}"), group)
-    for rank, found in enumerate(texts):
-        if found is not None:
-            kind, text = found
-            raise kind(f"rank {rank}: {text}") from problem
+    return box[0]
 
 
 def summed(values, device, group=None) -> list:
@@ -260,9 +236,10 @@ def summed(values, device, group=None) -> list:
 class Stop:
     """Remember the first SIGTERM or Ctrl-C (SIGINT), so that all ranks end at the same step.
 
-    A handler saves nothing, because a collective inside it would hang. A second Ctrl-C ends this
-    process at once, even inside a collective. torchrun repeats the terminal's Ctrl-C to its ranks,
-    so a signal within a second of the first is the same key press. One Stop listens at a time.
+    The handler sets a flag and saves nothing, because a collective inside it would hang. A second
+    Ctrl-C ends the process at once. torchrun repeats the terminal's Ctrl-C to its ranks, so a
+    signal within a second of the first is the same key press. One Stop listens at a time. Python
+    runs no handler while a process waits in a collective, which ends as soon as another rank does.
 
     goes_on: bool. The process is a program that goes on after the run. Then a second Ctrl-C raises
         KeyboardInterrupt in place of ending the process, and `close` gives the signals back. In a
@@ -277,69 +254,32 @@ class Stop:
         self.number = 0  # of the first signal seen
         self.seen_at = 0.0
         self.goes_on = goes_on
-        self.is_second = False  # a second Ctrl-C was seen
-        self.listens = threading.current_thread() is threading.main_thread()
-        Stop.current = self
-        if not self.listens:
-            return
-
-        # While a process waits in a collective, Python runs no handler, and two signals become
-        # one. But Python's C code writes each signal's number to a pipe at once. A thread reads it.
-        self.read_end, self.write_end = os.pipe()
-        os.set_blocking(self.write_end, False)  # `set_wakeup_fd` asks for this
-        self.thread = threading.Thread(target=self._listen, daemon=True)
-        self.thread.start()
-        self.handlers = {number: signal.getsignal(number) for number in self.SIGNALS}
-        self.wakeup = signal.set_wakeup_fd(self.write_end)
-        for number in self.SIGNALS:
-            signal.signal(number, self._handle)
-        os.register_at_fork(after_in_child=self._forget)
+        self.process = os.getpid()
+        self.handlers = {}  # those before
+        if threading.current_thread() is threading.main_thread():
+            Stop.current = self
+            self.handlers = {n: signal.signal(n, self.handle) for n in self.SIGNALS}
 
     def close(self):
-        """Give the signals back to the handlers that they had before, and end the thread."""
-        if not self.listens:
-            return
-        self.listens = False
-        Stop.current = None
+        """Give the signals back to the handlers that they had before."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: not Python's handler
-        signal.set_wakeup_fd(self.wakeup)
-        os.write(self.write_end, b"\0")
-        self.thread.join()
-        os.close(self.read_end)
-        os.close(self.write_end)
+        if self.handlers:
+            Stop.current = None
+        self.handlers = {}
 
-    def _forget(self):
-        # A process that a task's reward forks dies of these signals, and does not tell the run.
-        if self.listens:
-            signal.set_wakeup_fd(-1)
-            for number in self.SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-
-    def _handle(self, number, frame):
-        if self.is_second:
-            raise KeyboardInterrupt
-
-    def _listen(self):
-        while True:
-            for number in os.read(self.read_end, 64):
-                if number == 0:  # from `close`
-                    return
-                if number in self.SIGNALS:
-                    self._remember(number)
-
-    def _remember(self, number):
+    def handle(self, number, frame):
+        # A process that a task's reward has forked ends by its own signals.
+        if os.getpid() != self.process:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         if not self.number:
             self.number = number
             self.seen_at = time.monotonic()
         elif number == signal.SIGINT and time.monotonic() > self.seen_at + self.SAME_KEY_PRESS:
-            if not self.goes_on:
-                os._exit(128 + number)
-            # The handler of this signal may have run already. `interrupt_main` lets it run again,
-            # and writes to the pipe again too, which must not go round in a circle.
-            if not self.is_second:
-                self.is_second = True
-                _thread.interrupt_main()
+            if self.goes_on:
+                raise KeyboardInterrupt
+            os._exit(128 + number)
 
     def agreed(self, device) -> int:
         """Return the signal that any rank has seen, or 0. The number is the same on all ranks."""
@@ -398,30 +338,6 @@ def is_lost_rank(error) -> bool:
     return False
 
 
-def is_error_of_rank_0(error) -> bool:
-    """Return whether rank 0 ends with an error of this text too. Every rank that fails calls it."""
-    # A lost rank is never news of rank 0 alone: each rank that is left says that it leaves.
-    if not dist.is_initialized() or isinstance(error, ConnectionError):
-        return False
-
-    # COMM: rank 0 writes its error to the store in which the ranks met, and the others look there
-    # for three seconds. A collective would wait for ranks that have no error. As rank 0 may hold
-    # the store, it stays as long, unless all have read it. Pinned by
-    # tests/full/test_commands.py::test_an_error_of_all_ranks_is_named_once.
-    store = dist.group.WORLD.get_group_store()
-    rank, patience = dist.get_rank(), datetime.timedelta(seconds=3)
-    is_alike = rank == 0
-    with contextlib.suppress(dist.DistError):
-        if rank == 0:
-            store.set("error", str(error))
-            store.wait([f"rank {r} has read" for r in range(1, dist.get_world_size())], patience)
-        else:
-            store.wait(["error"], patience)
-            is_alike = store.get("error").decode() == str(error)
-            store.set(f"rank {rank} has read", "")
-    return is_alike
-
-
 def current_device():
     """Return where this rank computes, and where sums over ranks are made."""
     if "nccl" in dist.get_backend():
@@ -449,25 +365,3 @@ class Interrupted(Exception):
 # Config that may hold such a name.
 OBJECT = "object:"
 MAY_BE_OBJECTS = "task", "reward", "data", "eval_data"
-
-
-def flags_to_resume(out) -> str:
-    """Return the flags with which the run of a directory goes on, as a shell takes them.
-
-    A run with objects goes on from Python alone: of such a run this is the call.
-    """
-    # No command imports a file because a run's directory names it, so the user names it again.
-    flags = ["--resume", "--out", str(out)]
-    path = Path(out) / "config.json"
-    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if any(stored.get(name, "").startswith(OBJECT) for name in MAY_BE_OBJECTS):
-        return f"full.api.run(Config(out={str(out)!r}, resume=True), ..)"
-    for name in ("task", "reward"):
-        if ":" in stored.get(name, ""):
-            flags += [f"--{name}", stored[name]]
-    return shlex.join(flags)
-
-
-def advice_of(out) -> str:
-    """Return how to go on with a run, for errors and signals."""
-    return f"go on with {flags_to_resume(out)}"

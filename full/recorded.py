@@ -20,15 +20,16 @@ import torch
 
 from conformance import definition
 from full.batches import Demonstrations, RolloutQueue, SampledBatch, pending_batches
+from full.build import build, build_teacher, empty_policy, shape_of
 from full.checkpoint import checkpoints, read_checkpoint
 from full.config import Config, resumed_config
-from full.files import whole_lines
+from full.directory import RunDirectory
+from full.export import ONE_PROCESS, policy_in
 from full.hf import load_hf
-from full.logs import do_step, read_reference, rollout_line
+from full.logs import do_step, rollout_line
 from full.lora import plain
 from full.model_config import ModelConfig
 from full.rollouts import Trajectory, draw_prompts
-from full.run import ONE_PROCESS, build, build_teacher, empty_policy, policy_in, shape_of
 from full.tasks import asking, bare, names_of
 from full.trainer import Trainer, keep_wide
 from train_grpo import ROLLOUT
@@ -42,11 +43,17 @@ class RunFiles:
     """
 
     def __init__(self, run, task="", reward="", objects=None):
+<<<<<<< HEAD
         self.path = Path(run)
         if not (self.path / "config.json").exists():
             raise ValueError(f"expected the directory of a run, got {run}: it holds no config.json")
+=======
+        self.directory = RunDirectory(run)
+        if not self.directory.config.exists():
+            raise ValueError("it holds no config.json; give the directory of a run")
+>>>>>>> cdfe568 (A run's directory is one object; run.py is the run alone; one helper raises a rank's error on all; Ctrl-C by a flag)
         given = {name: spec for name, spec in (("task", task), ("reward", reward)) if spec}
-        config = resumed_config(self.path / "config.json", given | names_of(objects))
+        config = resumed_config(self.directory.config, given | names_of(objects))
 
         # One process needs no plan and no engine, and its sums have any order. It keeps the run's
         # tree.
@@ -55,11 +62,11 @@ class RunFiles:
         self.config = dataclasses.replace(config, **alone, **ONE_PROCESS).check()
 
         # A line a step, from 0. The last one may be torn, if the run was killed or is alive.
-        self.metrics = whole_lines(self.path / "metrics.jsonl")
+        self.metrics = self.directory.lines(RunDirectory.METRICS)
         for n, line in enumerate(self.metrics):
             if line.get("step") != n:
                 raise ValueError(f"line {n + 1} of metrics.jsonl is of step {line.get('step')!r}")
-        self.checkpoints = {int(path.name[5:]): path for path in checkpoints(self.path)}
+        self.checkpoints = {int(path.name[5:]): path for path in checkpoints(self.directory.path)}
 
     def chosen_step(self, step) -> int:
         """Return the step to audit. None: the last that a checkpoint's weights sampled, or 0."""
@@ -75,7 +82,7 @@ class RunFiles:
     def rollouts(self, step, shape):
         """Return {group: lines} of a step if all its rollouts are there, else None."""
         groups = {}
-        for number, line in enumerate(whole_lines(self.path / "rollouts.jsonl"), 1):
+        for number, line in enumerate(self.directory.lines(RunDirectory.ROLLOUTS), 1):
             if line.get("step") != step:
                 continue
             try:
@@ -291,8 +298,30 @@ class Case:
         trainer = Trainer(config, model, generator=generator, reference=reference,
                           teacher=build_teacher(config, task))  # fmt: skip
         start = max([n for n in self.files.checkpoints if n <= sampled_at], default=0)
+<<<<<<< HEAD
         pending = self.begin(config, trainer, start)
         read_reference(self.files.path, trainer)
+=======
+        self.again, pending = step - start, {}
+        if start in self.files.checkpoints:
+            path = self.files.checkpoints[start]
+            state = trainer.load_checkpoint(path)
+            if state["step"] != start:
+                raise ValueError(f"{path.name} is of another step")
+            pending = pending_batches(config, trainer, path, state)
+            say(f"from {path.name}, the state before step {start}")
+        else:
+            # Step 0 needs none: its weights are drawn from the seed or read from --model. The
+            # supervised steps of --demos leave one, which --keep may have deleted.
+            source = Demonstrations(config, task, trainer, -config.demos)
+            for n in range(-config.demos, 0):
+                do_step(config, source, trainer, n)
+            trainer.optimizer.state.clear()  # the loop begins with a new optimizer
+            self.again += config.demos
+            demos = f", after {config.demos} supervised steps" if config.demos else ""
+            say(f"from the first weights, which --seed and --model determine{demos}")
+        self.files.directory.read_reference(trainer)
+>>>>>>> cdfe568 (A run's directory is one object; run.py is the run alone; one helper raises a rank's error on all; Ctrl-C by a flag)
 
         # On to the step by the ordinary code, in one process, for as long as it makes the run's own
         # rollouts. In float32 rounding makes it draw a different token sooner or later. It does not

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import train_grpo
 from full.generate import generate
 from full.packing import gather_replica
-from full.ranks import Stop, all_gather_objects, current_device, summed
+from full.ranks import Stop, current_device, errors_on_all_ranks, summed
 from full.tasks import asking, bare, is_finite_number
 from full.weights import copy_weights, end_together
 from train_grpo import EVALUATION
@@ -356,7 +356,7 @@ def play(config, task, sampler, starts, key) -> list:
         return episode.fork(config.forks) if episode.hear(*episode.heard) else []
 
     recorded = {"routes": True} if config.replay_routes else {}
-    ended, unheard = [], None
+    unheard = None
     try:
         ended = sampler.generate(
             episodes, max_new_tokens=limit, temperature=config.temperature, end=task.end,
@@ -364,16 +364,11 @@ def play(config, task, sampler, starts, key) -> list:
             branches=lambda episode: episode.count, **recorded,
         )  # fmt: skip
     except Unheard as error:
-        unheard = error.args
-
-    # COMM: an all-gather of what was not heard. All ranks give the step up together, as all of
-    # them have to save. Pinned by
-    # tests/full/test_faults.py::test_a_reply_that_never_comes_ends_the_run_saved.
-    if dist.is_initialized():
-        found = all_gather_objects(unheard, getattr(sampler, "group", None))
-        unheard = next(filter(None, found), None)
-    if unheard:
-        raise Unheard(*unheard)
+        unheard = error
+    # All ranks give the step up together, as all of them have to save.
+    with errors_on_all_ranks(getattr(sampler, "group", None)):
+        if unheard is not None:
+            raise unheard
 
     # Episodes end in any order; a group's rollouts are put back into theirs.
     groups = {number: [] for number, _, _ in starts}

@@ -19,19 +19,19 @@ import torch
 
 import models
 import train_grpo
-from full.checkpoint import checkpoints, read_newest
+from full.build import require_room, require_rows
+from full.checkpoint import checkpoints
 from full.config import TASKS, Config, _flag, add_flags, resumed_config
 from full.engine import Engine
-from full.files import beside
+from full.directory import RunDirectory
+from full.exits import quietly
+from full.export import ONE_PROCESS, beside, one_process, policy_in, write_hf
 from full.hf import load_hf
 from full.lora import save_factors
 from full.model_config import read_json
 from full.questions import Jsonl, make_task, plain_prompt, template_of
-from full.ranks import MAY_BE_OBJECTS, quietly
+from full.ranks import MAY_BE_OBJECTS
 from full.rollouts import Sampler, evaluate, play_held_out
-from full.run import (
-    ONE_PROCESS, one_process, policy_in, require_base, require_room, require_rows, write_hf,
-)  # fmt: skip
 from full.tasks import asking
 from full.text import text_of
 from full.transformer import Transformer
@@ -91,13 +91,13 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=
         raise ValueError(f"this run's model has its shape and text from --model {config.model}, "
                          f"which is gone: put it back")  # fmt: skip
 
-    require_base(config, source)
+    RunDirectory(source).require_noted("base.json", config)
 
     def read(path):
         return policy_in(path, config, task, dtype or config.rollout_dtype, merged=merged)
 
     if step is None:
-        path, model = read_newest(source, read)
+        path, model = RunDirectory(source).read_newest(read)
     else:
         path, model = steps[step], read(steps[step])
     return model.to(device), f"{source}, {Path(path).name}"

@@ -37,7 +37,7 @@ from full.generate import generate  # noqa: E402
 from full.model_config import ModelConfig  # noqa: E402
 from full.plans import Plan  # noqa: E402
 from full.ranks import connect  # noqa: E402
-from full.run import build  # noqa: E402
+from full.build import build  # noqa: E402
 from full.tiny import tiny_model  # noqa: E402
 from full.trainer import Trainer  # noqa: E402
 

@@ -40,7 +40,8 @@ from full.plans import Plan
 from full.questions import make_task
 from full.recorded import Case
 from full.ranks import connect
-from full.run import ONE_PROCESS, build, build_teacher, own_shape
+from full.build import build, build_teacher, own_shape
+from full.export import ONE_PROCESS
 from full.tasks import Task
 from full.tiny import tiny_model
 from full.trainer import Trainer, empty_like, first_factors, first_weights

@@ -34,7 +34,8 @@ from full.__main__ import main
 from full.api import Config, Interrupted, Task, TaskError, audit, run
 from full.checkpoint import checkpoints
 from full.config import parse_config
-from full.run import locked
+from full.directory import RunDirectory
+
 from full.tasks import file_of
 
 STEPS = f"{TINY} --out run --save-every 2 --steps 4"
@@ -185,7 +186,7 @@ def _late(rank, world, port, flags):
     """Rank 0 exports for longer than --timeout; both ranks have the export when they go on."""
     as_torchrun(rank, world, port)
     if rank == 0:
-        at("full.run.save_hf", 1, lambda *args: time.sleep(3))
+        at("full.export.save_hf", 1, lambda *args: time.sleep(3))
     result = run(config_of(flags, timeout=2))
     assert Path(result.out, "hf", "model.safetensors").exists()
     assert dist.is_initialized() is False
@@ -406,7 +407,7 @@ def test_a_directory_that_is_taken_is_refused(tmp_path):
     before = contents(tmp_path / "run")
     with left_as_it_was():
         assert "holds a run: --resume" in complaint_of(run, CONFIG, task=Sort(CONFIG))
-        with locked("run"):
+        with RunDirectory("run").locked():
             resumed = dataclasses.replace(CONFIG, resume=True)
             assert "in use by another" in complaint_of(run, resumed, task=Sort(CONFIG))
     assert contents(tmp_path / "run") == before

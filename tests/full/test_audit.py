@@ -32,13 +32,14 @@ from full.audit import audited, order
 from full.byhand import Step
 from full.checkpoint import write_checkpoint
 from full.config import Config
+from full.directory import RunDirectory
 from full.metrics import METRICS
 from full.optimizer import training_tensors
 from full.questions import make_task
 from full.recorded import Recorded, RunFiles, play_again
 from full.report import as_text
 from full.rounding import errors, tolerance
-from full.run import build, locked
+from full.build import build
 from full.trainer import Trainer
 
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 4 "
@@ -666,7 +667,7 @@ def test_no_file_that_the_run_names_is_imported(tmp_path, monkeypatch, capsys):
     assert not Path("imported").exists()
     modes = {path: path.stat().st_mode for path in [Path("run"), *Path("run").rglob("*")]}
     before = contents(Path("run"))
-    with locked("run"):
+    with RunDirectory("run").locked():
         for path, mode in modes.items():
             path.chmod(mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
         assert main(["audit", "run", "--task", "mine.py:Mine"]) == 0

@@ -30,7 +30,7 @@ from full.places import full
 from full.plans import Grid, Plan
 from full.questions import make_task
 from full.ring import indices
-from full.run import build
+from full.build import build
 from full.tiny import tiny, tiny_model
 from full.trainer import Trainer
 from full.transformer import Transformer, causal_attention

@@ -23,7 +23,7 @@ from test_ranks import join, ranks, start
 from full import hf
 from full.__main__ import main
 from full.check import relative_error
-from full.files import read_json_lines
+from full.directory import read_json_lines
 from full.hf import load_hf, save_hf
 from full.logprobs import all_gather_logits, token_logprobs
 from full.model_config import read_json

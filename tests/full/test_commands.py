@@ -30,7 +30,7 @@ from full.config import Config
 from full.generate import generate
 from full.hf import load_hf
 from full.questions import make_task
-from full.ranks import flags_to_resume
+from full.directory import RunDirectory
 from full.rollouts import Sampler
 from full.talk import Answer, evaluated, pass_at_k, wilson
 from full.text import Text
@@ -313,7 +313,8 @@ def test_the_printed_flags_go_on_with_a_run_of_files(tmp_path):
     path = tmp_path / "run" / "config.json"
     stored = json.loads(path.read_text()) | {"task": "jsonl", "reward": "my rewards.py:score"}
     path.write_text(json.dumps(stored))
-    assert flags_to_resume(tmp_path / "run").endswith("/run --reward 'my rewards.py:score'")
+    flags = RunDirectory(tmp_path / "run").flags_to_resume
+    assert flags.endswith("/run --reward 'my rewards.py:score'")
 
 
 def test_help_is_printed_by_rank_0_alone(tmp_path):

@@ -44,11 +44,12 @@ from test_run import (
 
 from full import rollouts
 from full.__main__ import main
-from full.checkpoint import Damaged, checkpoints, newest_checkpoint, read_checkpoint
-from full.files import whole_lines
+from full.checkpoint import Damaged, checkpoints, read_checkpoint
+from full.directory import RunDirectory
 from full.plans import Grid, Plan
 from full.ranks import Stop, agree, connect, is_lost_rank, own_device, store_of_this_attempt
-from full.run import leave, locked, require_one_process
+from full.exits import leave
+from full.export import require_one_process
 
 RUN = f"{TINY} --out run --save-every 2 --timeout 20"
 STEPS, MANY, MOMENTS = 6, 100, 20  # steps of a run, of one that is killed often; kills of a rank
@@ -144,13 +145,13 @@ def truth(tmp_path_factory):
 
 
 def lines_of(run):
-    lines = whole_lines(run / "metrics.jsonl")
+    lines = RunDirectory(run).lines("metrics.jsonl")
     return [{k: v for k, v in x.items() if not k.startswith(UNEQUAL)} for x in lines]
 
 
 def intact(run, truth, least=0):
     """The step of the newest checkpoint: whole, that of the true run, and at least so far."""
-    found = newest_checkpoint(run) if run.exists() else None
+    found = RunDirectory(run).newest() if run.exists() else None
     if found is None:
         assert least == 0
         return 0
@@ -193,7 +194,8 @@ def strike(cwd, truth, victim, moment, steps):
     pause = START
     if moment >= 1:
         wait_for_steps(cwd / "run", saved + int(moment), old)
-        pause = 2 * np.mean([x["seconds/total"] for x in whole_lines(path)])
+        lines = RunDirectory(cwd / "run").lines(path.name)
+        pause = 2 * np.mean([line["seconds/total"] for line in lines])
     time.sleep(moment % 1 * pause)
     processes[victim].kill()
     for stream in ("out", "err"):  # a victim of the first moment has none
@@ -227,7 +229,7 @@ def test_a_kill_at_either_end_of_a_run_costs_nothing(tmp_path, truth, where):
 
 SHARDS = [SHARD, SHARD.replace("1-model", "2-model")]  # of rank 0, of rank 1
 SAVE, DCP = "full.trainer.Trainer.save_checkpoint", "torch.distributed.checkpoint.save"
-OUT, BATCH = "full.run.prepare_out", "full.trainer.Trainer.forward_backward"
+OUT, BATCH = "full.directory.RunDirectory.claim", "full.trainer.Trainer.forward_backward"
 ONE_UPDATE = "--minibatches 1"  # call n of BATCH is in step n - 1
 ROOM = r"checkpoint run/step-\d+ not written .*older ones are whole.*--resume --out run"
 LOG = r"run/(metrics|rollouts).jsonl not written .*--resume --out run"
@@ -367,7 +369,7 @@ def test_a_nan_in_one_ranks_batch_is_skipped_by_all_and_named(tmp_path):
     lines = lines_of(tmp_path / "run")
     assert [line["policy_version"] for line in lines] == [1, 1, 2, 2, 2]
     assert [line["updates/skipped"] for line in lines] == [0, 1, 1, 2, 3]
-    assert newest_checkpoint(tmp_path / "run").endswith("step-00000003")
+    assert RunDirectory(tmp_path / "run").newest().endswith("step-00000003")
 
 
 JOIN = "torch.distributed.init_process_group"
@@ -545,7 +547,7 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path, world):
     codes, out, err = struck(tmp_path, RUN, world, -1, signal.SIGINT)
     assert codes == [130] * world and "Traceback" not in "".join(err)
     said = re.search(r"SIGINT: saved after (\d+) steps; go on with --resume --out run", out[0])
-    assert newest_checkpoint(tmp_path / "run").endswith(f"step-{int(said[1]):08d}")
+    assert RunDirectory(tmp_path / "run").newest().endswith(f"step-{int(said[1]):08d}")
 
     hang = [(world - 1, GET, 2, sleep, 100)]
     processes, log = begin(tmp_path, "--resume --out run --timeout 200", world, hang, _faulty)
@@ -729,7 +731,7 @@ def test_where_there_is_no_flock_it_says_so_and_goes_on(tmp_path, monkeypatch, c
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    with locked(tmp_path):
+    with RunDirectory(tmp_path).locked():
         assert f"{tmp_path} cannot be locked ([Errno 38]" in capsys.readouterr().err
 
 
@@ -749,7 +751,7 @@ def test_a_hostile_file_of_a_run_is_named_in_one_line(tmp_path, truth, name):
 
 def test_a_full_disk_in_the_last_export_says_what_it_says_elsewhere(tmp_path):
     flags = f"{FLAGS} 2 --heads 4 --plan t2"
-    done = run(tmp_path, flags, (0, "full.run.save_hf", 1, fills_up, None, 3000))
+    done = run(tmp_path, flags, (0, "full.export.save_hf", 1, fills_up, None, 3000))
     said = ".*run/hf not written .*File too large.*make room.*--resume --out run"
     fails(done, said, None, codes=(2, 0))
     good(tmp_path, "--resume --out run", 2)
@@ -757,7 +759,7 @@ def test_a_full_disk_in_the_last_export_says_what_it_says_elsewhere(tmp_path):
 
 
 def test_no_rank_waits_for_the_last_export(tmp_path):
-    late = (0, "full.run.save_hf", 1, sleep, 5)
+    late = (0, "full.export.save_hf", 1, sleep, 5)
     codes, _, err = run(tmp_path, f"{FLAGS} 2 --timeout 3 --threads 1", late)
     assert codes == [0, 0], err
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()

@@ -18,7 +18,8 @@ from full.hf import load_hf, save_hf
 from full.parallelize import parallelize
 from full.plans import Grid, Plan
 from full.questions import make_task
-from full.run import build, build_teacher, policy_in
+from full.build import build, build_teacher
+from full.export import policy_in
 from full.tiny import tiny_model
 from full.trainer import keep_wide
 

@@ -25,7 +25,7 @@ from full.lora import Lora, add_factors, is_factor, matrix_of, merged
 from full.optimizer import LocalOptimizer, replica_difference, weights_to_store
 from full.places import full
 from full.questions import make_task
-from full.run import build
+from full.build import build
 from full.talk import load_policy, main
 from full.tiny import TINY, tiny, tiny_model
 from full.trainer import Trainer
@@ -111,7 +111,7 @@ def test_the_first_factors_are_drawn_by_their_names_and_change_nothing(process_g
     task = make_task(config)
     other = dict(Trainer(config, build(config, task)[0]).model.named_parameters())
     assert all(p.equal(other[n]) == n.endswith("B") for n, p in factors.items())
-    with mock.patch("full.run.read_checkpoint"):
+    with mock.patch("full.export.read_checkpoint"):
         again = run.policy_in("", config, task, "float64", merged=False)
     for name, p in again.named_parameters():
         assert is_factor(name) or torch.equal(p, other[name]), name

@@ -26,7 +26,7 @@ from full.packing import pack
 from full.questions import make_task
 from full.recorded import Recorded
 from full.rollouts import Trajectory, demonstrations
-from full.run import build
+from full.build import build
 from full.tiny import TINY, tiny_model
 from full.trainer import Trainer
 from full.trie import TokenTrie

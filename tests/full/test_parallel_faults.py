@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from full import checkpoint
-from full.checkpoint import Damaged, read_checkpoint, read_newest, superseded, write_checkpoint
+from full.checkpoint import Damaged, read_checkpoint, write_checkpoint
+from full.directory import RunDirectory
 from full.optimizer import (
     LocalOptimizer, clip_grad_norm, persistent_buffers, reduce_gradients, replica_difference,
     training_tensors,
@@ -115,7 +116,8 @@ def test_superseded_checkpoints_are_old_or_later(tmp_path, step, keep, gone):
     """Of steps 2, 4, 6 and 8."""
     for saved in "2468":
         (tmp_path / f"step-0000000{saved}").mkdir()
-    assert "".join(path.name[-1] for path in superseded(tmp_path, step, keep)) == gone
+    old = RunDirectory(tmp_path).superseded("step", step, keep)
+    assert "".join(path.name[-1] for path in old) == gone
 
 
 def _rows_of(rank, value, rows=4):
@@ -171,14 +173,15 @@ def _damaged_then_older(rank, folder):
             damage(Path(shutil.copytree(good, newest)) / file)
         dist.barrier()
         found = _rows_of(rank, 0)
-        path, state = read_newest(folder, lambda path: read_checkpoint(path, found))
+        path, state = RunDirectory(folder).read_newest(lambda path: read_checkpoint(path, found))
         assert Path(path).name == "step-00000001" and state["step"] == 1
         assert all((local(x) == 10 + rank).all() for x in found.values())
         yield _fails(read_checkpoint, newest, found, error=Damaged)
 
     # Another model is refused: an older checkpoint of the same run would not be another one.
     with pytest.raises(ValueError, match="of another model") as error:
-        read_newest(folder, lambda path: read_checkpoint(path, found | {"d": torch.zeros(1)}))
+        more = found | {"d": torch.zeros(1)}
+        RunDirectory(folder).read_newest(lambda path: read_checkpoint(path, more))
     assert not isinstance(error.value, Damaged)
 
 
@@ -209,7 +212,7 @@ def _slow(rank, folder):
     checkpoint.sums_of_share = lambda *args: summed.append(found := sums_of_share(*args)) or found
     write_checkpoint(folder / "step-00000001", _rows_of(rank, rank + 1, rows), {"step": 1})
     found = _rows_of(rank, 0, rows)
-    read_newest(folder, lambda path: read_checkpoint(path, found))
+    RunDirectory(folder).read_newest(lambda path: read_checkpoint(path, found))
     assert all((local(x) == rank + 1).all().item() for x in found.values())
     return [[*files] for files in summed]
 

@@ -34,7 +34,7 @@ from full.parallelize import parallelize
 from full.places import full, part_of
 from full.plans import Grid, Plan
 from full.questions import make_task
-from full.run import build
+from full.build import build
 from full.talk import load_policy, settings_of_run
 from full.tiny import tiny, tiny_model
 from full.transformer import Transformer

@@ -35,7 +35,8 @@ from full.optimizer import clip_grad_norm
 from full.places import full
 from full.questions import make_task
 from full.rollouts import play
-from full.run import build, start_run
+from full.build import build
+from full.run import start_run
 from full.trainer import Trainer
 
 CONTEXT = multiprocessing.get_context("forkserver")

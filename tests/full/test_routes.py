@@ -24,7 +24,7 @@ from full.generate import generate
 from full.hf import save_hf
 from full.questions import make_task
 from full.rollouts import Sampler, Trajectory
-from full.run import policy_in
+from full.export import policy_in
 from full.talk import evaluated, settings_of_run
 from full.tiny import tiny_model
 from full.trainer import Trainer

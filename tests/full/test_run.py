@@ -29,7 +29,6 @@ from conftest import LOOKUP, ROOT, SORT, shortened, slow
 
 import train_grpo
 from full import __main__
-from full import run as run_py
 from full.checkpoint import checkpoints, sealed
 from full.config import Config, choices_of, parse_config
 from full.metrics import METRICS
@@ -59,7 +58,6 @@ def _main(rank, world, port, cwd, log, flags, die):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if world > 1:
         as_torchrun(rank, world, port)
-    run_py.PATIENCE = 0  # no torchrun would end this rank
     if die:
         at(*die, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
     sys.exit(__main__.main(shlex.split(flags)))
@@ -228,7 +226,7 @@ KILLS += slow(  # a rename is the last of a save
     (1, "", GET, 4), (1, "", "full.logs.Log.step", 5), (1, "", RENAME, 1), (1, "", RENAME, 3),
     (1, "", "os.fsync", 2), (1, "--keep 1", "shutil.rmtree", 4), (2, "", GET, 4),
     (1, DEMOS, GET, 6), (1, DEMOS, "full.logs.Log.step", 3),
-    (1, DEMOS, "full.run.write_reference", 1), (1, DEMOS, "shutil.rmtree", 9),
+    (1, DEMOS, "full.directory.RunDirectory.write_reference", 1), (1, DEMOS, "shutil.rmtree", 9),
     (1, DEMOS, "full.batches.evaluate", 1), (2, DEMOS, SUPERVISED, 6), (2, DEMOS, WRITE, 3),
 )  # fmt: skip
 

@@ -25,7 +25,8 @@ from full.config import parse_config
 from full.logs import do_step
 from full.questions import make_task
 from full.rollouts import Sampler, evaluate
-from full.run import build, start_run
+from full.build import build
+from full.run import start_run
 from full.trainer import Trainer
 
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "

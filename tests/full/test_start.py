@@ -27,7 +27,8 @@ from test_run import (
 from full.audit import audited
 from full.config import Config, parse_config
 from full.hf import load_hf, save_hf
-from full.logs import DEMO_METRICS, IdleWarning, Log, RewardWarning, TruncationWarning
+from full.directory import RunDirectory
+from full.logs import DEMO_METRICS, Log, Warnings
 from full.parallelize import materialise, parallelize
 from full.places import full, local
 from full.plans import Grid, Plan
@@ -188,8 +189,8 @@ def test_the_first_screen_is_five_lines(tmp_path):
 def test_supervised_steps_and_the_loop_have_a_bar_each(monkeypatch, capsys, process_group):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     config = Config(demos=3, steps=5)
-    Log(config, None, SimpleNamespace(first_step=-2), "run")  # after one supervised step
-    Log(config, None, SimpleNamespace(first_step=0), "run")
+    for first_step in (-2, 0):  # after one supervised step; of the loop
+        Log(config, None, SimpleNamespace(first_step=first_step), RunDirectory("run"))
     assert set(re.findall(r"\| (\d/\d) \[", capsys.readouterr().err)) == {"1/3", "0/5"}
 
 
@@ -198,13 +199,12 @@ def test_supervised_steps_and_the_loop_have_a_bar_each(monkeypatch, capsys, proc
 
 @pytest.mark.quick
 def test_it_warns_once_a_streak_in_words_of_what_is_equal(process_group, capsys):
-    log = IdleWarning(Config())
+    steps = []
     for step, equal in enumerate([1, 1, 0.9, 1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1]):
         none = 1.0 if step < 9 else 0.5
         shares = {"reward/groups_none": none, "reward/groups_all": float(step > 12)}
-        metrics = {"reward/groups_equal": equal, **shares}
-        log.step(step, SimpleNamespace(metrics=metrics), {}, [], None)
-    lines = capsys.readouterr().err.splitlines()
+        steps.append({"reward/groups_equal": equal, **shares})
+    lines = warned(Warnings(Config()), steps, capsys)
     assert [re.match(r"warning: steps (\d+) to (\d+): ", line).groups() for line in lines] == [
         ("3", "5"), ("9", "11"), ("13", "15")]  # fmt: skip
     for line, words in zip(lines, ("no rollout is solved", "--group", "give harder prompts")):
@@ -214,7 +214,8 @@ def test_it_warns_once_a_streak_in_words_of_what_is_equal(process_group, capsys)
 
 def warned(log, steps, capsys):
     """What is said of steps, each the metrics that differ from a step with nothing to say."""
-    usual = {"tokens/truncated_fraction": 0.0, "reward/values": 2, "reward/solved": 0.0}
+    usual = {"tokens/truncated_fraction": 0.0, "reward/values": 2, "reward/solved": 0.0,
+             "reward/groups_equal": 0}  # fmt: skip
     for step, metrics in enumerate(steps):
         shown = usual | {"reward/mean": 0.1} | metrics
         log.step(step, SimpleNamespace(metrics=shown), {}, [], None)
@@ -224,11 +225,11 @@ def warned(log, steps, capsys):
 @pytest.mark.quick
 def test_it_warns_once_of_truncation_with_the_flag(process_group, capsys):
     shares = [{"tokens/truncated_fraction": x} for x in (0.0, 0.5, 0.75, 0.2, 0.9, 1.0)]
-    (line,) = warned(TruncationWarning(Config(max_new_tokens=3)), shares, capsys)
+    (line,) = warned(Warnings(Config(max_new_tokens=3)), shares, capsys)
     assert line == (
         "warning: step 2: 75% of the rollouts were cut off after --max-new-tokens 3, and a turn "
         "that is cut off earns nothing: raise --max-new-tokens")  # fmt: skip
-    assert warned(TruncationWarning(Config()), shares[:2], capsys) == []
+    assert warned(Warnings(Config()), shares[:2], capsys) == []
 
 
 @pytest.mark.quick
@@ -237,21 +238,22 @@ def test_it_warns_once_of_one_reward_for_every_answer(process_group, capsys):
     own = Config(task="jsonl", reward="mine.py:f")
     equal, cut = {"reward/values": 1}, {"tokens/truncated_fraction": 0.5}
     right = equal | {"reward/solved": 0.5, "reward/mean": 0.5} | cut
-    (line,) = warned(RewardWarning(own), [{}, equal | cut, equal, equal], capsys)
+    (line,) = warned(Warnings(own), [{}, equal | cut, equal, equal], capsys)
     assert line.startswith("warning: step 1: --reward mine.py:f gave 0.2 to every answer: read")
-    (line,) = warned(RewardWarning(own), [right], capsys)
+    (line,) = warned(Warnings(own), [right], capsys)
     assert line.startswith("warning: step 0: --reward mine.py:f gave 1 to every answer: read")
-    assert warned(RewardWarning(own), [{}, right, right], capsys) == []
+    assert warned(Warnings(own), [{}, right, right], capsys) == []
     most = equal | {"tokens/truncated_fraction": 0.51}
-    assert warned(RewardWarning(own), [most, {"reward/values": 0}], capsys) == []
+    (line,) = warned(Warnings(own), [most, {"reward/values": 0}], capsys)
+    assert "were cut off" in line
 
     # Without a function of one's own; and where nobody needs rewards.
-    (line,) = warned(RewardWarning(Config(task="jsonl")), [equal], capsys)
+    (line,) = warned(Warnings(Config(task="jsonl")), [equal], capsys)
     assert "no answer ends in '#### '" in line and "--instruction" in line
-    (line,) = warned(RewardWarning(Config(task="jsonl")), [right], capsys)
+    (line,) = warned(Warnings(Config(task="jsonl")), [right], capsys)
     assert "every answer is right" in line and "--data" in line
     for config in (Config(), Config(task="jsonl", teacher="DIR")):
-        assert warned(RewardWarning(config), [equal], capsys) == []
+        assert warned(Warnings(config), [equal], capsys) == []
 
 
 def test_a_run_whose_rollouts_are_cut_off_warns_once_and_shows_it(tmp_path):

@@ -22,7 +22,7 @@ from full.config import Config
 from full.engine import Unanswered, ask_once
 from full.hf import save_hf
 from full.questions import make_task
-from full.run import shape_of
+from full.build import shape_of
 from full.transformer import Transformer
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")

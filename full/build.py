@@ -1,0 +1,167 @@
+"""The models of a run: adds what settings ask for to `models.Transformer`.
+
+Shapes from flags or from a checkpoint's directory; policy, sampler, reference and teacher on the
+meta device; and what does not fit a model, refused before anything is written.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from full.config import _flag
+from full.engine import Engine
+from full.exact import ExactTransformer, require_exact_kernels
+from full.lora import add_factors
+from full.model_config import ModelConfig, read_json
+from full.questions import make_task
+from full.ranks import current_device, errors_on_all_ranks, warn
+from full.tasks import Task, asking
+from full.trainer import keep_wide, plan_of
+from full.transformer import Transformer
+from train_grpo import EVALUATION, ROLLOUT
+
+
+def own_shape(config, task) -> ModelConfig:
+    """Return the shape of a model with random weights: the flags', with the task's tokens."""
+    return ModelConfig(
+        vocab_size=task.vocab_size, eos_token_id=tuple(task.end),
+        num_hidden_layers=config.layers, hidden_size=config.hidden,
+        intermediate_size=3 * config.hidden, head_dim=config.hidden // config.heads,
+        num_attention_heads=config.heads, num_key_value_heads=max(1, config.heads // 2),
+    )  # fmt: skip
+
+
+def require_rows(task, shape, source):
+    """Raise ValueError if the task has tokens that the model of a directory does not have."""
+    if task.vocab_size > shape.vocab_size:
+        raise ValueError(f"the task has {task.vocab_size} tokens, {source} {shape.vocab_size}")
+
+
+def shape_of(config, task) -> ModelConfig:
+    """Return the shape of the run's model; ValueError if it does not fit task or settings."""
+    shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
+    require_rows(task, shape, config.model)
+    for name in ("balance_coef", "router_bias_rate", "replay_routes"):
+        if getattr(config, name) and not shape.sparse_layers:
+            where = config.model or "the model of --layers and --hidden"
+            raise ValueError(f"{_flag(name)} is about experts, and {where} has none: leave it out")
+    return shape
+
+
+def empty_model(config, shape, dtype, *, is_teacher=False) -> Transformer:
+    """Make a model on the meta device, with what the settings add to all but a teacher."""
+    if not is_teacher:
+        value_head = shape.value_head or config.advantage == "gae"
+        more = dict(value_head=value_head, router_bias_rate=config.router_bias_rate)
+        shape = dataclasses.replace(shape, **more)
+    with torch.device("meta"):
+        model = (ExactTransformer if config.exact else Transformer)(shape)
+    return keep_wide(config, model.to(getattr(torch, dtype)))
+
+
+def empty_policy(config, shape) -> Transformer:
+    """Make the model that is trained, on the meta device: with --lora-rank a base and factors."""
+    if config.lora is None:
+        return empty_model(config, shape, config.dtype)
+    # A base never changes, so it needs no masters: it has the precision of the products.
+    model = empty_model(config, shape, config.compute)
+    return add_factors(model, config.lora, getattr(torch, config.dtype))
+
+
+def build(config, task):
+    """Make policy, generator and, where there is a KL, a reference, all on the meta device.
+
+    The Trainer shards them, allocates this rank's parts, and gives the policy its first weights.
+    The first push fills the generator, `RunDirectory.write_reference` the reference. With --engine the
+    generator is an `Engine`, which has asked its servers who they are. Collective.
+    """
+    # A reference never changes, so it needs no masters: it has the precision in which the policy
+    # computes.
+    shape = shape_of(config, task)
+    model = empty_policy(config, shape)
+    if config.engine:  # a critic stays with the trainer
+        generator = empty_model(config, shape, config.rollout_dtype, is_teacher=True)
+        generator = Engine(config, generator)
+    else:
+        generator = empty_model(config, shape, config.rollout_dtype).requires_grad_(False)
+    reference = None
+    if config.kl_coef and config.lora is None:
+        reference = empty_model(config, shape, config.compute).requires_grad_(False)
+    return model, generator, reference
+
+
+def build_teacher(config, task):
+    """Make the model of --teacher, if there is one, on the meta device in the compute dtype.
+
+    That its tokens mean the same is for the user to know: two tokenizers may differ in much.
+    """
+    if not config.teacher:
+        return None
+    shape = ModelConfig.from_hf(config.teacher)
+    require_rows(task, shape, f"the model of --teacher {config.teacher}")
+    return empty_model(config, shape, config.compute, is_teacher=True).requires_grad_(False)
+
+
+def prepare(config, objects=None):
+    """Make the run's task and teacher. ValueError for what does not fit task, model or ranks.
+
+    It is what only a task, a package or a model can tell, before anything is written.
+    """
+    task = make_task(config, objects)
+    # A task that does not derive from Task has demonstrations if it has a method `demo`.
+    if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:
+        raise ValueError(f"{type(task).__name__} has no demonstrations; use --demos 0")
+    if config.reply_timeout and not getattr(task, "threads", True):
+        raise ValueError(f"--reply-timeout: {type(task).__name__} has threads = False, so its "
+                         f"replies are waited for by no other thread: leave one of the two out")
+    shape = shape_of(config, task)
+    teacher = build_teacher(config, task)
+    for one in [shape] if teacher is None else [shape, teacher.config]:
+        require_plan(config, one)
+        require_room(config, task, one.max_position_embeddings)
+    tell_of_router_loss(config, shape)
+    return task, teacher
+
+
+def require_exact(model):
+    """Raise ValueError on all ranks if the machine of one has no exact kernels for a model."""
+    with errors_on_all_ranks():
+        require_exact_kernels(model, current_device())
+
+
+def require_plan(config, shape):
+    """Raise ValueError for a plan that does not fit the model's shape or the number of ranks."""
+    plan_of(config).require_fits(
+        config=shape, world=dist.get_world_size(), ulysses=config.cp_method == "ulysses",
+        shard=config.shard_ranks or None,
+    )  # fmt: skip
+
+
+def tell_of_router_loss(config, shape):
+    """Say in one line if a checkpoint's experts were balanced by a loss in its training."""
+    # transformers' loss is of a whole batch, so it depends on how a batch is cut; (8) does not.
+    raw = read_json(Path(config.model) / "config.json") if config.model else {}
+    coef = raw.get("router_aux_loss_coef") if shape.sparse_layers else None
+    if coef:
+        does = f"--balance-coef {config.balance_coef:g} does that here, for each sequence"
+        if not config.balance_coef:
+            does = "here nothing does: --balance-coef, a loss for each sequence, is 0"
+        warn(f"the experts of {config.model} were balanced by router_aux_loss_coef {coef}; {does}")
+
+
+def require_room(config, task, positions, what="the model"):
+    """Raise ValueError if a prompt and an answer are longer than a model or an engine can take."""
+    # `generate` refuses too, but in the middle of a step. These are the first prompts, one to train
+    # on and one held out.
+    for stream, held_out in ((ROLLOUT, False), (EVALUATION, True)):
+        rng = np.random.default_rng([config.seed, stream, 0, 0])
+        with asking(task):
+            _, prompt = task.prompt(rng, 0, held_out)
+        if len(prompt) + config.max_new_tokens > positions:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and --max-new-tokens {config.max_new_tokens} "
+                f"exceed the {positions} positions of {what}"
+            )

@@ -1,0 +1,376 @@
+"""A run's directory: adds refusals, a lock, cuts and checkpoints to the files of `train_grpo.Log`.
+
+    config.json                  the settings; a directory that has them is a run's
+    lock                         held by the process that runs
+    data.json, base.json         checksums of the data files, and of the frozen base of factors
+    metrics.jsonl, demos.jsonl   a line a step, of the loop and of the supervised steps
+    samples.jsonl, rollouts.jsonl
+    demos-NNNNNNNN               a checkpoint after so many supervised steps
+    step-NNNNNNNN                a checkpoint after so many steps of the loop
+    reference                    the frozen model of the KL
+    hf, engine                   the last weights for transformers; weights for an engine
+
+`RunDirectory` knows these names, and what a kill or a full disk may leave of each. What is written
+whole gets its name last: until then it is NAME.tmp, which is never read.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import shlex
+import shutil
+import sys
+import zlib
+from pathlib import Path
+
+import torch.distributed as dist
+
+from full.checkpoint import (
+    Damaged, checkpoints, read_checkpoint, sealed_state, sums_of_share, write_checkpoint,
+)  # fmt: skip
+from full.config import _flag
+from full.model_config import read_json
+from full.optimizer import tensors_of
+from full.places import local
+from full.ranks import MAY_BE_OBJECTS, OBJECT, agree, say
+
+# Files of JSON lines ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def writing(path, advice):
+    """Name in an OSError the file that was not written, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{path} not written ({error}): make room or mend the directory, then {advice}"
+        ) from error
+
+
+def read_json_lines(path, *, skip_torn_last=False) -> list:
+    """Return [(line number from 1, object)] of a file with a JSON object a line or nothing.
+
+    ValueError names a line that holds anything else. skip_torn_last: leave out the last line if it
+    is damaged and no newline ends it, as a kill or a full disk leaves a file.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")  # JSON strings may hold other line breaks
+    except FileNotFoundError as error:
+        raise ValueError(f"no {path}; expected a file of JSON lines") from error
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line.decode("utf-8"))
+            problem = None if isinstance(value, dict) else f"it is a {type(value).__name__}"
+        except (ValueError, RecursionError) as error:
+            problem = error
+        # The last piece is empty if the last line ends, so else it is an unfinished line.
+        if problem is None:
+            found.append((number, value))
+        elif not (skip_torn_last and number == len(lines)):
+            raise ValueError(f"{path} line {number} holds no JSON object: {problem}")
+    return found
+
+
+# What a run is a function of, in addition to its settings --------------------------------------
+
+
+def sums_of_data(config, objects) -> dict:
+    """Return {field of Config: checksum} of the data files that the settings name."""
+    if config.task != "jsonl":
+        return {}
+    sums = {}
+    for field in ("data", "eval_data"):
+        if field in objects:  # the bytes that its rows would be in a file
+            raw = "".join(json.dumps(row) + "\n" for row in objects[field]).encode()
+            sums[field] = zlib.crc32(raw)
+        elif path := getattr(config, field):
+            sums[field] = zlib.crc32(Path(path).read_bytes())
+    return sums
+
+
+def sums_of_base(config, objects) -> dict:
+    """Return {name: [size, checksum]} of the files that say what the base of factors computes."""
+    # A base of random weights is drawn by the seed. Two bases of the same weights differ if their
+    # config.json has another epsilon, for example.
+    if config.lora is None or not config.model:
+        return {}
+    files = sorted(file.name for file in Path(config.model).glob("*.safetensors"))
+    return sums_of_share(config.model, ["config.json", *files], alone=True)
+
+
+# The directory ----------------------------------------------------------------------------------
+
+
+class RunDirectory:
+    """The directory of a run, which this process reads, or has claimed to write.
+
+    path: Path. f"{directory}" is the path too.
+    """
+
+    METRICS = "metrics.jsonl"
+    DEMOS = "demos.jsonl"
+    SAMPLES = "samples.jsonl"
+    ROLLOUTS = "rollouts.jsonl"
+    NOTES = {"data.json": sums_of_data, "base.json": sums_of_base}
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.config = self.path / "config.json"
+        self.hf = self.path / "hf"
+        self.engine = self.path / "engine"
+
+    def __str__(self):
+        return str(self.path)
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether there are settings of a run. Hugging Face has a config.json too."""
+        return self.config.exists() and b'"advantage"' in self.config.read_bytes()
+
+    @property
+    def flags_to_resume(self) -> str:
+        """The flags with which the run goes on, as a shell takes them."""
+        # No command imports a file because a run's directory names it, so the user names it again.
+        flags = ["--resume", "--out", str(self)]
+        stored = read_json(self.config) if self.config.exists() else {}
+        if any(stored.get(name, "").startswith(OBJECT) for name in MAY_BE_OBJECTS):
+            return f"full.api.run(Config(out={str(self)!r}, resume=True), ..)"
+        for name in ("task", "reward"):
+            if ":" in stored.get(name, ""):
+                flags += [f"--{name}", stored[name]]
+        return shlex.join(flags)
+
+    @property
+    def advice(self) -> str:
+        """How to go on with the run, for errors and signals."""
+        return f"go on with {self.flags_to_resume}"
+
+    # Lines ---------------------------------------------------------------------------------------
+
+    def append(self, name, lines):
+        """Append lines of JSON to a file. JSON has no NaN: such a number becomes null."""
+        path = self.path / name
+        with writing(path, self.advice), path.open("a", encoding="utf-8") as file:
+            for line in lines:
+                for key, value in line.items():
+                    if isinstance(value, float) and not math.isfinite(value):
+                        line = line | {key: None}
+                file.write(json.dumps(line) + "\n")
+
+    def lines(self, name) -> list[dict]:
+        """Return the JSON objects of a file of lines, but not a last line that is torn."""
+        path = self.path / name
+        if not path.exists():
+            return []
+        return [line for _, line in read_json_lines(path, skip_torn_last=True)]
+
+    def cut(self, first_step, demos=0):
+        """Drop the lines of steps that are done again, and torn ones; files are replaced whole.
+
+        first_step: the first step to do. Below 0 it is a supervised step, of `demos`.
+        """
+        firsts = dict.fromkeys((self.METRICS, self.SAMPLES, self.ROLLOUTS), max(0, first_step))
+        if demos:
+            firsts[self.DEMOS] = demos + min(0, first_step)
+        for name, step in firsts.items():
+            lines = self.lines(name)
+            for line in lines:
+                if not isinstance(line.get("step"), int):
+                    text = f"has a line without a step: {json.dumps(line)[:60]}"
+                    raise ValueError(f"{self.path / name} {text}")
+            kept = [json.dumps(line) + "\n" for line in lines if line["step"] < step]
+            with writing(self.path / name, self.advice):
+                partial = (self.path / name).with_suffix(".tmp")
+                partial.write_text("".join(kept), encoding="utf-8")
+                partial.replace(self.path / name)
+
+    # Checkpoints ---------------------------------------------------------------------------------
+
+    def save(self, kind, step, keep, write):
+        """Write a checkpoint by `write(path)`, and delete what it supersedes. Collective.
+
+        kind: "demos" or "step".
+        """
+        try:
+            write(f"{self}/{kind}-{step:08d}")
+        except OSError as error:
+            kept, advice = "older ones are whole", self.advice
+            if not (checkpoints(self.path) or checkpoints(self.path, "demos")):
+                kept, advice = "nothing was saved yet", f"begin again with {self.flags_to_resume}"
+            text = f"{error}; {kept}: make room or mend the directory, then {advice}"
+            raise OSError(text) from error
+        for old in agree(lambda: self.superseded(kind, step, keep)):
+            shutil.rmtree(old, ignore_errors=True)
+
+    def superseded(self, kind, step, keep) -> list:
+        """Return the checkpoints to delete once `step` is saved, in the order of their steps.
+
+        These are all but the newest `keep` up to `step`, and all later ones, which the resume has
+        found damaged. Once the loop has a checkpoint, the supervised steps' are of no use.
+        """
+        # Of steps 2, 4, 6 and 8, with 6 just saved and keep 2, they are 2 and 8.
+        found = checkpoints(self.path, kind)
+        up_to_it = [path for path in found if path <= self.path / f"{kind}-{step:08d}"]
+        finished = checkpoints(self.path, "demos") if kind == "step" else []
+        return up_to_it[:-keep] + found[len(up_to_it) :] + finished
+
+    def newest(self):
+        """Return the newest checkpoint of the loop whose files are there and have their size.
+
+        Only `read_newest` finds out whether the bytes of the tensors are as they were written.
+        """
+        return self._newest(checkpoints(self.path), sealed_state)[0]
+
+    def newest_in_words(self) -> str:
+        """Return what a run has whose last state could not be saved."""
+        found = self.newest() or self._newest(checkpoints(self.path, "demos"), sealed_state)[0]
+        return f"the newest checkpoint is {found}" if found else f"{self} holds no checkpoint"
+
+    def read_newest(self, read, kind="step"):
+        """Return (path, read(path)) for the newest undamaged checkpoint. Collective.
+
+        read: collective, it calls `read_checkpoint`. Where that finds damage, the checkpoint is
+        named in a warning, and the next older one is read. Any other error of `read` is raised: a
+        crash or a disk does not leave a right checksum on wrong contents. (None, None) if there is
+        no checkpoint; if none is undamaged, ValueError, so that a run is not begun again by
+        mistake.
+        """
+        return self._newest(agree(lambda: checkpoints(self.path, kind)), read)
+
+    def _newest(self, found, read):
+        """Implement `read_newest` for the paths of checkpoints, oldest first."""
+        for path in reversed(found):
+            try:
+                return str(path), read(path)
+            except Damaged as error:
+                if not dist.is_initialized() or dist.get_rank() == 0:
+                    print(f"warning: {error}; trying an older one", file=sys.stderr)
+        if found:
+            raise ValueError(
+                f"no checkpoint in {self} is whole ({', '.join(path.name for path in found)}): "
+                f"put a copy of one back, or begin again with another --out")  # fmt: skip
+        return None, None
+
+    def write_reference(self, trainer):
+        """Make the policy of now the frozen reference, and store it, so that a resume has it."""
+        # A resumed run would else measure its KL against the weights that it resumes with. Both
+        # models are sharded identically, so each rank copies its own part. The base of factors
+        # never changes.
+        if trainer.reference in (None, trainer.model):
+            return
+        reference = tensors_of(trainer.reference)
+        for name, x in tensors_of(trainer.model).items():
+            local(reference[name]).copy_(local(x))
+        write_checkpoint(self.path / "reference", reference, {})
+
+    def read_reference(self, trainer):
+        """Read the frozen reference of a run that goes on."""
+        if trainer.reference in (None, trainer.model):
+            return
+        try:
+            read_checkpoint(self.path / "reference", tensors_of(trainer.reference))
+        except ValueError as error:
+            advice = "put a copy of it back, or begin again with another --out"
+            raise ValueError(f"{error}; {advice}") from error
+
+    # A claim -------------------------------------------------------------------------------------
+
+    @classmethod
+    def claim(cls, config, stack, objects=None):
+        """Choose, lock (until `stack` is closed) and fill the directory of a run, or refuse."""
+        # A directory is looked at twice: before the lock's file is written into it, because a
+        # stranger's directory must not get that file, and under the lock, because only then no
+        # other run can change what was seen.
+        with writing(config.out or "runs", "start again; or choose another --out"):
+            directory = cls(config.out or first_free(config))
+            if not (directory.path / "lock").exists():
+                directory.refuse_unless_free(config.resume)
+                directory.path.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(directory.locked())
+            directory.refuse_unless_free(config.resume)
+            if config.resume and not directory.config.exists():
+                say(f"{directory} holds no run to resume: one begins")
+            directory.fill(config, objects or {})
+        return directory
+
+    def refuse_unless_free(self, resume):
+        """Raise ValueError if a run may not have the directory: nothing is overwritten unasked."""
+        # A start that was killed, or that is in flight, has left no more than these files.
+        found = {path.name for path in self.path.iterdir()} if self.path.exists() else set()
+        known = {"config.tmp", "lock"}
+        if "config.tmp" in found:
+            known |= {"data.json", "base.json"}
+        if self.holds_run and not resume:
+            text = "holds a run: --resume to go on with it, or choose another --out"
+            raise ValueError(f"{self} {text}")
+        if not self.holds_run and found - known:
+            raise ValueError(f"{self} holds files that are not a run's; choose another --out")
+
+    @contextlib.contextmanager
+    def locked(self):
+        """Hold the directory by the kernel's lock on its file, which ends with the process."""
+        # "a" makes the file where there is none and changes nothing in it. LOCK_NB: refuse at once
+        # if another process has it, and do not wait for that process to end.
+        with (self.path / "lock").open("a", encoding="utf-8") as file:
+            try:
+                import fcntl  # not on Windows
+
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(f"{self} is in use by another process: wait for it to end, or "
+                                 f"choose another --out") from error  # fmt: skip
+            except (ImportError, OSError) as error:
+                text = f"warning: {self} cannot be locked ({error}): let no other run write there"
+                print(text, file=sys.stderr)
+            yield
+
+    def fill(self, config, objects):
+        """Write the settings, and note or compare what else the run is a function of."""
+        # The settings get their name last: a directory that has them is a run's. Until then
+        # config.tmp says that the checksums are a start's, and not a stranger's.
+        stored = dataclasses.asdict(config) | {"resume": False, "out": str(self)}
+        partial = self.config.with_suffix(".tmp")
+        partial.write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
+        try:
+            for name, sums_of in self.NOTES.items():
+                if config.resume and self.config.exists():
+                    self.require_noted(name, config, objects)
+                elif sums := sums_of(config, objects):
+                    text = json.dumps(sums) + "\n"
+                    (self.path / name).write_text(text, encoding="utf-8")
+        except ValueError:  # a run that goes on, with other files
+            partial.unlink()
+            raise
+        partial.replace(self.config)
+
+    def require_noted(self, name, config, objects=None):
+        """Raise ValueError unless the run's files have the checksums that data or base.json has."""
+        # A step draws lines of data by their number, and factors mean nothing without the very
+        # base that they were trained beside. With other files a run would go on as if nothing had
+        # happened: neither the run that began, nor a run that anybody could repeat.
+        sums = self.NOTES[name](config, objects or {})
+        noted = read_json(self.path / name, what="checksums of a run's files") if sums else {}
+        for file in sorted(sums.keys() | noted.keys()):
+            field = file if file in ("data", "eval_data") else "model"
+            if noted.get(file) != sums.get(file):
+                raise ValueError(f"{getattr(config, field)} ({_flag(field)}) is not what it was "
+                                 f"when {self} began: put the old files back, or start a new run")
+
+
+def first_free(config) -> Path:
+    """Make and return the first of runs/TASK-0, runs/TASK-1, .. that does not exist yet."""
+    name = config.task.rpartition(":")[2]  # of FILE.py:Class the class
+    for n in itertools.count():
+        out = Path("runs") / f"{name}-{n}"
+        # Making it is the claim: of two runs that start in one instant, one gets this error.
+        with contextlib.suppress(FileExistsError):
+            out.mkdir(parents=True)
+            return out

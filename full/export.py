@@ -1,0 +1,120 @@
+"""A run's weights in one process: adds a reader of its checkpoints to `train_grpo.main`.
+
+What `eval`, `chat`, `export` and `audit` read, whatever the plan of the run was, and the directory
+for transformers that a run leaves at its end.
+"""
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from full.build import empty_model, empty_policy, own_shape
+from full.checkpoint import read_checkpoint
+from full.directory import writing
+from full.hf import copy_text_files, load_hf, save_hf
+from full.lora import add_factors, merge
+from full.model_config import ModelConfig
+from full.optimizer import persistent_buffers
+from full.ranks import is_one_of_several, joined, say
+from full.trainer import keep_wide
+from full.transformer import draw_weights
+
+# One process reads a run without its plan, which is another way to compute the same.
+ONE_PROCESS = dict(
+    plan="", data_parallel="ddp", ac="none", cp_method="ring", pp_schedule="1f1b", shard_ranks=0,
+    offload=False, compile=False,
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def one_process(command, device="cpu", threads=1):
+    """Make a process group of this process alone, unless there is one; yield the device."""
+    require_one_process(command)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device here")
+
+    # Checkpoints, prompts and sums ask for their rank and for the number of ranks: 0 and 1.
+    if dist.is_initialized():
+        yield "cpu"
+        return
+    with joined(device, threads=threads) as device:
+        yield device
+
+
+def require_one_process(command):
+    """Raise ValueError if this process is one of several ranks."""
+    if (dist.get_world_size() > 1) if dist.is_initialized() else is_one_of_several():
+        raise ValueError(f"{command} is one process: start it without torchrun")
+
+
+def policy_in(path, config, task, dtype, alone=False, merged=True):
+    """Return the policy of a checkpoint, whole, on the CPU, without gradients.
+
+    alone: no other rank calls it. merged: as one model, if --lora-rank trains factors of it.
+    """
+    # The run has checked that the task fits. With --model there may be no task here.
+    shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
+    if config.lora is None:
+        model = empty_policy(config, shape).to_empty(device="cpu")
+    else:
+        model = empty_model(config, shape, config.compute).to_empty(device="cpu")
+        if config.model:
+            load_hf(config.model, model=model)
+        else:
+            draw_weights(model, config.seed)
+        model = add_factors(model, config.lora, getattr(torch, config.dtype))
+
+    # The weights alone: AdamW's two moments of each are twice as much again, and stay on the disk.
+    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()
+               if p.requires_grad}  # fmt: skip
+    weights |= {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
+    read_checkpoint(path, weights, only=("model.", "buffer."), alone=alone)
+    dtype = getattr(torch, dtype)
+    if config.lora is not None and merged:
+        model = merge(model, dtype)
+    return keep_wide(config, model.to(dtype).requires_grad_(False))
+
+
+def export_last(config, task, directory):
+    """Write the last weights to OUT/hf for transformers, `chat` and --model, on rank 0 alone."""
+    if config.router_bias_rate:
+        say(f"{directory.hf} is not written: its format has no --router-bias-rate")
+        return
+
+    # The weights of the last checkpoint in the generator's dtype, or in mixed precision the
+    # masters, which are finer.
+    dtype = config.dtype if config.is_mixed else config.rollout_dtype
+    model = policy_in(directory.newest(), config, task, dtype, alone=True)
+    with writing(directory.hf, directory.advice):
+        write_hf(model, directory.hf, config.model)
+
+
+def beside(directory) -> Path:
+    """Return where a directory is first written. A kill leaves it, and the next try deletes it."""
+    return Path(f"{Path(directory).absolute()}.tmp")
+
+
+def write_hf(model, directory, source):
+    """Write a model as a Hugging Face directory, all of it or nothing. An old one is replaced.
+
+    source: the --model directory whose text files are copied, or "".
+    """
+    partial = beside(directory)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        save_hf(model, partial)
+        if source and not Path(source).is_dir():
+            raise FileNotFoundError(f"the text files of --model {source} are gone")
+        if source:
+            copy_text_files(source, partial)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # half of a checkpoint would only take room
+        raise
+
+    # Between these two lines there is no directory, and never half of one. A directory cannot be
+    # renamed to one that holds files, so the old one has to go first.
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
