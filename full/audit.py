@@ -35,21 +35,12 @@ from full.lora import merge
 from full.metrics import METRICS
 from full.optimizer import persistent_buffers
 from full.questions import make_task
-<<<<<<< HEAD
-=======
-from full.ranks import ERRORS
->>>>>>> cdfe568 (A run's directory is one object; run.py is the run alone; one helper raises a rank's error on all; Ctrl-C by a flag)
 from full.recorded import (
     Case, Recorded, RunFiles, counts_in, everyone, shares, teaches, trained,
 )  # fmt: skip
 from full.report import as_page, as_text
 from full.rollouts import Sampler, play_held_out
 from full.rounding import AGAIN, EACH, EXACT, flip, mean, near_choices, tolerance
-<<<<<<< HEAD
-from full.run import one_process, policy_in, require_base
-=======
-from full.tasks import TaskError
->>>>>>> cdfe568 (A run's directory is one object; run.py is the run alone; one helper raises a rank's error on all; Ctrl-C by a flag)
 
 # How far the log-probs of an engine may be from the definition's, by the dtype of its weights: a
 # token's, and the mean over all tokens, which also finds a small change of the temperature. An

@@ -43,15 +43,9 @@ class RunFiles:
     """
 
     def __init__(self, run, task="", reward="", objects=None):
-<<<<<<< HEAD
-        self.path = Path(run)
-        if not (self.path / "config.json").exists():
-            raise ValueError(f"expected the directory of a run, got {run}: it holds no config.json")
-=======
         self.directory = RunDirectory(run)
         if not self.directory.config.exists():
-            raise ValueError("it holds no config.json; give the directory of a run")
->>>>>>> cdfe568 (A run's directory is one object; run.py is the run alone; one helper raises a rank's error on all; Ctrl-C by a flag)
+            raise ValueError(f"expected the directory of a run, got {run}: it holds no config.json")
         given = {name: spec for name, spec in (("task", task), ("reward", reward)) if spec}
         config = resumed_config(self.directory.config, given | names_of(objects))
 
@@ -298,30 +292,8 @@ class Case:
         trainer = Trainer(config, model, generator=generator, reference=reference,
                           teacher=build_teacher(config, task))  # fmt: skip
         start = max([n for n in self.files.checkpoints if n <= sampled_at], default=0)
-<<<<<<< HEAD
         pending = self.begin(config, trainer, start)
-        read_reference(self.files.path, trainer)
-=======
-        self.again, pending = step - start, {}
-        if start in self.files.checkpoints:
-            path = self.files.checkpoints[start]
-            state = trainer.load_checkpoint(path)
-            if state["step"] != start:
-                raise ValueError(f"{path.name} is of another step")
-            pending = pending_batches(config, trainer, path, state)
-            say(f"from {path.name}, the state before step {start}")
-        else:
-            # Step 0 needs none: its weights are drawn from the seed or read from --model. The
-            # supervised steps of --demos leave one, which --keep may have deleted.
-            source = Demonstrations(config, task, trainer, -config.demos)
-            for n in range(-config.demos, 0):
-                do_step(config, source, trainer, n)
-            trainer.optimizer.state.clear()  # the loop begins with a new optimizer
-            self.again += config.demos
-            demos = f", after {config.demos} supervised steps" if config.demos else ""
-            say(f"from the first weights, which --seed and --model determine{demos}")
         self.files.directory.read_reference(trainer)
->>>>>>> cdfe568 (A run's directory is one object; run.py is the run alone; one helper raises a rank's error on all; Ctrl-C by a flag)
 
         # On to the step by the ordinary code, in one process, for as long as it makes the run's own
         # rollouts. In float32 rounding makes it draw a different token sooner or later. It does not
