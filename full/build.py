@@ -75,8 +75,8 @@ def build(config, task):
     """Make policy, generator and, where there is a KL, a reference, all on the meta device.
 
     The Trainer shards them, allocates this rank's parts, and gives the policy its first weights.
-    The first push fills the generator, `RunDirectory.write_reference` the reference. With --engine the
-    generator is an `Engine`, which has asked its servers who they are. Collective.
+    The first push fills the generator, and `RunDirectory.write_reference` the reference. With
+    --engine the generator is an `Engine`, which has asked its servers who they are. Collective.
     """
     # A reference never changes, so it needs no masters: it has the precision in which the policy
     # computes.
