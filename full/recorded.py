@@ -383,7 +383,7 @@ class Case:
                 votes.zero_()
             return widened(model)
         reference = build(self.config, self.task)[2].to_empty(device="cpu")
-        read_reference(self.files.path, SimpleNamespace(model=None, reference=reference))
+        self.files.directory.read_reference(SimpleNamespace(model=None, reference=reference))
         return widened(reference)
 
     def teacher(self):

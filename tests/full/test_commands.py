@@ -377,22 +377,6 @@ def test_a_kill_while_the_directory_is_written_leaves_none(run, tmp_path):
     assert contents(tmp_path / "run") == contents(run)
 
 
-def _without_safetensors(*args):
-    sys.modules["safetensors"] = None
-    _main(*args)
-
-
-def test_without_safetensors_a_run_says_how_to_export(tmp_path, capsys, monkeypatch):
-    flags = SMALL.replace("--prompts 12", "--prompts 2")
-    codes, (out,), _ = cli(tmp_path, f"{flags} 1", main=_without_safetensors)
-    (line,) = [line for line in out.splitlines() if "pip install safetensors" in line]
-    command = re.search(r"python -m full (export run run/hf)", line)[1]
-    assert codes == [0] and not (tmp_path / "run" / "hf").exists()
-    monkeypatch.chdir(tmp_path)
-    assert call(capsys, *command.split())[0] == 0
-    assert call(capsys, "eval", "run/hf", "--samples", 1, *ASK)[0] == 0
-
-
 def test_the_model_that_a_run_began_with_is_named_if_it_is_gone(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text()) | {"model": "nowhere"}
