@@ -22,8 +22,8 @@ import train_grpo
 from full.build import require_room, require_rows
 from full.checkpoint import checkpoints
 from full.config import TASKS, Config, _flag, add_flags, resumed_config
-from full.engine import Engine
 from full.directory import RunDirectory
+from full.engine import Engine
 from full.exits import quietly
 from full.export import ONE_PROCESS, beside, one_process, policy_in, write_hf
 from full.hf import load_hf

@@ -29,7 +29,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from full import check as check_py  # noqa: E402
 from full import estimate  # noqa: E402
-from full import run as run_py  # noqa: E402
+from full import build as build_py  # noqa: E402
+from full.build import build  # noqa: E402
 from full.check import CASES, TinyModel, _tree_rows, path_errors  # noqa: E402
 from full.check import rows_of_rank  # noqa: E402
 from full.config import Config  # noqa: E402
@@ -37,7 +38,6 @@ from full.generate import generate  # noqa: E402
 from full.model_config import ModelConfig  # noqa: E402
 from full.plans import Plan  # noqa: E402
 from full.ranks import connect  # noqa: E402
-from full.build import build  # noqa: E402
 from full.tiny import tiny_model  # noqa: E402
 from full.trainer import Trainer  # noqa: E402
 
@@ -422,7 +422,7 @@ def memory(name, device, size, steps=3) -> int:
     # A task of fixed lengths, and a random model of the shape: the rest is as in a run.
     connect(device, threads=config.threads)
     task = measure_grpo.Work(config, shape.vocab_size)
-    run_py.own_shape = lambda config, task: shape
+    build_py.own_shape = lambda config, task: shape
     peaks = dict(rollout=0, train=0)
     cuda, live = device == "cuda", LiveBytes()
 

@@ -27,9 +27,11 @@ from measure_models import QWEN3_06B
 
 import ring_attention as ring
 from full.batches import RolloutQueue, SampledBatch, collect
+from full.build import build, build_teacher, own_shape
 from full.byhand import Step, metrics_by_hand
 from full.checkpoint import write_checkpoint
 from full.config import LORA_TARGETS, Config
+from full.export import ONE_PROCESS
 from full.hf import save_hf
 from full.logs import do_step, rollout_line
 from full.lora import add_factors, is_factor
@@ -38,10 +40,8 @@ from full.optimizer import clip_grad_norm, persistent_buffers, tensors_of, weigh
 from full.places import full
 from full.plans import Plan
 from full.questions import make_task
-from full.recorded import Case
 from full.ranks import connect
-from full.build import build, build_teacher, own_shape
-from full.export import ONE_PROCESS
+from full.recorded import Case
 from full.tasks import Task
 from full.tiny import tiny_model
 from full.trainer import Trainer, empty_like, first_factors, first_weights

@@ -29,6 +29,7 @@ from test_run import runs_made_once
 from conformance import definition
 from full.__main__ import main
 from full.audit import audited, order
+from full.build import build
 from full.byhand import Step
 from full.checkpoint import write_checkpoint
 from full.config import Config
@@ -39,7 +40,6 @@ from full.questions import make_task
 from full.recorded import Recorded, RunFiles, play_again
 from full.report import as_text
 from full.rounding import errors, tolerance
-from full.build import build
 from full.trainer import Trainer
 
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 4 "

@@ -18,6 +18,7 @@ from test_ranks import run_of  # noqa: F401, a fixture
 
 from full.__main__ import main
 from full.batches import masked_attention
+from full.build import build
 from full.chunks import tree_backward
 from full.config import Config
 from full.experts import Balance
@@ -30,7 +31,6 @@ from full.places import full
 from full.plans import Grid, Plan
 from full.questions import make_task
 from full.ring import indices
-from full.build import build
 from full.tiny import tiny, tiny_model
 from full.trainer import Trainer
 from full.transformer import Transformer, causal_attention

@@ -27,10 +27,10 @@ from test_run import _main, _task, cli, contents, end, good, json_lines, killed,
 
 from full.__main__ import main
 from full.config import Config
+from full.directory import RunDirectory
 from full.generate import generate
 from full.hf import load_hf
 from full.questions import make_task
-from full.directory import RunDirectory
 from full.rollouts import Sampler
 from full.talk import Answer, evaluated, pass_at_k, wilson
 from full.text import Text

@@ -46,10 +46,10 @@ from full import rollouts
 from full.__main__ import main
 from full.checkpoint import Damaged, checkpoints, read_checkpoint
 from full.directory import RunDirectory
-from full.plans import Grid, Plan
-from full.ranks import Stop, agree, connect, is_lost_rank, own_device, store_of_this_attempt
 from full.exits import leave
 from full.export import require_one_process
+from full.plans import Grid, Plan
+from full.ranks import Stop, agree, connect, is_lost_rank, own_device, store_of_this_attempt
 
 RUN = f"{TINY} --out run --save-every 2 --timeout 20"
 STEPS, MANY, MOMENTS = 6, 100, 20  # steps of a run, of one that is killed often; kills of a rank

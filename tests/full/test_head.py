@@ -11,15 +11,15 @@ from test_ranks import TASK, ranks, read_metrics
 from test_run import good, refused
 
 from full.audit import audited
+from full.build import build, build_teacher
 from full.config import Config, parse_config
 from full.engine import Decoder
+from full.export import policy_in
 from full.generate import forward_with_cache, prefill
 from full.hf import load_hf, save_hf
 from full.parallelize import parallelize
 from full.plans import Grid, Plan
 from full.questions import make_task
-from full.build import build, build_teacher
-from full.export import policy_in
 from full.tiny import tiny_model
 from full.trainer import keep_wide
 

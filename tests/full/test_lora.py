@@ -15,17 +15,19 @@ from safetensors import safe_open
 from test_ranks import TASK, _train, largest_difference, ranks, read_metrics, trained
 from test_run import good, refused
 
-from full import lora, places, run
+from full import lora, places
 from full.audit import audited
 from full.batches import RolloutQueue
+from full.build import build
 from full.config import LORA_TARGETS, Config, parse_config
+from full.directory import RunDirectory
+from full.export import policy_in
 from full.hf import load_hf, save_hf
 from full.logs import do_step
 from full.lora import Lora, add_factors, is_factor, matrix_of, merged
 from full.optimizer import LocalOptimizer, replica_difference, weights_to_store
 from full.places import full
 from full.questions import make_task
-from full.build import build
 from full.talk import load_policy, main
 from full.tiny import TINY, tiny, tiny_model
 from full.trainer import Trainer
@@ -112,7 +114,7 @@ def test_the_first_factors_are_drawn_by_their_names_and_change_nothing(process_g
     other = dict(Trainer(config, build(config, task)[0]).model.named_parameters())
     assert all(p.equal(other[n]) == n.endswith("B") for n, p in factors.items())
     with mock.patch("full.export.read_checkpoint"):
-        again = run.policy_in("", config, task, "float64", merged=False)
+        again = policy_in("", config, task, "float64", merged=False)
     for name, p in again.named_parameters():
         assert is_factor(name) or torch.equal(p, other[name]), name
 
@@ -443,20 +445,20 @@ def test_checksums_of_a_base_are_of_its_configuration_too_and_must_be_there(tmp_
     save_hf(tiny_model("qwen2"), folder)
     out.mkdir()
     config = Config(model=f"{folder}", lora_rank=2, out=f"{out}")
-    run.note_base(config, out)
-    run.require_base(config, out)
+    directory = RunDirectory(out)
+    directory.fill(config, {})
+    directory.require_noted("base.json", config)
     text = (folder / "config.json").read_text()
     raw = json.loads(text)
     (folder / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": 0.5}))
     with pytest.raises(ValueError, match="is not what it was when"):
-        run.require_base(config, out)
+        directory.require_noted("base.json", config)
 
     # A run that goes on never writes them anew.
     (folder / "config.json").write_text(text)
     (out / "base.json").unlink()
-    (out / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="base.json"):
-        run.note_base(dataclasses.replace(config, resume=True), out)
+        directory.fill(dataclasses.replace(config, resume=True), {})
 
 
 @pytest.mark.quick
@@ -466,16 +468,16 @@ def test_a_start_that_was_killed_after_its_checksums_begins_again(process_group,
     config = Config(model=f"{folder}", lora_rank=2, out=f"{out}", resume=True)
     with mock.patch("pathlib.Path.replace", side_effect=KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt), contextlib.ExitStack() as stack:
-            run.prepare_out(config, stack)
+            RunDirectory.claim(config, stack)
     assert {path.name for path in out.iterdir()} == {"base.json", "config.tmp", "lock"}
     with contextlib.ExitStack() as stack:
-        run.prepare_out(config, stack)
+        RunDirectory.claim(config, stack)
     assert {path.name for path in out.iterdir()} == {"base.json", "config.json", "lock"}
 
     # A file of this name alone is a stranger's, and is not overwritten.
     (out / "config.json").unlink()
     with pytest.raises(ValueError, match="not a run's"), contextlib.ExitStack() as stack:
-        run.prepare_out(config, stack)
+        RunDirectory.claim(config, stack)
 
 
 AUDITED = {

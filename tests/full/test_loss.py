@@ -18,6 +18,7 @@ from conftest import ROOT, LOOKUP, batch_of
 from conformance.definition import Sequence, definition, learning_rate
 from full.advantages import gae
 from full.batches import SampledBatch, collect
+from full.build import build
 from full.byhand import read, settings
 from full.config import LOSS_SETTINGS, Config, choices_of
 from full.metrics import METRICS, Metric
@@ -26,7 +27,6 @@ from full.packing import pack
 from full.questions import make_task
 from full.recorded import Recorded
 from full.rollouts import Trajectory, demonstrations
-from full.build import build
 from full.tiny import TINY, tiny_model
 from full.trainer import Trainer
 from full.trie import TokenTrie

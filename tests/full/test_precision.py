@@ -26,6 +26,7 @@ from torch.distributed import fsdp
 from full import rollouts, trainer
 from full.audit import audited
 from full.batches import RolloutQueue
+from full.build import build
 from full.check import relative_error as relative
 from full.config import Config, parse_config
 from full.hf import load_hf
@@ -34,7 +35,6 @@ from full.parallelize import parallelize
 from full.places import full, part_of
 from full.plans import Grid, Plan
 from full.questions import make_task
-from full.build import build
 from full.talk import load_policy, settings_of_run
 from full.tiny import tiny, tiny_model
 from full.transformer import Transformer

@@ -30,12 +30,12 @@ import torch.distributed as dist
 from blocks import copied
 from conftest import LOOKUP, ROOT, batch_of, shortened, slow
 
+from full.build import build
 from full.config import parse_config
 from full.optimizer import clip_grad_norm
 from full.places import full
 from full.questions import make_task
 from full.rollouts import play
-from full.build import build
 from full.run import start_run
 from full.trainer import Trainer
 

@@ -20,11 +20,11 @@ from full.audit import audited
 from full.byhand import Routing
 from full.config import Config
 from full.experts import Replay, RouteRecorder, SparseMLP
+from full.export import policy_in
 from full.generate import generate
 from full.hf import save_hf
 from full.questions import make_task
 from full.rollouts import Sampler, Trajectory
-from full.export import policy_in
 from full.talk import evaluated, settings_of_run
 from full.tiny import tiny_model
 from full.trainer import Trainer

@@ -20,12 +20,12 @@ from test_run import GET, _main, at, cli, good, killed, refused
 
 from full.audit import audited
 from full.batches import SampledBatch, collect
+from full.build import build
 from full.checkpoint import checkpoints, sealed
 from full.config import parse_config
 from full.logs import do_step
 from full.questions import make_task
 from full.rollouts import Sampler, evaluate
-from full.build import build
 from full.run import start_run
 from full.trainer import Trainer
 

@@ -26,8 +26,8 @@ from test_run import (
 
 from full.audit import audited
 from full.config import Config, parse_config
-from full.hf import load_hf, save_hf
 from full.directory import RunDirectory
+from full.hf import load_hf, save_hf
 from full.logs import DEMO_METRICS, Log, Warnings
 from full.parallelize import materialise, parallelize
 from full.places import full, local

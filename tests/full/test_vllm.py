@@ -18,11 +18,11 @@ import pytest
 from test_ranks import read_metrics
 from test_run import begin, cli, end, free_port, until, wait_for_steps
 
+from full.build import shape_of
 from full.config import Config
 from full.engine import Unanswered, ask_once
 from full.hf import save_hf
 from full.questions import make_task
-from full.build import shape_of
 from full.transformer import Transformer
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
