@@ -37,9 +37,9 @@ import parallel
 from full.experts import Experts, grouped_linear
 from full.hf import _safetensors, _write_tensors, full_definition
 from full.model_config import read_json
-from full.places import Place, place_of, set_tensor, variant_of
+from full.places import Place, local, part_of, place_of, set_tensor, variant_of
 from full.ranks import warn
-from full.transformer import Transformer, local_part, whole_shapes
+from full.transformer import Transformer
 
 
 class Lora(NamedTuple):
@@ -290,7 +290,7 @@ def shard_factors(model, factors, grid) -> None:
 @torch.no_grad()
 def draw_factors(model, seed: int) -> None:
     """Draw A uniformly from within 1 / sqrt(in) of 0 and set B to 0, also on a rank's part."""
-    shapes = whole_shapes(model)
+    places = part_of(model).places
     for name, p in model.named_parameters():
         if not is_factor(name):
             continue
@@ -298,12 +298,11 @@ def draw_factors(model, seed: int) -> None:
         # CPU torch reads the lower 32 bits of a seed, so the checksum is of --seed and the name.
         key = zlib.crc32(name.encode(), seed % 2**32)
         generator = torch.Generator().manual_seed(key)
-        whole = torch.zeros(shapes[name])
+        whole = torch.zeros(places[name].shape)
         if name.endswith("lora_A"):
-            bound = 1 / math.sqrt(shapes[name][-1])
+            bound = 1 / math.sqrt(whole.shape[-1])
             whole.uniform_(-bound, bound, generator=generator)
-        local, region = local_part(model, name, p)
-        local.copy_(whole[region])
+        local(p).copy_(whole[places[name].region])
 
 
 # PEFT's files -----------------------------------------------------------------------------------
@@ -354,10 +353,8 @@ def save_factors(model, directory, base) -> None:
 
 
 @torch.no_grad()
-def load_factors(directory, model, shapes) -> None:
+def load_factors(directory, model) -> None:
     """Fill a model's factors, or a rank's parts of them, from a directory of PEFT's.
-
-    shapes: {name: shape} of all factors of the whole model.
 
     ValueError if it has another rank, another alpha or other tensors than model.lora, or if it
     means something that (13) does not say.
@@ -390,12 +387,15 @@ def load_factors(directory, model, shapes) -> None:
         files = text
     names = {own: name for name, own in files.items()}
     stored = {own: tuple(reader.get_slice(names[own]).get_shape()) for own in names}
-    own = {name_in_peft(name): tuple(shape) for name, shape in shapes.items()}
+    with torch.device("meta"):  # all factors, whichever this rank has
+        whole = AdaptedTransformer(model.config, model.lora)
+    own = {name_in_peft(name): tuple(p.shape) for name, p in whole.named_parameters()
+           if is_factor(name)}  # fmt: skip
     for name in sorted(stored.keys() | own.keys()):
         if stored.get(name) != own.get(name):
             raise ValueError(f"{path}: {name} is {stored.get(name, 'absent')} there and "
                              f"{own.get(name, 'absent')} here; give its --lora-targets")
-    for name, p in model.named_parameters():
+    for name, place in part_of(model).places.items():
         if is_factor(name):
-            local, region = local_part(model, name, p)
-            local.copy_(reader.get_slice(names[name_in_peft(name)])[region])
+            p = local(model.get_parameter(name))
+            p.copy_(reader.get_slice(names[name_in_peft(name)])[place.region])

@@ -1,7 +1,7 @@
-"""The trainer: adds plans, precisions, trees, a critic, a generator to `train_grpo.Trainer`.
+"""The trainer: what `train_grpo.Trainer` does, for plans, precisions, trees, a critic, a generator.
 
-The methods that `train_grpo.train` calls, and what they need. Before them stands what a trainer is
-made of: which plan and which precision a model has, its first weights, its optimizer.
+The methods of `AnyTrainer`, and what they need. Before them stands what a trainer is made of: which
+plan and which precision a model has, its first weights, its optimizer.
 
 Equation (1) is in advantages.py, (2) to (8) are in objectives.py.
 
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import train_grpo
 from full import lora
 from full.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
 from full.batches import BATCHES, ExpertLoads, padded
@@ -29,10 +28,11 @@ from full.optimizer import (
 )  # fmt: skip
 from full.packing import gather_replica, speaks_for_replica
 from full.parallelize import materialise, parallelize
+from full.places import local, part_of
 from full.plans import Grid, Plan
 from full.ranks import current_device, summed, warn
-from full.rollouts import Sampler
-from full.transformer import Transformer, causal_attention, draw_weights
+from full.rollouts import AnyTrainer, Sampler
+from full.transformer import Transformer, causal_attention, drawn_weights
 from full.weights import share_or_allocate, split_for_decoding
 
 
@@ -66,32 +66,29 @@ def shard_generator(generator, device, *, policy, grid):
     share_or_allocate(policy, generator, device)
 
 
-def first_factors(config, model, shapes):
-    """Fill a model's factors with those of --lora-from, or with random ones.
-
-    shapes: {name: shape} of all factors of the whole model. `model` may be a rank's part of it.
-    """
-    if config.lora_from:
-        lora.load_factors(config.lora_from, model, shapes)
-    elif config.lora_rank:
-        lora.draw_factors(model, config.seed)
-
-
-def empty_like(model) -> Transformer:
-    """Return a whole plain model of a model's shape, on the meta device."""
+@torch.no_grad()
+def first_weights(model, directory, seed=0):
+    """Fill a model with weights of a directory, or, if that is "", with random ones of a seed."""
+    # For the names of the whole model: a stage of a pipeline has some of the tensors only.
     with torch.device("meta"):
-        return Transformer(model.config)
-
-
-def first_weights(model, whole, directory, seed=0):
-    """Fill a model with weights of a directory, or, if that is "", with random ones of a seed.
-
-    whole: the whole model, on the meta device. The model may be a rank's part of it.
-    """
+        whole = Transformer(model.config)
     if directory:
         load_hf(directory, model=model, whole=whole)
-    else:
-        draw_weights(model, seed, whole)
+        return
+    places = part_of(model).places
+    for name, weight in drawn_weights(whole, seed):
+        if name in places:
+            local(model.get_parameter(name)).copy_(weight[places[name].region])
+    for buffer in model.buffers():
+        buffer.zero_()
+
+
+def first_factors(config, model):
+    """Fill a model's factors, if it has any, with those of --lora-from, or with random ones."""
+    if config.lora_from:
+        lora.load_factors(config.lora_from, model)
+    elif config.lora_rank:
+        lora.draw_factors(model, config.seed)
 
 
 def build_optimizer(config, model):
@@ -101,11 +98,8 @@ def build_optimizer(config, model):
     return LocalOptimizer(model, make, zero=config.data_parallel == "zero1")
 
 
-class Trainer(train_grpo.Trainer):
-    """`train_grpo.Trainer` for every plan, tree, precision, objective and sampler.
-
-    Each method does what `train_grpo.Trainer`'s of this name does, and calls none of them: those
-    run a whole model on padded rows. Shards, pipelines and packed rows need another order of work.
+class Trainer(AnyTrainer):
+    """An `AnyTrainer` for every plan, tree, precision, objective and sampler.
 
     `forward_backward` may be called any number of times before `optim_step`: gradients add up over
     calls and ranks, without an average, as every loss is divided by Z, which the caller has found.
@@ -119,8 +113,7 @@ class Trainer(train_grpo.Trainer):
         """Shard the models by the settings' plans, and allocate those on the meta device.
 
         model: Transformer. It is trained. From the meta device it gets its first weights here.
-        generator: Transformer, or an object with the methods of a Sampler. It samples. Its weights
-            come with the first push.
+        generator: Transformer, or another `AnySampler`. Its weights come with the first push.
         reference: Transformer. The KL is measured against it; `write_reference` fills it.
         teacher: Transformer. --teacher's, filled here: its log-probs give the advantages.
         """
@@ -139,15 +132,11 @@ class Trainer(train_grpo.Trainer):
         self.plan = plan_of(config)
         self.grid = Grid(self.plan, self.device.type, shard=config.shard_ranks or None)
 
-        # The weights are drawn, or read, for the shapes of the whole model: a stage of a pipeline
-        # has some of the tensors only.
-        whole = empty_like(model)
-        factors = {n: p.shape for n, p in model.named_parameters() if lora.is_factor(n)}
         compute_dtype = getattr(torch, config.compute) if config.is_mixed else None
         self.model = self.shard_model(keep_wide(config, model), compute_dtype)
         if is_empty:
-            first_weights(self.model, whole, config.model, config.seed)
-            first_factors(config, self.model, factors)
+            first_weights(self.model, config.model, config.seed)
+            first_factors(config, self.model)
         self.optimizer = build_optimizer(config, self.model)
         self.experts = ExpertLoads(config, self.model, self.device)
 
@@ -163,9 +152,8 @@ class Trainer(train_grpo.Trainer):
             self.reference = self.model
         self.teacher = teacher
         if teacher is not None:
-            whole = empty_like(teacher)
             self.teacher = self.shard_model(teacher)
-            first_weights(self.teacher, whole, config.teacher)
+            first_weights(self.teacher, config.teacher)
 
         # Which metrics of tokens this run has. A loss of no token says it, the same on all ranks.
         none_BT = torch.zeros(1, 0)

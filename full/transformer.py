@@ -17,10 +17,6 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import (
-    compute_local_shape_and_global_offset as local_shape_and_offset,
-)  # fmt: skip
 
 import models
 from full.experts import SparseMLP
@@ -203,56 +199,34 @@ class Transformer(models.Transformer):
         return self
 
     def init_weights(self, seed: int) -> "Transformer":
-        """Draw all weights from a seed, the same ones in every dtype; see `draw_weights`."""
+        """Draw all weights from a seed, the same ones in every dtype; see `drawn_weights`."""
         return draw_weights(self, seed)
 
 
-@torch.no_grad()
-def draw_weights(model, seed: int, whole=None):
-    """Draw normal(0, initializer_range) matrices, unit norms and zero biases, and return the model.
+def drawn_weights(model, seed: int):
+    """Yield the name and the first weights of each parameter of a whole model, on the CPU.
 
-    model: it may be a rank's part of a model, of `parallelize` or with DTensors.
-    seed: decides all weights, which are the same in every dtype and under every plan.
-    whole: a model, as of `load_hf`, that has the shapes of all parameters. Default: `model`.
-
-    A value head starts with zeros, so that the first values are 0.
+    Matrices are normal(0, initializer_range), norms are 1, biases are 0. A value head is 0 too, so
+    that the first values are 0. The seed decides all, alike in every dtype and under every plan.
     """
+    # One tensor at a time: the draws of a tensor follow the draws of the tensor before it. In
+    # float32 on the CPU, so that dtype and device do not change the draw.
     generator = torch.Generator().manual_seed(seed)
-    own = dict(model.named_parameters())
-    for name, shape in whole_shapes(whole or model).items():
-        # One whole tensor at a time, also of parameters that are not on this rank: the draws of a
-        # tensor follow the draws of the tensor before it. In float32 on the CPU, so that dtype and
-        # device do not change the draw.
+    for name, p in model.named_parameters():
         if name.endswith("norm.weight"):
-            weight = torch.full(shape, 0.0 if model.config.norm_offset else 1.0)
+            yield name, torch.full(p.shape, 0.0 if model.config.norm_offset else 1.0)
         elif name.endswith("bias") or name == "score.weight":
-            weight = torch.zeros(shape)
+            yield name, torch.zeros(p.shape)
         else:
-            weight = torch.randn(shape, generator=generator, dtype=torch.float32)
-            weight *= model.config.initializer_range
-        if name in own:
-            local, region = local_part(model, name, own[name])
-            local.copy_(weight[region])
+            drawn = torch.randn(p.shape, generator=generator, dtype=torch.float32)
+            yield name, drawn.mul_(model.config.initializer_range)
+
+
+@torch.no_grad()
+def draw_weights(model, seed: int):
+    """Fill a whole model with `drawn_weights`, and its buffers with 0, and return it."""
+    for name, weight in drawn_weights(model, seed):
+        model.get_parameter(name).copy_(weight)
     for buffer in model.buffers():
         buffer.zero_()
     return model
-
-
-def local_part(model, name, parameter):
-    """Return this rank's tensor of a parameter, and which part of the whole it is, as slices."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if hasattr(model, "part"):  # of `parallelize`
-        return local, model.part.places[name].region
-    sizes = parameter.shape
-    starts = [0] * len(sizes)
-    if isinstance(parameter, DTensor):
-        how = parameter.device_mesh, parameter.placements
-        sizes, starts = local_shape_and_offset(parameter.shape, *how)
-    return local, tuple(slice(a, a + n) for a, n in zip(starts, sizes))
-
-
-def whole_shapes(model) -> dict:
-    """Return name -> shape of each parameter, before `parallelize` has split the model."""
-    places = model.part.places if hasattr(model, "part") else {}
-    return {name: places[name].shape if name in places else tuple(p.shape)
-            for name, p in model.named_parameters()}  # fmt: skip

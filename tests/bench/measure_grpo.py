@@ -44,7 +44,7 @@ from full.ranks import connect
 from full.recorded import Case
 from full.tasks import Task
 from full.tiny import tiny_model
-from full.trainer import Trainer, empty_like, first_factors, first_weights
+from full.trainer import Trainer, first_factors, first_weights
 from full.transformer import Transformer, draw_weights
 from full.trie import TokenTrie
 from full.weights import copy_weights
@@ -57,9 +57,8 @@ BOUND = 1e-10
 def built(config, task, device):
     """Policy, generator and reference of `build`, the policy in memory: on any device."""
     model, generator, reference = build(config, task)
-    first_weights(model.to_empty(device=device), empty_like(model), config.model, config.seed)
-    factors = {name: p.shape for name, p in model.named_parameters() if is_factor(name)}
-    first_factors(config, model, factors)
+    first_weights(model.to_empty(device=device), config.model, config.seed)
+    first_factors(config, model)
     return model, generator, reference
 
 
@@ -151,7 +150,7 @@ def step_error(device="cpu", **changes) -> float:
             config = dataclasses.replace(config, model=f"{folder}/hf")
         if config.teacher:
             teacher = Transformer(own_shape(dataclasses.replace(config, hidden=16), task))
-            draw_weights(teacher.double(), 5, teacher)
+            draw_weights(teacher.double(), 5)
             save_hf(teacher, folder / "hf")
             config = dataclasses.replace(config, teacher=f"{folder}/hf")
         model, generator, reference = built(config, task, device)

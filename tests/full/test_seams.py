@@ -1,17 +1,24 @@
 """An idea is one entry of one table: an objective, an advantage, an aggregation, a metric."""
 
+import inspect
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
 from test_run import TINY
 
+import train_grpo
+from full import logs, rollouts
 from full import run as run_py
 from full.__main__ import main
 from full.advantages import ADVANTAGES, Advantage
+from full.batches import Demonstrations, RolloutQueue
+from full.engine import Engine
 from full.metrics import METRICS, Metric
 from full.objectives import AGGREGATIONS, OBJECTIVES
+from full.trainer import Trainer
 
 pytestmark = pytest.mark.quick
 
@@ -78,3 +85,21 @@ def test_a_sampler(run, monkeypatch):
     monkeypatch.setattr("full.run.build", lambda *made: (build(*made)[0], Guesses(), None))
     lines = run("--turns 1 --prompts 3")
     assert [line["reward/solved"] for line in lines] == [1 / 3, 1 / 3]
+
+
+PROTOCOLS = {
+    rollouts.AnySampler: (rollouts.Sampler, Engine),
+    rollouts.AnySource: (RolloutQueue, Demonstrations),
+    rollouts.AnyTrainer: (Trainer,),
+    rollouts.AnyLog: (logs.Logs, logs.Log, logs.Checkpointer, logs.RolloutLog, logs.Warnings),
+}
+
+
+def test_the_parts_of_a_run_have_what_their_protocols_say_and_the_loop_calls_no_more():
+    methods = {x: {y for y in vars(x) if y[0] != "_"} for x in PROTOCOLS}
+    for protocol, kinds in PROTOCOLS.items():
+        for kind in kinds:
+            assert not [name for name in methods[protocol] if name not in vars(kind)], kind
+    loop = inspect.getsource(train_grpo.train)
+    assert {*re.findall(r"trainer\.(\w+)", loop)} == methods[rollouts.AnyTrainer]
+    assert {*re.findall(r"source\.(\w+)", loop)} <= methods[rollouts.AnySource]

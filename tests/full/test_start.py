@@ -35,7 +35,8 @@ from full.plans import Grid, Plan
 from full.questions import make_task
 from full.talk import load_policy, settings_of_run
 from full.tiny import tiny
-from full.transformer import Transformer, draw_weights
+from full.trainer import first_weights
+from full.transformer import Transformer
 
 FLAGS = f"{SAVING} 2 {DEMOS}"
 # Code is never imported from what a run stored, so the task is given again.
@@ -329,7 +330,7 @@ def _start(rank, name, directory):
             model = Transformer(shape).double()
         model = parallelize(model, plan, device_mesh=grid, **options)
         materialise(model)
-        draw_weights(model, 3, whole)
+        first_weights(model, "", 3)
     found = [apart(model)]
 
     own = [local(p.detach()) for p in model.parameters()]
