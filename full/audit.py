@@ -46,9 +46,9 @@ from full.rounding import AGAIN, EACH, EXACT, flip, mean, near_choices, toleranc
 # token's, and the mean over all tokens, which also finds a small change of the temperature. An
 # engine's kernels are not at hand. These are a few times what was measured, at most and on average:
 #
-#     full.engine serve, `guess`          float64     4.4e-16    9.3e-17
-#     full.engine serve, SmolLM2-135M     float32     2.8e-5     3.2e-6
-#     full.engine serve, SmolLM2-135M     bfloat16    0.21       0.035
+#     full/generate.py, `guess`           float64     4.4e-16    9.3e-17
+#     full/generate.py, SmolLM2-135M      float32     2.8e-5     3.2e-6
+#     full/generate.py, SmolLM2-135M      bfloat16    0.21       0.035
 #     vLLM 0.32, SmolLM2-135M             float32     6.9e-5     1.2e-5
 #     vLLM 0.32, SmolLM2-135M             bfloat16    0.65       0.055
 #     the same, each of 14 steps          bfloat16    2.3        0.053

@@ -350,12 +350,11 @@ def generate(
         raise ValueError(f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} exceed "
                          f"the model's {positions} positions; shorten one of them")  # fmt: skip
 
-    # A row's place among all rows is its number, and after each fork also the number of the fork.
     reserved = branches or (lambda row: 1)
     recorder = RouteRecorder() if routes else None
     batch = Batch(model, rows, min(slots or math.inf, sum(map(reserved, rows))), recorder)
     waiting = deque(((n,), row) for n, row in enumerate(rows))
-    done = []
+    turns = Turns(max_new_tokens, ending, after)
     while waiting or batch.rows:
         # Rows enter in their order. All ranks that decode the same rows let the same ones in.
         entering = []
@@ -366,30 +365,56 @@ def generate(
         if entering:
             batch.admit(entering)
 
-        # Each row takes its token, sampled or queued.
-        ended = batch.draw(temperature, end)
-        if ending and any(ended):
-            ending([row for (_, row), is_over in zip(batch.rows, ended) if is_over])
-
-        # What goes on may be nothing, the row itself, or several forks. A fork is a copy of a row
-        # of the cache, and takes a free slot if there is one.
+        # Each row takes its token, sampled or queued. A fork of it is a copy of a row of the cache,
+        # and takes a free slot if there is one.
         going = []  # (slot of the batch to go on from, place, row), or None: a free slot
         forks = []
-        for b, (place, row) in enumerate(batch.rows):
-            followers = [(place, row)]
-            if ended[b]:
-                found = after(row) if after else []
-                followers = [((*place, n), follower) for n, follower in enumerate(found)]
-                if not followers:
-                    done.append((place, row))
-            for _, follower in followers:
-                follower.truncated = follower.new >= max_new_tokens
-            done += [(at, follower) for at, follower in followers if follower.truncated]
-            kept = [(b, at, follower) for at, follower in followers if not follower.truncated]
+        ended = batch.draw(temperature, end)
+        for b, followers in enumerate(turns.followers(batch.rows, ended)):
+            kept = [(b, place, row) for place, row in followers]
             going.append(kept[0] if kept else None)
             forks += kept[1:]
         batch.go_on(without_holes(going + forks))
-    return [row for _, row in sorted(done, key=lambda entry: entry[0])]
+    return turns.rows()
+
+
+class Turns:
+    """What follows the turns of rows: more turns, forks, or the end.
+
+    A row's place among all rows is its number, and after each turn also the number of the fork:
+    after two turns row 3 has the places (3, 0, 0) .., in which the rows are returned.
+    """
+
+    def __init__(self, max_new_tokens, ending=None, after=None):
+        self.limit = max_new_tokens
+        self.ending = ending
+        self.after = after
+        self.done = []  # (place, row)
+
+    def followers(self, entries, ended):
+        """Yield for each (place, row) a list of those that go on in its place.
+
+        entries: list of (place, row). They have got tokens.
+        ended: whether the last token ended a turn of the row. Then `ending` is called with all of
+            these rows, and `after` with each says what goes on: nothing, the row, or its forks.
+        """
+        over = [row for (_, row), has_ended in zip(entries, ended) if has_ended]
+        if self.ending and over:
+            self.ending(over)
+        for (place, row), has_ended in zip(entries, ended, strict=True):
+            found = [(place, row)]
+            if has_ended:
+                forks = self.after(row) if self.after else []
+                found = [((*place, n), fork) for n, fork in enumerate(forks)]
+                self.done += [] if forks else [(place, row)]
+            for _, follower in found:
+                follower.truncated = follower.new >= self.limit
+            self.done += [entry for entry in found if entry[1].truncated]
+            yield [entry for entry in found if not entry[1].truncated]
+
+    def rows(self) -> list:
+        """Return the rows that have ended, in the order of their places."""
+        return [row for _, row in sorted(self.done, key=lambda entry: entry[0])]
 
 
 class Batch:

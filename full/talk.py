@@ -6,12 +6,10 @@
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import math
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +21,6 @@ from full.build import require_room, require_rows
 from full.checkpoint import checkpoints
 from full.config import TASKS, Config, _flag, add_flags, resumed_config
 from full.directory import RunDirectory
-from full.engine import Engine
 from full.exits import quietly
 from full.export import ONE_PROCESS, beside, one_process, policy_in, write_hf
 from full.hf import load_hf
@@ -34,7 +31,6 @@ from full.ranks import MAY_BE_OBJECTS
 from full.rollouts import Sampler, evaluate, play_held_out
 from full.tasks import asking
 from full.text import text_of
-from full.transformer import Transformer
 from train_grpo import EVALUATION
 
 
@@ -103,26 +99,6 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=
     return model.to(device), f"{source}, {Path(path).name}"
 
 
-@contextlib.contextmanager
-def sampler_of(model, engine):
-    """Yield a sampler with a model's weights. engine: URLs as of --engine, or "": this process."""
-    if not engine:
-        yield Sampler(model)
-        return
-
-    # The engine may read the folder of this process's runs, as in training.
-    dtype = model.head_weight.dtype
-    config = Config(engine=engine, generator_dtype=str(dtype).removeprefix("torch."))
-    with torch.device("meta"):
-        shape = Transformer(model.config).to(dtype)
-    sampler = Engine(config, shape)
-    Path("runs").mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="engine-", dir="runs") as folder:
-        sampler.begin(folder)
-        sampler.push(model, None, 0)
-        yield sampler
-
-
 def command_parser(name):
     """Return a parser with the flags by which `eval` and `chat` choose a model."""
     parser = argparse.ArgumentParser(f"python -m full {name}", allow_abbrev=False)
@@ -132,7 +108,6 @@ def command_parser(name):
         "--dtype", choices=("float32", "float64", "bfloat16"), default="",
         help="of the model's weights [of a run: its generator's; of a directory: as stored]",
     )  # fmt: skip
-    parser.add_argument("--engine", default="", metavar="URL[,URL..]", help="[this process]")
     return parser
 
 
@@ -258,8 +233,7 @@ def evaluation(argv) -> int:
         model, name = load_policy(options.source, task, **which)
         require_rows(task, model.config, options.source)
         require_room(config, task, model.config.max_position_embeddings)
-        with sampler_of(model, options.engine) as sampler:
-            figures, different, shown = evaluated(config, task, sampler, options.samples)
+        figures, different, shown = evaluated(config, task, Sampler(model), options.samples)
 
     # First what the task has decided by itself, such as a template. Then a table and samples for a
     # reader, and one line of JSON for a program.
@@ -415,8 +389,7 @@ def chat(argv) -> int:
             model, name = load_policy(options.source, **which)
             print(f"{name}: {how}", file=sys.stderr)
             positions = model.config.max_position_embeddings
-            with sampler_of(model, options.engine) as sampler:
-                converse(sampler, positions, text, options, plain)
+            converse(Sampler(model), positions, text, options, plain)
     except KeyboardInterrupt:
         print(flush=True)  # one leaves by Ctrl-C, or by Ctrl-D, which ends the input
     return 0

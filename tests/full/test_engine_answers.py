@@ -1,7 +1,7 @@
 """What an engine may answer: turns in two dialects, and faults, each of which is named.
 
-A `Spoiler` is our own server with answers that are wrong. Whatever an engine answers, no rollout
-gets a token that the pushed weights did not sample.
+The stub's answers are spoiled. Whatever an engine answers, no rollout gets a token that the pushed
+weights did not sample.
 """
 
 import json
@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from stub_engine import Handler
 from test_engine import (
     DRAWS, PROMPT, RUN, directory, engine_of, model_of, sampled, same_turn, serve,  # noqa: F401
 )  # fmt: skip
@@ -20,21 +21,10 @@ from test_ranks import run_of  # noqa: F401, a fixture
 import models
 from full import engine as engine_py
 from full.config import Config
-from full.engine import VLLM, Engine, Handler, SGLang
+from full.engine import VLLM, Engine, SGLang
 from full.generate import generate
 
 # Answers that are wrong ------------------------------------------------------------------------
-
-
-class Spoiler(Handler):
-    """Lets `server.spoil(handler, answer)` send the answers that the server would send with 200."""
-
-    def send(self, code, answer):
-        spoil = self.server.spoil if code == 200 else None
-        (spoil or Spoiler.good)(self, answer) if code == 200 else super().send(code, answer)
-
-    def good(self, answer):
-        Handler.send(self, 200, answer)
 
 
 def turn(change):
@@ -141,7 +131,7 @@ class Clock:
 @pytest.fixture(scope="module")
 def spoiled(directory, tmp_path_factory, process_group):
     """An Engine whose server spoils some answers; its server, and a turn that has not been."""
-    server = serve(directory, tmp_path_factory.getbasetemp(), handler=Spoiler)
+    server = serve(directory)
     engine = engine_of(server, tmp_path_factory.mktemp("weights"))
     tokens, _ = sampled(model_of(5))
     assert tokens[3] not in tokens[:3]
@@ -163,7 +153,7 @@ def test_a_wrong_answer_is_named_and_a_later_right_one_is_taken(
 
     def some(handler, answer):
         is_turn = handler.path == VLLM.path
-        (spoil if is_turn and left and left.pop() else Spoiler.good)(handler, answer)
+        (spoil if is_turn and left and left.pop() else Handler.good)(handler, answer)
 
     monkeypatch.setattr(server, "spoil", some)
     if name not in ENDS_A_RUN:
@@ -214,7 +204,7 @@ def test_a_log_prob_of_minus_infinity_is_taken_and_will_leave_the_loss(spoiled, 
 
 
 def spoil_once():
-    """Return a `Spoiler`'s function that spoils the first answer of each turn, and the turns.
+    """Return a function that spoils the first answer of each turn, and the turns.
 
     The faults take turns. The first time that a cache shall be emptied it says that it cannot.
     """
@@ -241,7 +231,7 @@ def spoil_once():
 def test_a_run_with_every_passing_fault_is_the_run_without(
     run_of, directory, tmp_path,  # noqa: F811
 ):  # fmt: skip
-    server = serve(directory, tmp_path.parent, handler=Spoiler)
+    server = serve(directory)
     server.spoil, turns, names = spoil_once()
     found = trained(tmp_path, 1, f"{RUN} --engine {server.url}")
     server.shutdown()
@@ -320,16 +310,17 @@ def test_what_sglang_is_asked_and_answers():
 
 
 def test_an_engine_of_sglangs_dialect_is_recognized(directory, tmp_path, process_group):
-    """Our own server, translated: what SGLang's source says that it hears and answers."""
-    server = serve(directory, tmp_path)
-    answers = server.decoder.answers()
+    """The stub, translated: what SGLang's source says that it hears and answers."""
+    server = serve(directory)
+    server.draws.clear()
+    answers = server.answers
 
     def generate_as_sglang(body):
         how = body["sampling_params"]
         assert how["top_p"] == 1.0 and how["top_k"] == -1 and body["return_logprob"] is True
         own = dict(max_tokens=how["max_new_tokens"], temperature=how["temperature"],
                    seed=how["sampling_seed"], stop_token_ids=how["stop_token_ids"])  # fmt: skip
-        body = {"token_ids": body["input_ids"], "sampling_params": own | {"ignore_eos": True}}
+        body = {"token_ids": body["input_ids"], "sampling_params": own}
         tokens, logprobs, (version,) = VLLM.read(answers[VLLM.path](body))
         entries = [[logprob, token, None] for token, logprob in zip(tokens, logprobs)]
         return {"meta_info": {"output_token_logprobs": entries, "weight_version": version}}
@@ -341,19 +332,19 @@ def test_an_engine_of_sglangs_dialect_is_recognized(directory, tmp_path, process
         return {"success": True, "message": "", "num_paused_requests": 0}
 
     server.answers = {
-        SGLang.info: lambda body: {"weight_version": server.decoder.version},
+        SGLang.info: server.info,
         "/v1/models": answers["/v1/models"], SGLang.path: generate_as_sglang,
         "/pause_generation": answers["/pause"], "/update_weights_from_disk": update,
         "/continue_generation": answers["/resume"],
     }  # fmt: skip
     engine = engine_of(server, tmp_path / "weights")
-    assert engine.dialect is SGLang and not engine.takes_draws
+    assert engine.dialect is SGLang
     row = models.Row(PROMPT, DRAWS)
     engine.generate([row], max_new_tokens=6, temperature=0.9)
     alone = models.Row(PROMPT)
     generate(model_of(5), [alone], max_new_tokens=6, temperature=0.9, seed=int(0.31 * 2**31))
     assert same_turn((row.tokens, row.logprobs), (alone.tokens, alone.logprobs))
     with pytest.raises(ValueError, match="^--engine: expected servers of one kind, got "):
-        other = serve(directory, tmp_path)
+        other = serve(directory)
         Engine(Config(engine=f"{server.url},{other.url}"), engine.model)
     server.shutdown()

@@ -1,4 +1,4 @@
-"""audit.py of runs with an engine: full.engine's server in this process, and the ranks in others.
+"""audit.py of runs with an engine: the stub is in this process, and the ranks in others.
 
 What an engine draws is its own. Everything else is held to the definition, as in test_audit.py.
 """

@@ -13,7 +13,6 @@ from test_run import good, refused
 from full.audit import audited
 from full.build import build, build_teacher
 from full.config import Config, parse_config
-from full.engine import Decoder
 from full.export import policy_in
 from full.generate import forward_with_cache, prefill
 from full.hf import load_hf, save_hf
@@ -179,14 +178,3 @@ def test_the_measurement_prints_its_tables(tmp_path, capsys, monkeypatch):
     assert [row[1::2][:2] for row in rows] == [
         [a, b] for a in ("bfloat16", "float32") for b in ("bfloat16", "float32")]
     assert float(rows[-1][4]) < float(rows[0][4])
-
-
-def test_our_server_keeps_its_head_when_it_loads_weights(tmp_path):
-    save_hf(tiny_model("qwen3", dtype=torch.bfloat16), tmp_path / "weights")
-    decoder = Decoder(tmp_path / "weights", None, tmp_path, torch.float32)
-    decoder.start()
-    assert decoder.model.head_dtype == torch.float32
-    first = decoder.model
-    decoder.between_tokens(decoder.pause)
-    decoder.load(dict(method="reload_weights", kwargs=dict(weights_path=f"{tmp_path}/weights")))
-    assert decoder.model is not first and decoder.model.head_dtype == torch.float32

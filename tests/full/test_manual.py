@@ -39,7 +39,6 @@ RUN = "python -m full"
 TRAIN = "torchrun --nproc-per-node 2 -m full"
 EXAMPLE = f"{RUN} --task tests/example_tasks.py"
 BENCH = f"{RUN} bench"
-SERVER = "python -m full.engine serve DIR --port 8100 --weights-under runs"
 ROAD = "commands::a_released_checkpoint_from_the_first_step_to_a_conversation"
 GPU = "gpu::the_list_names_each_command"
 SECTION = RECIPES.text.split("## A released model")[1].split("\n## ")[0]
@@ -70,7 +69,6 @@ TABLE = {
         "api::a_script_under_torchrun_gives_the_run_of_the_command_line",
     f"{RUN} inspect DIR": " ",
     f"{RUN} plan d2t2 --model qwen3-8b": " ",
-    SERVER: "manual::the_server_of_the_manual_samples_for_a_run",
     "python tests/bench/imports.py": "manual::the_graph_of_imports_has_every_file",
 
     # Commands that read a run.
@@ -172,25 +170,6 @@ def test_a_command_runs_at_toy_size(folder, command):  # noqa: F811
         code, out, err = as_script("full", *flags, cwd=folder)
         assert code == 0 and out, err
         assert flags[0] != "bench" or json.loads(out.splitlines()[-1])
-
-
-@pytest.mark.slow
-def test_the_server_of_the_manual_samples_for_a_run(folder):  # noqa: F811
-    """At a free port. It serves another model until the run pushes its own."""
-    words = shlex.split(SERVER.replace("8100", "0"))[1:]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}"}
-    how = dict(cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
-    with subprocess.Popen([sys.executable, *words], **how) as server:
-        try:
-            said = server.stdout.readline()
-            assert re.fullmatch(r"serving DIR at http://127\.0\.0\.1:\d+\n", said)
-            codes, (out,), err = cli(folder, f"--engine {said.split()[-1]}{TINY}")
-            assert codes == [0] and "eval/solved" in out, err
-            (run,) = (folder / "runs").iterdir()
-            (weights,) = (run / "engine").iterdir()  # older ones have been removed
-            assert weights.name.endswith("-4") and (weights / "config.json").exists()
-        finally:
-            server.kill()
 
 
 @pytest.mark.parametrize("flags", shortened(["--steps 1", ""], "--steps 1"))
