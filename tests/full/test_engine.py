@@ -42,7 +42,7 @@ def model_of(seed, **changes):
 
 
 def serve(directory):
-    """Serve a directory in this process; return the Stub, which knows the draws of `sampled` too."""
+    """Serve a directory in this process; return the Stub, which knows the draws of `sampled`."""
     server = Stub(directory).begin()
     server.draws |= turns_of(DRAWS)
     return server

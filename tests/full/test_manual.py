@@ -7,7 +7,6 @@ more flags for it, which win over its own, or its test: FILE::NAME is tests/test
 import dataclasses
 import importlib
 import json
-import os
 import re
 import shlex
 import subprocess
