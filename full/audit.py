@@ -23,11 +23,9 @@ import numpy as np
 import torch
 
 import train_grpo
-from full.build import shape_of
 from full.byhand import OF_UPDATES, Step, cause, metrics_by_hand, read
 from full.checkpoint import read_checkpoint
 from full.exact import packed_attention, require_exact_kernels
-from full.exits import quietly
 from full.export import one_process, policy_in
 from full.hf import full_definition
 from full.lora import definition as lora_definition

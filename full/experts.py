@@ -276,3 +276,84 @@ def update_router_bias(model, counts, /):
         counts_E = counts_E.double()
         step_E = (counts_E.mean() - counts_E).sign().long()  # (11)
         routers[layer].votes += step_E.to(routers[layer].votes.device)
+
+
+class ExpertLoads:
+    """Count which experts the tokens of a step go to: balance loss, loads, the routers' bias.
+
+    `begin` and `end` enclose one forward_backward. A token that several trajectories share in a
+    tree counts once for each of them. For a model without experts all of it does nothing.
+
+    counts_LE: tokens of each expert in an optimizer step, for L layers with E experts each.
+    parts: for each micro-batch {layer: loss}, {layer: tokens of each expert}, and `changed` of its
+        `Replay`, {} without one, on this rank.
+    """
+
+    def __init__(self, config, model, device):
+        self.device = device
+        self.coef = config.balance_coef
+        self.rate = config.router_bias_rate
+        self.layers = list(model.config.sparse_layers)
+        self.counts_LE = torch.zeros(len(self.layers), model.config.num_experts).double()
+        self.coef_of_one = 0.0
+        self.parts = []
+
+    def begin(self, batch, num_sequences=None):
+        """Begin a forward_backward of this rank's batch. num_sequences: of the step, all ranks."""
+        # The mean of the balance losses is over the whole step: so nothing depends on the cut.
+        self.parts = []
+        if self.coef and self.layers:
+            if num_sequences is None:
+                count = torch.tensor(float(len(batch)), dtype=torch.float64, device=self.device)
+                dist.all_reduce(count)
+                num_sequences = count.item()
+            self.coef_of_one = self.coef / max(1, num_sequences)
+
+    def balance_of_row(self, sequence_j, token_j, *, num_sequences, groups, replay=None):
+        """Return the callback of the sparse layers of one micro-batch; see `routing_of_rank`."""
+        how = dict(coef=self.coef_of_one, num_sequences=num_sequences, groups=groups)
+        balance = Balance(sequence_j, token_j, **how)
+        # The layers fill these in as they run. A layer that runs again fills in the same.
+        self.parts.append((balance.losses, balance.counts, replay.changed if replay else {}))
+        if replay is None:
+            return balance
+        replay.then = balance
+        return replay
+
+    def end(self) -> dict:
+        """Return the metrics of a forward_backward. Collective."""
+        if not self.layers:
+            return {}
+
+        # A rank has counted its own tokens in its own layers, so the sum over all ranks is the
+        # whole. A number of tokens is exact in float64, so all ranks move the biases identically.
+        sums = torch.zeros(3 + self.counts_LE.numel(), dtype=torch.float64, device=self.device)
+        counts_LE = sums[3:].view_as(self.counts_LE)
+        for losses, counts, changed in self.parts:
+            for loss_of_layer in losses.values():
+                sums[0] += loss_of_layer
+            for layer, counts_E in counts.items():
+                counts_LE[self.layers.index(layer)] += counts_E
+            for counts_2 in changed.values():
+                sums[1:3] += counts_2
+        dist.all_reduce(sums)
+        counts_LE = counts_LE.cpu()
+        self.counts_LE += counts_LE
+
+        # 1: all experts of a layer got as much; E / K: every token chose the same experts.
+        load_L = counts_LE.amax(1) / counts_LE.mean(1).clamp(min=1 / counts_LE.shape[1])
+        metrics = {"experts/load_max": load_L.max().item()}
+        loss, changed, replayed = sums[:3].tolist()
+        if self.coef:
+            metrics["balance/loss"] = loss
+        if replayed:
+            metrics["experts/replay_changed"] = changed / replayed
+        return metrics
+
+    def update_bias(self, model):
+        """Move the routers' biases by (11), after an optimizer step."""
+        if not self.rate:
+            return
+        has = [module.layer for module in model.modules() if hasattr(module, "votes")]
+        counts = {layer: self.counts_LE[self.layers.index(layer)] for layer in has}
+        update_router_bias(model, counts)

@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from full import lora
 from full.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
-from full.batches import BATCHES, ExpertLoads, padded
 from full.checkpoint import read_training, write_checkpoint
 from full.config import DEMO_LR, LOSS_SETTINGS
+from full.experts import ExpertLoads
 from full.hf import load_hf
 from full.metrics import METRICS, loss_metrics
+from full.micro_batches import BATCHES, padded
 from full.objectives import grpo_loss, loss_denominator
 from full.optimizer import (
     LocalOptimizer, clip_grad_norm, lr_factor, name_suspects, reduce_gradients,

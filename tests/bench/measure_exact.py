@@ -17,10 +17,10 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 import models
-from full.batches import masked_attention
 from full.exact import make_exact, packed_attention, require_exact_kernels
 from full.generate import generate
 from full.masks import Mask
+from full.micro_batches import masked_attention
 from full.packing import PackedBatches
 from full.tiny import TINY, tiny_model
 

@@ -18,11 +18,11 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 import models
-from full.batches import masked_attention
 from full.generate import generate
 from full.hf import load_hf
 from full.logprobs import token_logprobs
 from full.masks import Mask
+from full.micro_batches import masked_attention
 from full.packing import PackedBatches
 
 HEADS = {"bfloat16": None, "float32": torch.float32}

@@ -17,13 +17,13 @@ from test_ranks import TASK, _train, largest_difference, ranks, read_metrics, tr
 from test_ranks import run_of  # noqa: F401, a fixture
 
 from full.__main__ import main
-from full.batches import masked_attention
 from full.build import build
 from full.chunks import tree_backward
 from full.config import Config
 from full.experts import Balance
 from full.hf import save_hf
 from full.masks import Mask
+from full.micro_batches import masked_attention
 from full.optimizer import persistent_buffers, reduce_gradients
 from full.packing import PackedBatches, PaddedTokens
 from full.parallelize import parallelize

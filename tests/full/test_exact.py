@@ -20,10 +20,10 @@ from test_run import good
 import models
 from full import exact
 from full.audit import audited
-from full.batches import masked_attention
 from full.exact import exact_attention, make_exact, packed_attention, require_exact_kernels
 from full.generate import generate
 from full.masks import Mask
+from full.micro_batches import masked_attention
 from full.packing import PackedBatches
 from full.tiny import TINY, tiny_model
 

@@ -7,9 +7,9 @@ from conftest import complaint_of
 from oracles import worst
 from test_ranks import ranks
 
-from full.batches import masked_attention
 from full.check import TinyModel, example_loss, forests, relative
 from full.chunks import redistribute, tree_backward
+from full.micro_batches import masked_attention
 from full.ring import indices
 from full.tiny import tiny_model
 from full.trie import TokenTrie

@@ -1,0 +1,248 @@
+"""Micro-batches: adds rows, packed trees and chunks of a tree to `train_grpo.Trainer`.
+
+A class for each way of --tree in which a model runs a batch. Without --tree read `RowBatches`
+alone.
+
+Letters:  B trajectories   T positions of their padded log-prob vectors   N sampled tokens
+S packed tokens   J pairs of a sequence and a token   L layers   K experts of a token
+"""
+
+import bisect
+import functools
+
+import numpy as np
+import torch
+
+from full.attend import attend
+from full.chunks import redistribute, tree_backward
+from full.exact import packed_attention
+from full.experts import Replay
+from full.masks import Mask
+from full.packing import (
+    PackedBatches, PackedRow, PaddedTokens, agreed_micro_batches, pack, require_batch,
+    routes_of_tokens, row_lengths, speaks_for_replica,
+)  # fmt: skip
+from full.ring import indices, ring_attention
+from full.tree import attend_short, wanted_edges
+from full.trie import TokenTrie
+
+
+def padded(vectors, like):
+    """Return ragged numpy vectors as one (B, T) tensor like `like`, each followed by zeros."""
+    # numpy: a tensor for each of thousands of short vectors would cost more than the copy.
+    lengths_B = np.array([len(vector) for vector in vectors])
+    out_BT = np.zeros((len(vectors), lengths_B.max()))
+    out_BT[np.arange(out_BT.shape[1]) < lengths_B[:, None]] = np.concatenate(vectors)
+    return torch.from_numpy(out_BT).to(like)
+
+
+def masked_attention(mask, group, method, debug=False, attend_alone=attend):
+    """Return what a layer calls: attention under a mask of the whole row, or on a group's ring.
+
+    method, debug: of `ring_attention`.
+    attend_alone: `attend`, or `attend_short` for trees, whose paths are often short.
+    """
+
+    def attention(q, k, v, /, *, layer, scale, window=None):
+        # A layer with a window narrows the mask further.
+        narrowed = mask.with_window(window)
+        if group is None:
+            return attend_alone(q, k, v, narrowed, scale=scale)[0]
+        options = dict(group=group, method=method, debug=debug and f"layer {layer}")
+        return ring_attention(q, k, v, mask=narrowed, scale=scale, **options)
+
+    return attention
+
+
+class RowBatches(PackedBatches):
+    """Run micro-batches that are rows of sequences end to end: `--tree disabled`.
+
+    tokens_run is the number of tokens of the latest batch that the model has run on.
+    """
+
+    def __init__(self, model, config, experts):
+        super().__init__(
+            model, attention=self.attention_of_row, indices=indices,
+            balance=experts.balance_of_row if experts.layers else None,
+            micro_tokens=config.micro_tokens, temperature=config.temperature,
+        )  # fmt: skip
+        self.config = config
+        self.experts = experts
+        self.tokens_run = 0
+
+    def share_out(self, batch):
+        """Return the trajectories that this rank trains on, given its own of the batch."""
+        return batch
+
+    def attention_of_row(self, document_1S, group):
+        """Return the attention of a row, in which tokens see earlier ones of their own sequence."""
+        # The block-diagonal mask of the whole row. Tiles between documents cost nothing, and a ring
+        # cuts the mask to what each pair of ranks needs.
+        mask = Mask.documents(doc_ids=document_1S)
+        return masked_attention(mask, group, self.config.cp_method, self.config.debug)
+
+    def pack_micro_batches(self, sequences, masks, routes=None):
+        self.tokens_run = sum(map(len, sequences))
+        return super().pack_micro_batches(sequences, masks, routes)
+
+
+class ExactBatches(RowBatches):
+    """Run micro-batches that are rows in the order of sums that the sampler has: `--exact`."""
+
+    def attention_of_row(self, document_1S, group):
+        """Return the attention of a row, in which tokens see earlier ones of their own sequence."""
+        return packed_attention(document_1S)
+
+
+class TreeBatches(RowBatches):
+    """Run micro-batches that are packed trees of the sequences' prefixes: `--tree sparse`."""
+
+    def share_out(self, batch):
+        """Distribute the data-parallel ranks' trajectories: prefixes together, equal times."""
+        # Context ranks share one tree's tokens.
+        if self.plan.cp > 1 or self.plan.dp == 1:
+            return batch
+        sequences = [t.tokens for t in batch]
+        _, share = redistribute(sequences, batch, group=self.part.grid.group["dc"])
+        return share
+
+    def attention_of_row(self, tree, group):
+        """Return the attention to a token's path. tree: (TokenTrie, length of the padded row)."""
+        # On a ring a rank holds some of the tokens, while the mask is about indices of the whole
+        # row. So a tree crosses ranks like any sequence: keys and values travel, queries stay.
+        trie, length = tree
+        mask = trie.mask(0, len(trie), padding=length - len(trie))
+        how = self.config.cp_method, self.config.debug
+        return masked_attention(mask, group, *how, attend_alone=attend_short)
+
+    def pack_micro_batches(self, sequences, masks, routes=None):
+        """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""
+        require_batch(self.model, sequences, masks)
+        # Sorted sequences share their beginnings with the sequence before them. A token whose
+        # recorded experts differ has another state: there the tree forks.
+        labels = routes and labels_of(routes)
+        trie = TokenTrie(sequences, labels)
+        lengths = trie.lengths[trie.order].tolist()
+        cut = functools.partial(pack, lengths, shared=trie.shared.tolist())
+
+        # Other ranks may need more trees than this one, and a pipeline pads all trees to the
+        # longest. So trees are cut as small as their number allows, which makes them about equal.
+        count = agreed_micro_batches(self.model, len(cut(self.micro_tokens)))
+        most = bisect.bisect_left(
+            range(self.micro_tokens), True, key=lambda tokens: len(cut(tokens)) <= count,
+            lo=min(self.micro_tokens, len(trie) // max(1, count)),
+            hi=min(self.micro_tokens, len(trie)),
+        )  # fmt: skip
+        micros = [sorted(trie.order[k] for k in run) for run in cut(most)]
+        micros += [[]] * (count - len(micros))
+
+        # A tree without a sequence is one token, and no sequence has a target in it.
+        def of(values, indices):
+            return values and [values[i] for i in indices]
+
+        tries = [
+            trie if len(indices) == len(sequences) > 0
+            else TokenTrie(of(sequences, indices), of(labels, indices)) if indices
+            else TokenTrie([[0]]) for indices in micros
+        ]  # fmt: skip
+        self.tokens_run = sum(len(trie) for indices, trie in zip(micros, tries) if indices)
+        lengths = row_lengths(self.plan, list(map(len, tries)))
+        rows = [
+            tree_row(trie, of(masks, indices) or [[]], length, of(routes, indices))
+            for indices, trie, length in zip(micros, tries, lengths, strict=True)
+        ]
+        return micros, [row if held else row.without_sequences() for held, row in zip(micros, rows)]
+
+
+def labels_of(routes) -> list:
+    """Return the `labels` of a `TokenTrie`: tokens with equal recorded experts have one number.
+
+    routes: for each sequence (L_i - 1, L, K). The last token has no experts, and label 0.
+    """
+    flat_TX = np.concatenate([routes_TLK.reshape(len(routes_TLK), -1) for routes_TLK in routes])
+    _, number_T = np.unique(flat_TX, axis=0, return_inverse=True)
+    ends = np.cumsum([len(routes_TLK) for routes_TLK in routes])
+    return [np.append(labels, 0) for labels in np.split(number_T.reshape(-1) + 1, ends[:-1])]
+
+
+def tree_row(trie, masks, length, routes=None) -> PackedRow:
+    """Return a tree as a row of `length` places.
+
+    masks: which of a sequence's tokens[1:] count. routes: as in `pack_row`.
+    """
+    # Targets of different sequences may be one token of the tree: it is scored once, at the token
+    # before it, and `entries` tells each target which of the scored tokens it is.
+    edges_N, entries_K = map(torch.from_numpy, wanted_edges(trie, masks))
+    mask_BT = padded(masks, torch.zeros(0, dtype=torch.bool))
+
+    # A sequence holds the tokens of its path: a pair (sequence, token) for each of them.
+    sequence_J = torch.arange(len(masks)).repeat_interleave(trie.lengths)
+
+    # Padding follows the tree: token 0 at position 0.
+    padding = 0, length - len(trie)
+    in_row = [torch.nn.functional.pad(x_N, padding)[None] for x_N in (trie.tokens, trie.positions)]
+    return PackedRow(
+        *in_row, (trie, length), mask_BT,
+        trie.parent[edges_N], trie.tokens[edges_N], entries_K, sequence_J, trie.paths,
+        routes_of_tokens(routes, trie.paths, length) if routes else None,
+    )  # fmt: skip
+
+
+class ChunkBatches(TreeBatches):
+    """Train on one tree chunk by chunk, in memory for a path: `--tree dta`."""
+
+    def forward_backward(self, sequences, masks, loss_fn, routes=None):
+        """Add the loss's gradient to .grad. loss_fn gets sequences that end in a chunk."""
+        require_batch(self.model, sequences, masks)
+        trie = TokenTrie(sequences, routes and labels_of(routes))
+        self.tokens_run = len(trie)
+        # A token counts once for each sequence that contains it: sequences_N[t] times.
+        layers = self.model.config.sparse_layers
+        sequences_N = torch.bincount(trie.paths, minlength=len(trie)).double()
+        sequences_N = sequences_N.to(self.device)
+        replay = None
+        if routes:
+            routes_NLK = routes_of_tokens(routes, trie.paths, len(trie)).to(self.device)
+            replay = Replay(routes_NLK, layers, sequences_N)
+        parts = {}  # by chunk: one that runs again overwrites its own
+
+        def routing(chunk):
+            tokens_n = torch.arange(chunk.start, chunk.stop)
+            counts = {}
+
+            def count(probs_nE, topk_ids_nK, /, *, layer):
+                weights_nK = sequences_N[tokens_n, None].expand_as(topk_ids_nK)
+                ids, weights = topk_ids_nK.flatten(), weights_nK.flatten()
+                counts[layer] = torch.bincount(ids, weights, probs_nE.shape[1])
+
+            part = count
+            changed = {}
+            if replay is not None:
+                part = replay.of_tokens(tokens_n, count)
+                part.changed = changed
+            parts[chunk.start] = {}, counts, changed
+            return part
+
+        def loss_of_chunk(ended, *scores):
+            mask_BT = padded([masks[i] for i in ended], scores[0]).bool()
+            return loss_fn(ended, mask_BT, *scores)
+
+        # check_finite=False: a NaN is optim_step's to find, on all ranks at once.
+        model = PaddedTokens(self.model) if self.plan.tp > 1 else self.model
+        config = self.config
+        tree_backward(
+            model, trie, loss_of_chunk, max_tokens=config.chunk_tokens, recompute=config.recompute,
+            temperature=config.temperature, masks=masks, batched=True, check_finite=False,
+            routing=routing if layers else None,
+        )  # fmt: skip
+
+        # Tensor ranks have walked the same tree and found the same numbers: one of them counts.
+        # But each has replayed the routes of the tokens that its layers see.
+        speaks = speaks_for_replica(self.model)
+        for _, counts, changed in parts.values():
+            changed = changed if speaks or self.plan.etp == 1 else {}
+            self.experts.parts.append(({}, counts if speaks else {}, changed))
+
+
+BATCHES = {"disabled": RowBatches, "exact": ExactBatches, "sparse": TreeBatches,
+           "dta": ChunkBatches}  # fmt: skip
