@@ -343,29 +343,6 @@ def test_the_lines_of_prose_are_short():
 # Imports -------------------------------------------------------------------------------------
 
 
-def spelled(names):
-    """Return modules as the manual's table spells them."""
-    return " ".join(f"`{name.replace('.', '/')}.py`" for name in names) or "nothing"
-
-
-def all_below(name, graph):
-    """Return all modules that a module imports, directly or through others."""
-    return graph[name].union(*(all_below(below, graph) for below in graph[name]))
-
-
-@pytest.mark.quick
-def test_the_table_of_copying_is_the_graph_of_imports():
-    """Files that need at most 8 others, those that need least first."""
-    graph, rows = imports.graph(), {}
-    for name in sorted(graph):
-        below = sorted(all_below(name, graph))
-        if name.startswith("full.") and name != "full.__init__" and len(below) <= 8:
-            rows.setdefault(spelled(below), []).append(name)
-    ordered = sorted(rows.items(), key=lambda row: row[0].count(".py"))
-    table = "".join(f"| {spelled(names)} | {below} |\n" for below, names in ordered)
-    assert f"|---|---|\n{table}\n" in MANUAL.text, table
-
-
 @pytest.mark.quick
 def test_the_graph_of_imports_has_every_file():
     """And a file of the five imports none of the folder."""
