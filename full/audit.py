@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import train_grpo
-from full.byhand import OF_UPDATES, Step, cause, metrics_by_hand, read
+from full.byhand import OF_UPDATES, Step, metrics_by_hand, read
 from full.checkpoint import read_checkpoint
 from full.exact import packed_attention, require_exact_kernels
 from full.export import one_process, policy_in
@@ -38,7 +38,7 @@ from full.recorded import (
 )  # fmt: skip
 from full.report import as_page, as_text
 from full.rollouts import Sampler, play_held_out
-from full.rounding import AGAIN, EACH, EXACT, flip, mean, near_choices, tolerance
+from full.rounding import AGAIN, EACH, EXACT, cause, flip, mean, near_choices, tolerance
 
 # How far the log-probs of an engine may be from the definition's, by the dtype of its weights: a
 # token's, and the mean over all tokens, which also finds a small change of the temperature. An

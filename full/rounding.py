@@ -10,19 +10,26 @@ nothing that was measured in the run.
                     the furthest of these
     a gradient      is off by some T of its size, tensor by tensor, see `Rounding`
     a weight        moves by AdamW's step, which is taken again with gradients that are off
+
+The letters are those of byhand.py: s is a rollout, N its sampled tokens, u an update.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from conformance import definition
+
 # Each sum on the way to the logits adds UNITS in the last place, and they add up as their root.
 # There are layers * width sums, or with bfloat16, which is summed in float32, one a layer.
 UNITS = {"float64": 8, "float32": 8, "bfloat16": 3}
 AGAIN, EACH = 10, 2  # T grows by AGAIN if steps are done again, and by EACH with each of them
 OWN = 8  # units in the last place by which a log-prob itself is rounded
+OWN_OF_SLOPE = 4 * OWN  # the same of an entropy's slope, log p + H
+LEAST_SPREAD, LEAST_REST = 1e-3, 0.05  # a spread of logits and a 1 - p below these count as these
 
 DRAWS = 32  # a draw is uniform from -T to T, which is three times as wide as the errors are
 COMMON = 1 / 16  # of T, which all tokens of a draw have in common: errors need not cancel in a sum
@@ -94,16 +101,6 @@ def near_choices(updates) -> tuple:
 # Draws --------------------------------------------------------------------------------------------
 
 
-def noise(s, name, *shape):
-    """Return random numbers from -1 to 1 for a rollout, with a part that each draw has in common.
-
-    Their shape is (DRAWS, *shape). name: a number. Each of them has draws of its own.
-    """
-    random = np.random.default_rng([name, s.group, s.number]).uniform(-1, 1, (DRAWS, *shape))
-    common = np.linspace(-COMMON, COMMON, DRAWS)
-    return random + common.reshape(DRAWS, *[1] * len(shape))
-
-
 def furthest(drawn) -> tuple:
     """Return what is computed by hand, and its distance to the furthest of its draws.
 
@@ -117,6 +114,59 @@ def mean(values, off=0.0) -> tuple:
     values = np.array(values, dtype=np.float64)
     count = max(1, len(values))
     return math.fsum(values) / count, off + EXACT * abs(values).sum() / count
+
+
+def noise(s, name, *shape):
+    """Return random numbers from -1 to 1 for a rollout, with a part that each draw has in common.
+
+    Their shape is (DRAWS, *shape). name: a number. Each of them has draws of its own.
+    """
+    random = np.random.default_rng([name, s.group, s.number]).uniform(-1, 1, (DRAWS, *shape))
+    common = np.linspace(-COMMON, COMMON, DRAWS)
+    return random + common.reshape(DRAWS, *[1] * len(shape))
+
+
+def draw(step, s, found):
+    """Draw what rounding may make of a trained rollout's terms, into `s.drawn`.
+
+    found: the Reading that gave the Step the rollout's numbers.
+    """
+    # How far logits may be off. After the first update weights may be astray, and logits by a part
+    # of their way, which is that of the log-prob over 1 - p.
+    config, s.routing = step.config, found.routing
+    drift = min(1.0, DRIFT * step.astray)
+    way = (abs(s.lp - s.old) / np.maximum(-np.expm1(s.lp), LEAST_REST)).max()
+    s.T = step.T * found.scale + drift * way
+    s.T += flip(s.routing, s.T.max())
+    v_off = step.v_off
+    if s.v is not None:
+        is_lost = step.has_zeros or step.astray >= 1
+        v_off += drift * abs(s.v - s.v_old).max() + LOST_VALUE * step.lr * is_lost
+
+    # How far each number that the definition reads may be off. An entropy moves by
+    # sum p |log p + H| times half of T at most, which is below T H. It is rounded, too.
+    before = errors(s.lp, step.T * found.scale, config.compute)
+    sizes = dict(lp=errors(s.lp, s.T, config.compute), old=before * config.proximal, ref=before,
+                 H=(s.T + OWN * unit_of_loss(config.compute)) * s.H,
+                 A=step.A_off, v=v_off, v_old=step.v_off, g=step.g_off)  # fmt: skip
+    sizes = {name: size for name, size in sizes.items() if getattr(s, name) is not None}
+
+    # The definition again, from numbers that are off. Where `old` is the log-prob itself, it stays
+    # the same number.
+    lps, rows = [s.lp], [s.terms]
+    for noise_XN in noise(s, 0, len(sizes), len(s.at)):
+        lists = {name: (getattr(s, name) + size * x).tolist()
+                 for (name, size), x in zip(sizes.items(), noise_XN)}  # fmt: skip
+        if s.old is s.lp:
+            lists["old"] = lists["lp"]
+        lps.append(lists["lp"])
+        rows.append(definition.terms_of(step.c, definition.Sequence(smp=s.smp, **lists)))
+    s.drawn = {x.name: np.array([[getattr(term, x.name) for term in row] for row in rows], float)
+               for x in dataclasses.fields(definition.Term)}  # fmt: skip
+    gap = np.array(lps) - s.smp
+    s.drawn |= dict(gap=abs(gap), gap_kl=np.expm1(gap) - gap, masked=1.0 * (s.drawn["x"] == 0))
+    for name in ("policy", "loss", "dlp", "dH", "dv"):
+        s.drawn[name] *= s.terms[0].share
 
 
 # Gradients and weights ----------------------------------------------------------------------------
@@ -151,6 +201,15 @@ class Rounding:
         self.doubts += g.norm().item() ** 2
 
 
+def error_of_entropy(s, found, T, dtype) -> float:
+    """Return how far off an entropy's gradient is for all tokens alike, if T is of the log-probs.
+    """
+    # The gradient has the factor log p + H, whose rounding is large if all tokens are about as
+    # probable, and is often the same for all of them.
+    off_N = OWN_OF_SLOPE * unit_of_loss(dtype) * s.H + T
+    return (off_N / np.maximum(found.spread, LEAST_SPREAD)).max()
+
+
 def off_of_norm(roundings, norm) -> float:
     """Return how far the norm of a whole gradient may be off, by the Rounding of each tensor."""
     # A backward rounds each rollout's gradient, in any direction. A doubt across the gradient makes
@@ -181,3 +240,32 @@ def around(h, m, v, g, off) -> list:
     beta1, beta2 = h["betas"]
     peak = (1 - beta1) * beta2 * v / (beta1 * (1 - beta2) * m)
     return [g - off, g + off, torch.where(m == 0, g, peak).clamp(g - off, g + off)]
+
+
+# Causes -------------------------------------------------------------------------------------------
+
+
+def cause(step, key) -> str:
+    """Return a sentence that says why a number of the step has a loose bound."""
+    before = key.endswith("_first") or key.startswith(("logprob_gap", "sampling"))
+    of_first = before or len(step.updates) < 2
+    updates = step.updates[:1] if of_first else step.updates
+    found = [s for u in updates for s in u.trained]
+    if not found:
+        return ""
+    if not of_first and step.is_rounding:
+        return "the step's advantages are rounding, so the later updates are not held"
+    if not of_first and step.astray > 0.01:
+        return (f"after the first update the weights may be off by {min(1.0, step.astray):.0%} of "
+                f"the way that they have moved")  # fmt: skip
+    if any(flip(s.routing, s.T.max()) for s in found):
+        return f"{near_choices(updates)[0]} choices of experts are within rounding"
+    edge = [s.drawn["clips"][1:] != s.drawn["clips"][0] for s in found]
+    count, tokens = math.ceil(sum(x.sum() for x in edge) / DRAWS), sum(len(s.at) for s in found)
+    if count and key.removesuffix("_first") in ("grad_norm", "ratio/clipped_fraction"):
+        most = max(abs(s.parts[1:] - s.parts[0])[x].max(initial=0.0)
+                   for s, x in zip(found, edge) if s.parts is not None)  # fmt: skip
+        return (f"rounding may put about {count} of {tokens} tokens on the other side of the "
+                f"clip's edge, and one of them is up to {most:.2g} of the gradient's norm")
+    off = max(errors(s.lp, s.T, step.config.compute).max() for s in found)
+    return f"a log-prob in {step.config.compute} may be off by {off:.1g}"
