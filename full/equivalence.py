@@ -1,0 +1,381 @@
+"""Who computes changes no number: one table of tiny runs, for `python -m full check` and for tests.
+
+A row is a run in memory: two steps of two updates, from the first push of the weights to the last
+evaluation. Its flags say who computes what: a plan, a tree, a mode, a precision of products. It is
+held against the run of one process without them, in float64: every sampled token, metric, gradient,
+weight, moment and buffer. In mixed precision the bound is what float32 products are off.
+
+Why whole runs: a slip in a collective, a place, a schedule, a push or a draw changes one of these
+numbers. What is seen only below, as messages, memory and bits, is tested there. If you only train,
+skip this file. tests/full/test_equivalence.py has the same rows, and plants slips for them to find.
+"""
+
+import dataclasses
+import itertools
+import math
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import train_grpo
+from full.batches import Demonstrations, RolloutQueue, pending_batches
+from full.config import LORA_TARGETS, parse_config
+from full.logs import step_metrics
+from full.optimizer import persistent_buffers, training_tensors
+from full.places import full
+from full.ranks import all_gather_objects
+from full.run import empty_model, empty_policy, require_plans
+from full.tasks import Task
+from full.tiny import tiny
+from full.trainer import Trainer
+from models import FULL, SLIDING
+from ring_attention import launch
+
+# The table --------------------------------------------------------------------------------------
+
+BASE = """
+    --dtype float64 --device cpu --prompts 3 --group 4 --max-new-tokens 9 --minibatches 2
+    --micro-tokens 40 --lr 0.01 --lr-warmup 0 --lr-decay constant --steps 2 --eval-every 2
+    --eval-prompts 3
+"""
+LORA = "--lora-rank 3 --lora-alpha 6 --kl-coef 0.05 --lora-targets"
+RUNS = {  # what one process does too
+    "plain": "",
+    "old": "--kl-coef 0.05 --proximal",
+    "critic": "--advantage gae --kl-coef 0.05 --proximal",
+    "reward": "--kl-coef 0.1 --kl k1 --kl-in reward --advantage none_batch",
+    "sequences": "--objective gspo --aggregation sequence_mean --clip-low 0.01 --clip-high 0.01",
+    "filtered": "--aggregation constant --overlong filter",
+    "dynamic": "--dynamic-sampling --max-rounds 3 --entropy-coef 0 --minibatches 1",
+    "forks": "--forks 2 --fork-turns 1 --advantage per_branch",
+    "stale": "--staleness 1 --proximal --importance-cap 0.9 --temperature 0.7",
+    "demos": "--demos 1 --kl-coef 0.05",
+    "lone": "--prompts 1 --minibatches 1",  # most ranks have nothing
+    "balanced": "--balance-coef 0.5 --router-bias-rate 0.05 --advantage gae --lr 0.001",
+    "biased": "--router-bias-rate 0.05 --kl-coef 0.05",
+    "routes": "--replay-routes --router-bias-rate 0.05 --kl-coef 0.05 --proximal",
+    "rounded": "--lr 0.001 --kl-coef 0.05 --proximal --advantage gae",  # for mixed precision
+    "lora": f"{LORA} {LORA_TARGETS}",
+    "lora-all": f"{LORA} {LORA_TARGETS},gate,lm_head --router-bias-rate 0.05",
+    "lora-head": f"{LORA} lm_head,q_proj",
+}
+FAMILIES = {  # a vocabulary of 13 divides by nothing
+    "dense": ("qwen3", {}),
+    "biases": ("llama", dict(qkv_bias=True, o_bias=True, mlp_bias=True)),
+    "tied": ("gemma3_text", {}),
+    "deep": ("qwen3", dict(num_hidden_layers=4)),
+    "deep-tied": ("gemma3_text", dict(num_hidden_layers=4, layer_types=2 * (SLIDING, FULL))),
+    "experts": ("qwen3_moe", dict(num_experts=4)),
+    "routers": ("qwen3_moe", dict(num_experts=8, num_experts_per_tok=2, sparse_layers=(0, 1))),
+}
+# A line: mark, ranks, families, runs, and the flags that must change nothing. Commas and " | " make
+# a row for each combination. " then " saves after the first step, and goes on under other flags.
+# What must be refused ends in " = " and words of the error.
+TABLE = """
+quick 2 dense old --plan d2 --data-parallel zero1
+quick 2 biases old --plan t2
+quick 2 tied forks --plan c2 --tree sparse
+quick 2 tied critic --plan p2
+quick 2 routers biased --plan d2e2
+ordinary 2 tied sequences --data-parallel fsdp
+ordinary 2 routers lora-all --plan t2
+
+ordinary 1 dense critic --tree dta --chunk-tokens 9 --recompute | --micro-tokens 1
+ordinary 1 tied forks --tree sparse | --data-parallel fsdp
+ordinary 2 dense dynamic,demos,lone,stale,filtered,reward --plan d2
+ordinary 2 biases lone --tree sparse --plan d2 --data-parallel zero1
+ordinary 2 routers balanced --plan d2
+ordinary 2 tied old --plan t2 --ac op | --plan c2 --cp-method ulysses
+ordinary 2 tied forks --tree dta --chunk-tokens 16 | --plan p2 --tree sparse
+ordinary 2 tied forks --plan t2 --tree dta --chunk-tokens 16 --recompute
+ordinary 2 tied reward --data-parallel fsdp --offload --ac full
+ordinary 2 deep-tied critic --plan p2 --pp-schedule zbv | --plan p2 --pp-schedule interleaved1f1b
+ordinary 2 experts balanced --plan t2 | --plan (attn:t2|ffn:t2) | --plan c2 --cp-method allgather
+ordinary 2 routers balanced --plan p2 | --plan d2e2 --data-parallel fsdp
+ordinary 2 routers routes --plan t2 --tree dta --chunk-tokens 16 | --plan d2e2 --tree sparse
+ordinary 2 routers lora-all --data-parallel fsdp | --plan t2 then --plan d2e2 --tree sparse
+ordinary 2 deep lora-head --plan p2 --pp-schedule zbv
+ordinary 2 dense stale --plan d2 --data-parallel zero1 then --plan p2
+ordinary 2 experts biased --plan t2 --data-parallel fsdp then --plan c2 --tree sparse
+ordinary 2 tied rounded --compute-dtype float32 --data-parallel fsdp --tree sparse
+ordinary 2 deep rounded --compute-dtype float32 --plan p2 --pp-schedule zbv
+ordinary 2 biases rounded --compute-dtype float32 --plan d2 --data-parallel zero1
+ordinary 2 experts rounded --compute-dtype float32 --plan t2
+ordinary 2 routers balanced --compute-dtype float32 --plan d2e2 --ac full
+ordinary 4 dense lone --plan c4 --tree sparse
+ordinary 4 tied critic --data-parallel fsdp --shard-ranks 2
+ordinary 4 tied old --plan c2p2
+ordinary 4 routers biased --plan d2t2e4 --data-parallel zero1
+ordinary 4 experts balanced --plan (attn:d2t2|ffn:e2t2) --data-parallel fsdp
+ordinary 2 dense old --plan d2e2 = expected a model with experts
+ordinary 2 dense old --tree dta --chunk-tokens 9 --plan c2 = --tree dta has no c
+ordinary 2 routers routes --plan c2 = --replay-routes has no c in --plan
+ordinary 2 routers balanced --tree sparse = --tree has no --balance-coef
+
+slow 1 dense,tied,experts old --tree sparse | --tree dta --chunk-tokens 5 --recompute
+slow 1 dense,tied,experts old --data-parallel fsdp --offload | --ac full | --ac op
+slow 2 dense old --plan d2 --compile | --data-parallel fsdp --compile --ac full | --plan t2 --compile
+slow 2 dense rounded --compute-dtype float32 --compile
+slow 2 dense,biases,tied forks,critic --plan d2 | --plan t2 | --plan t2 --ac full | --plan c2
+slow 2 dense,biases,tied old,forks,critic --data-parallel fsdp --ac op | --plan t2 --tree sparse
+slow 2 deep,deep-tied forks,filtered,lora --plan p2 --pp-schedule interleaved1f1b --tree sparse
+slow 2 dense,deep sequences,demos,dynamic,reward --data-parallel fsdp | --plan t2 | --plan p2
+slow 2 experts,routers balanced,lora --plan d2e2 | --plan t2 --ac op
+slow 2 experts,routers lora,biased --plan (attn:t2|ffn:t2)
+slow 2 experts routes,lora-all --plan t2 --tree sparse | --plan d2e2 --tree sparse
+slow 2 experts,routers biased,lora-all --plan c2 --cp-method ulysses | --plan c2e2 --tree sparse
+slow 2 dense,tied lora,lora-head --plan c2 --tree sparse | --data-parallel fsdp --offload --ac full
+slow 2 routers biased,routes,lora --plan d2 --data-parallel zero1 then --plan p2 --data-parallel fsdp
+slow 2 dense,tied,experts rounded --compute-dtype float32 --plan c2 --tree sparse
+slow 2 dense,tied,experts rounded --compute-dtype float32 --plan t2 --tree dta --chunk-tokens 5
+slow 4 dense,tied old,forks,critic --plan d2t2 | --plan d2c2 --data-parallel zero1 | --plan t2c2
+slow 4 dense,tied old,critic,lora --plan p2t2 --tree sparse | --plan d2p2 --data-parallel zero1
+slow 4 deep,deep-tied old,stale --plan d2p2 --data-parallel fsdp --pp-schedule interleaved1f1b
+slow 4 dense,routers biased,lora --plan d2t2 --tree dta --chunk-tokens 16 --data-parallel zero1
+slow 4 experts,routers biased,balanced --plan d4e4 --data-parallel fsdp | --plan t2c2 --ac full
+slow 4 deep-tied old,critic --plan p2t2 --pp-schedule zbv | --plan c2t2 --tree sparse
+slow 4 routers lora-all --plan d2t2e4 --data-parallel fsdp then --plan p2d2e2
+slow 4 dense lone --plan d4
+slow 4 experts,routers biased,routes --plan p2d2e2 --tree sparse | --plan d2t2e4 --tree sparse
+slow 4 tied rounded --compute-dtype float32 --plan d2t2 --data-parallel fsdp
+slow 8 dense,tied old,forks --plan p2d2t2 --data-parallel fsdp | --plan d2t2c2 --data-parallel zero1
+slow 8 routers balanced,lora-all --plan (attn:p2d2t2|ffn:p2e2t2) | --plan d2t2c2e4
+"""
+MIXED = "--compute-dtype float32"
+BOUND, MIXED_BOUND = 1e-10, 3e-4
+
+
+class Row(NamedTuple):
+    """A line of TABLE."""
+
+    mark: str
+    ranks: int
+    family: str
+    run: str  # of RUNS
+    how: str  # flags, with " then " between two steps
+    refused: str  # words of the error, or ""
+
+    @property
+    def name(self):
+        return f"{self.family} {self.run}: {self.ranks} ranks {self.how}"
+
+    @property
+    def bound(self):
+        return MIXED_BOUND if MIXED in self.how else BOUND
+
+
+def read_rows(table) -> list:
+    """Return the rows that the lines of a table stand for."""
+    rows = []
+    for line in filter(None, table.splitlines()):
+        mark, ranks, families, runs, rest = line.split(maxsplit=4)
+        hows, _, refused = rest.partition(" = ")
+        rows += [Row(mark, int(ranks), *which, refused) for which in itertools.product(
+            families.split(","), runs.split(","), hows.split(" | "))]  # fmt: skip
+    return rows
+
+
+ROWS = read_rows(TABLE)
+
+
+# A run ------------------------------------------------------------------------------------------
+
+
+class TwoTurns(Task):
+    """Any tokens in two turns. Almost all rollouts have a reward of their own, so all learn."""
+
+    vocab_size, end = 13, (1,)
+
+    def prompt(self, rng, index, held_out):
+        return (0, index), rng.integers(2, 13, size=1 + index % 3).tolist()
+
+    def reply(self, state, answer):
+        # A group of equal rewards is what --dynamic-sampling drops.
+        turn, index = state
+        heard = sum(n * token for n, token in enumerate(answer, 1)) % 7
+        reward = 0.0 if index % 4 == 3 else heard / 7
+        return (turn + 1, index), None if turn else [5, 6], reward
+
+    def demo(self, state, rng):
+        return [*rng.integers(2, 13, size=3).tolist(), 1]
+
+
+class RandomRoutes(RolloutQueue):
+    """Batches whose recorded experts no router would choose. Equal prefixes have equal ones."""
+
+    def get(self, step):
+        batch = super().get(step)
+        shape = self.trainer.shape
+        for t in itertools.chain(*batch.groups.values()):
+            routes = []
+            for stop in range(1, len(t.tokens)):
+                rng = np.random.default_rng(t.tokens[:stop])
+                routes.append([rng.permutation(shape.num_experts)[: shape.num_experts_per_tok]
+                               for _ in shape.sparse_layers])  # fmt: skip
+            t.routes = np.array(routes, dtype=np.int16)
+        return batch
+
+
+@torch.no_grad()
+def drawn(model, seed, device):
+    """Give a model on the meta device memory, and numbers none of which is neutral."""
+    model = model.to_empty(device=device)
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        is_scale = "norm" in name and not model.config.norm_offset
+        p.copy_(0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64) + is_scale)
+    for votes in persistent_buffers(model).values():
+        votes.copy_(torch.randint(-9, 9, votes.shape, generator=generator))
+    return model
+
+
+def trainer_of(config, family) -> Trainer:
+    """Return a trainer of a family's model, with a generator and, for a KL, another reference."""
+    model_type, changes = FAMILIES[family]
+    shape = tiny(model_type, vocab_size=TwoTurns.vocab_size, eos_token_id=(1,), **changes)
+    if config.router_bias_rate:
+        shape = dataclasses.replace(shape, router_bias_rate=config.router_bias_rate)
+    require_plans(config, shape)
+    generator = empty_model(config, shape, config.rollout_dtype).requires_grad_(False)
+    reference = None
+    if config.kl_coef and config.lora is None:
+        reference = empty_model(config, shape, config.compute).requires_grad_(False)
+        reference = drawn(reference, 2, config.device)
+    policy = drawn(empty_policy(config, shape), 1, config.device)
+    return Trainer(config, policy, generator=generator, reference=reference)
+
+
+@dataclass
+class Outcome:
+    """What must be equal. A rank of a plan may have some of the names of each part."""
+
+    tokens: dict = field(default_factory=dict)  # (step, group) -> those of each rollout
+    metrics: dict = field(default_factory=dict)  # (step, name)
+    gradients: dict = field(default_factory=dict)  # (update, name)
+    tensors: dict = field(default_factory=dict)  # at the end: weights, moments, buffers
+
+
+def outcome(row, folder) -> Outcome:
+    """Do a row's run on these ranks. folder: for a checkpoint."""
+    found = Outcome()
+    legs = row.how.split(" then ")
+    for n, how in enumerate(legs):
+        config = parse_config(f"{BASE} {RUNS[row.run]} {how}".split()).check()
+        trainer = trainer_of(config, row.family)
+        pending = {}
+        if n > 0:
+            state = trainer.load_checkpoint(folder)
+            pending = pending_batches(config, trainer, folder, state)
+        kind = RandomRoutes if config.replay_routes else RolloutQueue
+        queue = kind(config, TwoTurns(), trainer, n, pending)
+        do_steps(config, queue, trainer, found, last=len(legs) == n + 1)
+        if len(legs) > n + 1:
+            trainer.save_checkpoint(folder, step=n + 1, pending=queue.stored())
+    stored = training_tensors(trainer.model, trainer.optimizer)
+    found.tensors = {name: full(x).cpu().clone() for name, x in stored.items()}
+    return found
+
+
+def do_steps(config, queue, trainer, found, last):
+    """Do one step of a run, or all that are left if it is the last leg, and note what comes out."""
+    places = trainer.model.part.places
+
+    def note_gradients(*_):
+        # The gradients are summed and clipped, and not used yet.
+        update = len({n for n, _ in found.gradients})
+        for name, p in trainer.model.named_parameters():
+            if p.grad is not None:
+                found.gradients[update, name] = full(p.grad, places[name]).cpu().clone()
+
+    def log(step, batch, metrics, updates, solved):
+        line = step_metrics(trainer, batch, metrics, updates, step)
+        if step + 1 == config.steps:
+            line["eval/solved"] = solved
+        if config.tree != "disabled":  # it trains each shared token once
+            line["tokens/trained"] = line["tokens/trained_flat"]
+        clocks = "seconds/", "memory/", "logprob_gap/"  # and the gap, which is rounding itself
+        found.metrics |= {(step, name): x for name, x in line.items() if not name.startswith(clocks)}
+        found.tokens |= {(step, n): [t.tokens for t in group] for n, group in batch.groups.items()}
+        if solved is not None and dist.get_rank() == 0:
+            found.tokens["evaluated"] = queue.shown.tokens
+
+    trainer.optimizer.inner.register_step_pre_hook(note_gradients)
+    if config.demos and queue.first_step == 0:
+        demos = Demonstrations(config, queue.task, trainer, -config.demos)
+        supervised = dataclasses.replace(config, steps=0)
+        train_grpo.train(supervised, demos, trainer, log, -config.demos)
+        trainer.optimizer.state.clear()
+    steps = config.steps if last else queue.first_step + 1
+    train_grpo.train(dataclasses.replace(config, steps=steps), queue, trainer, log, queue.first_step)
+
+
+# Comparison -------------------------------------------------------------------------------------
+
+
+def apart(found, truth) -> float:
+    """Return the largest difference of some tensors, relative to the largest entry of all."""
+    scale = max(x.abs().max() for x in truth.values())
+    worst = [(x - truth[name]).abs().max() for name, x in found.items()]
+    return (torch.stack(worst).max() / scale).item() if worst else 0.0
+
+
+def errors(found, truth) -> dict:
+    """Return the largest error of each part of a rank's Outcome. A NaN stays one."""
+    same = all(x == truth.tokens[key] for key, x in found.tokens.items())
+    pairs = ((x, truth.metrics[key]) for key, x in found.metrics.items())
+    return {
+        "tokens": 0.0 if same else math.inf,
+        "metrics": np.max([abs(x - true) / max(1.0, abs(true)) for x, true in pairs]).item(),
+        "gradients": apart(found.gradients, truth.gradients),
+        "tensors": apart(found.tensors, truth.tensors),
+    }
+
+
+def row_errors(row, truth) -> dict | str:
+    """Do a row. Return the largest error of all ranks by part, or what it was refused with."""
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(all_gather_objects(own)[0])
+        try:
+            found = outcome(row, folder / "step-00000001")
+        except ValueError as error:
+            return f"{error}"
+        except Exception as error:
+            error.add_note(f"in the row {row.name}")
+            raise
+        names = [(part, key) for part, entries in vars(found).items() for key in entries]
+        together = set().union(*all_gather_objects(names))
+    if together != {(part, key) for part, entries in vars(truth).items() for key in entries}:
+        return {"names": math.inf}
+    of_ranks = all_gather_objects(errors(found, truth))
+    return {part: np.max([of_rank[part] for of_rank in of_ranks]).item() for part in of_ranks[0]}
+
+
+def truths(rows) -> dict:
+    """Return {(family, run): the Outcome of one process} of what some rows are compared with."""
+    wanted = dict.fromkeys((row.family, row.run) for row in rows if not row.refused)
+    return {key: outcome(Row("", 1, *key, "", ""), None) for key in wanted}
+
+
+def of_world(rows, true) -> dict:
+    """Return {row's name: `row_errors`} of those rows that are for as many ranks as there are."""
+    mine = [row for row in rows if row.ranks == dist.get_world_size()]
+    return {row.name: row_errors(row, true.get((row.family, row.run))) for row in mine}
+
+
+def is_right(row, found) -> bool:
+    """Return whether a row is within its bound, or refused where it must be."""
+    if isinstance(found, str):
+        return bool(row.refused) and row.refused in found
+    return not row.refused and all(x <= row.bound for x in found.values())
+
+
+def found_of(rows) -> dict:
+    """Return {row's name: `row_errors`} of some rows, on new processes: once for each world."""
+    (true,) = launch(1, truths, rows)
+    worlds = [launch(world, of_world, rows, true)[0] for world in sorted({x.ranks for x in rows})]
+    return {name: found for of_one in worlds for name, found in of_one.items()}

@@ -1,0 +1,249 @@
+"""The rows of full/equivalence.py: whoever computes, a run is the run of one process.
+
+Ranks start once for all rows of a mark and a world. Slips of one line are planted, and each must be
+found by the row that is named with it.
+"""
+
+import pickle
+from typing import get_args
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_ranks import ranks
+
+import train_grpo
+from full import batches, config, equivalence, lora, parallelize, places, trainer
+from full.equivalence import ROWS, Outcome, errors, is_right, of_world, row_errors
+from full.optimizer import LocalOptimizer
+from full.rollouts import Sampler
+from full.trainer import Trainer
+
+MARKS = {"quick": [pytest.mark.quick], "ordinary": [], "slow": [pytest.mark.slow]}
+EVERY = [pytest.param(row, marks=MARKS[row.mark], id=row.name) for row in ROWS]
+
+
+def _truths(rank, rows):
+    return equivalence.truths(rows)
+
+
+def _of_world(rank, rows, true):
+    return of_world(rows, pickle.loads(true))
+
+
+@pytest.fixture(scope="module")
+def truths(tmp_path_factory):
+    """truths(rows): what one process does, by family and run, made once; pickled."""
+    made = {}
+
+    def of(rows):
+        missing = [row for row in rows if (row.family, row.run) not in made]
+        if missing:
+            made.update(ranks(tmp_path_factory.mktemp("one"), 1, _truths, missing)[0])
+        return pickle.dumps(made)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def found(truths, tmp_path_factory):
+    """found(row): its errors. All rows of its mark and world are done together."""
+    made = {}
+
+    def of(row):
+        if row.name not in made:
+            rows = [x for x in ROWS if (x.mark, x.ranks) == (row.mark, row.ranks)]
+            true = truths([x for x in ROWS if x.mark == row.mark])
+            parts = ranks(tmp_path_factory.mktemp("ranks"), row.ranks, _of_world, rows, true)
+            made.update(parts[0])
+        return made[row.name]
+
+    return of
+
+
+@pytest.mark.parametrize("row", EVERY)
+def test_a_row_is_the_run_of_one_process(found, row):
+    assert is_right(row, found(row)), found(row)
+
+
+@pytest.mark.quick
+def test_each_name_and_each_way_to_share_the_work_is_in_a_row():
+    """Those of the default suite: each family, run and value of a flag, and no row twice."""
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    rows = [row for row in ROWS if row.mark != "slow" and not row.refused]
+    assert {row.family for row in rows} == {*equivalence.FAMILIES}
+    assert {row.run for row in rows} | {"plain", "lora"} == {*equivalence.RUNS}
+    told = " ".join(row.how for row in rows)
+    fields = config.Config.__dataclass_fields__
+    for name in ("tree", "data_parallel", "pp_schedule", "cp_method", "ac"):
+        for value in {*get_args(fields[name].type)} - {fields[name].default}:
+            assert f"--{name.replace('_', '-')} {value}" in told
+    assert all(f"{letter}2" in told for letter in "pdcte")
+
+
+@pytest.mark.quick
+def test_the_comparison_sees_each_part():
+    w = torch.tensor([1.0, -2.0])
+    truth = Outcome({(0, 0): [[1, 2]]}, {(0, "loss"): 3.0}, {(0, "w"): w}, {"model.w": w})
+    assert set(errors(truth, truth).values()) == {0.0}
+    for part, wrong in (
+        ("tokens", {(0, 0): [[1, 3]]}), ("metrics", {(0, "loss"): 3.1}),
+        ("metrics", {(0, "loss"): float("nan")}), ("gradients", {(0, "w"): 0 * w}),
+        ("tensors", {"model.w": w * float("nan")}),
+    ):  # fmt: skip
+        off = errors(Outcome(**vars(truth) | {part: wrong}), truth)
+        assert not off.pop(part) < 0.01 and set(off.values()) == {0.0}
+    row = ROWS[0]
+    assert not is_right(row, {"metrics": float("nan")}) and not is_right(row, "expected")
+
+# Slips ------------------------------------------------------------------------------------------
+
+
+def before(owner, name, slip):
+    """A patch: on rank 1 the first argument of a function is given to `slip` before it is called."""
+    function = getattr(owner, name)
+
+    def slipped(first, *args, **options):
+        if dist.get_rank() == 1:
+            slip(first)
+        return function(first, *args, **options)
+
+    return mock.patch.object(owner, name, slipped)
+
+
+def after(owner, name, slip):
+    """A patch: on rank 1 a function returns what `slip` makes of its result."""
+    function = getattr(owner, name)
+
+    def slipped(*args, **options):
+        result = function(*args, **options)
+        return slip(result) if dist.get_rank() == 1 else result
+
+    return mock.patch.object(owner, name, slipped)
+
+
+def scale_gradients(model):
+    for p in model.parameters():
+        if p.grad is not None:  # a rank may have nothing to train on
+            p.grad *= 1.0001
+
+
+def factors_of_each_rank():
+    """Each t rank trains an A of its own, from its part of the gradient."""
+    function = lora.place_of_factor
+
+    def slipped(name, shape, grid, mode):
+        sums = places.place_of(lora.matrix_of(name), shape, grid, mode, False).sums
+        return function(name, shape, grid, mode)._replace(sums=sums)
+
+    return mock.patch.object(lora, "place_of_factor", slipped)
+
+
+def experts_of_each_rank():
+    """The gradients of experts are not summed over the ranks that have the same ones."""
+    function = parallelize.place_of
+
+    def slipped(name, *given):
+        place = function(name, *given)
+        return place._replace(sums=()) if ".mlp.experts." in name else place
+
+    return mock.patch.object(parallelize, "place_of", slipped)
+
+
+def nothing(owner, name):
+    """A patch: on rank 1 a function does nothing."""
+    function = getattr(owner, name)
+    slipped = lambda *args, **options: (  # noqa: E731
+        None if dist.get_rank() == 1 else function(*args, **options))
+    return mock.patch.object(owner, name, slipped)
+
+
+def without_moments():
+    """A run that goes on begins with moments of 0."""
+    function = Trainer.load_checkpoint
+
+    def slipped(self, path):
+        state = function(self, path)
+        for moments in self.optimizer.state.values():
+            moments["exp_avg"].zero_()
+        return state
+
+    return mock.patch.object(Trainer, "load_checkpoint", slipped)
+
+
+def one_push():
+    """The generator keeps the first weights."""
+    function = Sampler.push
+    pushed = []
+
+    def slipped(self, *given):
+        if not pushed:
+            function(self, *given)
+        pushed.append(given)
+
+    return mock.patch.object(Sampler, "push", slipped)
+
+
+D2, T2 = "--plan d2 --data-parallel zero1", "--plan t2"
+SLIPS = {  # name -> a patch, and the row of two ranks that finds it
+    "a gradient is scaled": (
+        lambda: before(trainer, "reduce_gradients", scale_gradients), "dense", "old", D2),
+    "a gradient is scaled under t": (
+        lambda: before(trainer, "reduce_gradients", scale_gradients), "biases", "old", T2),
+    "a gradient is scaled under p": (
+        lambda: before(trainer, "reduce_gradients", scale_gradients), "tied", "critic",
+        "--plan p2"),
+    "a token is counted twice": (
+        lambda: after(Trainer, "loss_denominator", lambda Z: Z + 1), "tied", "forks",
+        "--plan c2 --tree sparse"),
+    "every rank of t adds its metrics": (
+        lambda: mock.patch.object(trainer, "speaks_for_replica", lambda model: True),
+        "biases", "old", T2),
+    "experts are not summed": (experts_of_each_rank, "routers", "balanced", "--plan d2"),
+    "factors of each rank of t": (factors_of_each_rank, "routers", "lora-all", T2),
+    "a leaf of the tree is dropped": (
+        lambda: after(batches.TreeBatches, "share_out", lambda share: share[:-1]),
+        "tied", "forks", "--tree dta --chunk-tokens 16"),
+    "routes are dropped": (
+        lambda: mock.patch.object(Trainer, "routes_of", lambda self, batch: None),
+        "routers", "routes", "--plan d2e2 --tree sparse"),
+    "a rank does not update": (lambda: nothing(LocalOptimizer, "step"), "dense", "reward",
+                               "--plan d2"),
+    "a rank keeps its rounded weights": (
+        lambda: nothing(LocalOptimizer, "copy_to_model"), "experts", "rounded",
+        f"{equivalence.MIXED} --plan t2"),
+    "a rank's bias stays": (
+        lambda: nothing(batches.ExpertLoads, "update_bias"), "routers", "biased", "--plan d2e2"),
+    "the generator's weights stay": (
+        one_push, "tied", "sequences", "--data-parallel fsdp"),
+    "a rank draws by its number": (
+        lambda: after(train_grpo, "uniforms", lambda draws: draws[::-1]), "dense",
+        "filtered", "--plan d2"),
+    "moments are forgotten": (without_moments, "dense", "stale", f"{D2} then --plan p2"),
+}  # fmt: skip
+
+
+def row_of(slip):
+    (row,) = [x for x in ROWS if x.ranks == 2 and (x.family, x.run, x.how) == SLIPS[slip][1:]]
+    return row
+
+
+def _slipped(rank, true):
+    found, true = {}, pickle.loads(true)
+    for name, (patch, *_) in SLIPS.items():
+        row = row_of(name)
+        with patch():
+            found[name] = row_errors(row, true[row.family, row.run])
+    return found
+
+
+@pytest.fixture(scope="module")
+def slipped(truths, tmp_path_factory):
+    true = truths([row_of(slip) for slip in SLIPS])
+    return ranks(tmp_path_factory.mktemp("slips"), 2, _slipped, true)[0]
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_planted_slip_is_found(slipped, slip):
+    assert not max(slipped[slip].values()) < 100 * row_of(slip).bound, slipped[slip]
