@@ -29,9 +29,8 @@ from full.logs import step_metrics
 from full.optimizer import persistent_buffers, training_tensors
 from full.places import full
 from full.ranks import all_gather_objects
-from full.run import empty_model, empty_policy, require_plans
-from full.tasks import Task
-from full.tiny import tiny
+from full.run import empty_model, empty_policy, require_plan
+from full.tiny import TwoTurns, tiny
 from full.trainer import Trainer
 from models import FULL, SLIDING
 from ring_attention import launch
@@ -82,66 +81,57 @@ quick 2 biases old --plan t2
 quick 2 tied forks --plan c2 --tree sparse
 quick 2 tied critic --plan p2
 quick 2 routers biased --plan d2e2
-ordinary 2 tied sequences --data-parallel fsdp
-ordinary 2 routers lora-all --plan t2
-
 ordinary 1 dense critic --tree dta --chunk-tokens 9 --recompute | --micro-tokens 1
 ordinary 1 tied forks --tree sparse | --data-parallel fsdp
 ordinary 2 dense dynamic,demos,lone,stale,filtered,reward --plan d2
-ordinary 2 biases lone --tree sparse --plan d2 --data-parallel zero1
-ordinary 2 routers balanced --plan d2
-ordinary 2 tied old --plan t2 --ac op | --plan c2 --cp-method ulysses
-ordinary 2 tied forks --tree dta --chunk-tokens 16 | --plan p2 --tree sparse
-ordinary 2 tied forks --plan t2 --tree dta --chunk-tokens 16 --recompute
-ordinary 2 tied reward --data-parallel fsdp --offload --ac full
-ordinary 2 deep-tied critic --plan p2 --pp-schedule zbv | --plan p2 --pp-schedule interleaved1f1b
-ordinary 2 experts balanced --plan t2 | --plan (attn:t2|ffn:t2) | --plan c2 --cp-method allgather
-ordinary 2 routers balanced --plan p2 | --plan d2e2 --data-parallel fsdp
-ordinary 2 routers routes --plan t2 --tree dta --chunk-tokens 16 | --plan d2e2 --tree sparse
-ordinary 2 routers lora-all --data-parallel fsdp | --plan t2 then --plan d2e2 --tree sparse
-ordinary 2 deep lora-head --plan p2 --pp-schedule zbv
 ordinary 2 dense stale --plan d2 --data-parallel zero1 then --plan p2
+ordinary 2 biases lone --tree sparse --plan d2 --data-parallel zero1
+ordinary 2 tied old --plan c2 --cp-method ulysses
+ordinary 2 tied forks --tree dta --chunk-tokens 16 | --plan p2 --tree sparse
+ordinary 2 tied sequences --data-parallel fsdp --offload --ac full
+ordinary 2 deep-tied critic --plan p2 --pp-schedule zbv | --plan p2 --pp-schedule interleaved1f1b
+ordinary 2 deep lora-head --plan p2 --pp-schedule zbv
+ordinary 2 experts balanced --plan t2 --ac op | --plan (attn:t2|ffn:t2)
 ordinary 2 experts biased --plan t2 --data-parallel fsdp then --plan c2 --tree sparse
+ordinary 2 routers balanced --plan d2 | --plan p2 | --plan d2e2 --data-parallel fsdp
+ordinary 2 routers balanced --plan c2 --cp-method allgather
+ordinary 2 routers routes --plan t2 --tree dta --chunk-tokens 16 | --plan d2e2 --tree sparse
+ordinary 2 routers lora-all --plan t2 | --data-parallel fsdp | --plan t2 then --plan d2e2
 ordinary 2 tied rounded --compute-dtype float32 --data-parallel fsdp --tree sparse
 ordinary 2 deep rounded --compute-dtype float32 --plan p2 --pp-schedule zbv
 ordinary 2 biases rounded --compute-dtype float32 --plan d2 --data-parallel zero1
 ordinary 2 experts rounded --compute-dtype float32 --plan t2
 ordinary 2 routers balanced --compute-dtype float32 --plan d2e2 --ac full
 ordinary 4 dense lone --plan c4 --tree sparse
-ordinary 4 tied critic --data-parallel fsdp --shard-ranks 2
-ordinary 4 tied old --plan c2p2
+ordinary 4 tied critic --data-parallel fsdp --shard-ranks 2 | --plan c2p2
 ordinary 4 routers biased --plan d2t2e4 --data-parallel zero1
 ordinary 4 experts balanced --plan (attn:d2t2|ffn:e2t2) --data-parallel fsdp
 ordinary 2 dense old --plan d2e2 = expected a model with experts
 ordinary 2 dense old --tree dta --chunk-tokens 9 --plan c2 = --tree dta has no c
 ordinary 2 routers routes --plan c2 = --replay-routes has no c in --plan
 ordinary 2 routers balanced --tree sparse = --tree has no --balance-coef
-
 slow 1 dense,tied,experts old --tree sparse | --tree dta --chunk-tokens 5 --recompute
 slow 1 dense,tied,experts old --data-parallel fsdp --offload | --ac full | --ac op
-slow 2 dense old --plan d2 --compile | --data-parallel fsdp --compile --ac full | --plan t2 --compile
-slow 2 dense rounded --compute-dtype float32 --compile
+slow 2 dense old,rounded --plan d2 --compile | --data-parallel fsdp --compile --ac full
 slow 2 dense,biases,tied forks,critic --plan d2 | --plan t2 | --plan t2 --ac full | --plan c2
 slow 2 dense,biases,tied old,forks,critic --data-parallel fsdp --ac op | --plan t2 --tree sparse
+slow 2 tied,experts old --plan t2 --tree dta --chunk-tokens 5 --recompute | --plan t2 --compile
 slow 2 deep,deep-tied forks,filtered,lora --plan p2 --pp-schedule interleaved1f1b --tree sparse
 slow 2 dense,deep sequences,demos,dynamic,reward --data-parallel fsdp | --plan t2 | --plan p2
-slow 2 experts,routers balanced,lora --plan d2e2 | --plan t2 --ac op
-slow 2 experts,routers lora,biased --plan (attn:t2|ffn:t2)
+slow 2 experts,routers lora,plain --plan d2e2 | --plan t2 | --plan (attn:t2|ffn:t2)
 slow 2 experts routes,lora-all --plan t2 --tree sparse | --plan d2e2 --tree sparse
 slow 2 experts,routers biased,lora-all --plan c2 --cp-method ulysses | --plan c2e2 --tree sparse
 slow 2 dense,tied lora,lora-head --plan c2 --tree sparse | --data-parallel fsdp --offload --ac full
-slow 2 routers biased,routes,lora --plan d2 --data-parallel zero1 then --plan p2 --data-parallel fsdp
 slow 2 dense,tied,experts rounded --compute-dtype float32 --plan c2 --tree sparse
-slow 2 dense,tied,experts rounded --compute-dtype float32 --plan t2 --tree dta --chunk-tokens 5
+slow 2 dense,experts rounded --compute-dtype float32 --plan t2 --tree dta --chunk-tokens 5
 slow 4 dense,tied old,forks,critic --plan d2t2 | --plan d2c2 --data-parallel zero1 | --plan t2c2
 slow 4 dense,tied old,critic,lora --plan p2t2 --tree sparse | --plan d2p2 --data-parallel zero1
 slow 4 deep,deep-tied old,stale --plan d2p2 --data-parallel fsdp --pp-schedule interleaved1f1b
-slow 4 dense,routers biased,lora --plan d2t2 --tree dta --chunk-tokens 16 --data-parallel zero1
-slow 4 experts,routers biased,balanced --plan d4e4 --data-parallel fsdp | --plan t2c2 --ac full
 slow 4 deep-tied old,critic --plan p2t2 --pp-schedule zbv | --plan c2t2 --tree sparse
-slow 4 routers lora-all --plan d2t2e4 --data-parallel fsdp then --plan p2d2e2
-slow 4 dense lone --plan d4
+slow 4 routers biased,lora --plan d2t2 --tree dta --chunk-tokens 16 --data-parallel zero1
+slow 4 experts,routers biased,balanced --plan d4e4 --data-parallel fsdp | --plan t2c2 --ac full
 slow 4 experts,routers biased,routes --plan p2d2e2 --tree sparse | --plan d2t2e4 --tree sparse
+slow 4 routers lora-all --plan d2t2e4 --data-parallel fsdp then --plan p2d2e2
 slow 4 tied rounded --compute-dtype float32 --plan d2t2 --data-parallel fsdp
 slow 8 dense,tied old,forks --plan p2d2t2 --data-parallel fsdp | --plan d2t2c2 --data-parallel zero1
 slow 8 routers balanced,lora-all --plan (attn:p2d2t2|ffn:p2e2t2) | --plan d2t2c2e4
@@ -186,25 +176,6 @@ ROWS = read_rows(TABLE)
 # A run ------------------------------------------------------------------------------------------
 
 
-class TwoTurns(Task):
-    """Any tokens in two turns. Almost all rollouts have a reward of their own, so all learn."""
-
-    vocab_size, end = 13, (1,)
-
-    def prompt(self, rng, index, held_out):
-        return (0, index), rng.integers(2, 13, size=1 + index % 3).tolist()
-
-    def reply(self, state, answer):
-        # A group of equal rewards is what --dynamic-sampling drops.
-        turn, index = state
-        heard = sum(n * token for n, token in enumerate(answer, 1)) % 7
-        reward = 0.0 if index % 4 == 3 else heard / 7
-        return (turn + 1, index), None if turn else [5, 6], reward
-
-    def demo(self, state, rng):
-        return [*rng.integers(2, 13, size=3).tolist(), 1]
-
-
 class RandomRoutes(RolloutQueue):
     """Batches whose recorded experts no router would choose. Equal prefixes have equal ones."""
 
@@ -238,14 +209,12 @@ def trainer_of(config, family) -> Trainer:
     """Return a trainer of a family's model, with a generator and, for a KL, another reference."""
     model_type, changes = FAMILIES[family]
     shape = tiny(model_type, vocab_size=TwoTurns.vocab_size, eos_token_id=(1,), **changes)
-    if config.router_bias_rate:
-        shape = dataclasses.replace(shape, router_bias_rate=config.router_bias_rate)
-    require_plans(config, shape)
+    require_plan(config, shape)
     generator = empty_model(config, shape, config.rollout_dtype).requires_grad_(False)
     reference = None
     if config.kl_coef and config.lora is None:
-        reference = empty_model(config, shape, config.compute).requires_grad_(False)
-        reference = drawn(reference, 2, config.device)
+        reference = drawn(empty_model(config, shape, config.compute), 2, config.device)
+        reference.requires_grad_(False)
     policy = drawn(empty_policy(config, shape), 1, config.device)
     return Trainer(config, policy, generator=generator, reference=reference)
 
@@ -299,7 +268,8 @@ def do_steps(config, queue, trainer, found, last):
         if config.tree != "disabled":  # it trains each shared token once
             line["tokens/trained"] = line["tokens/trained_flat"]
         clocks = "seconds/", "memory/", "logprob_gap/"  # and the gap, which is rounding itself
-        found.metrics |= {(step, name): x for name, x in line.items() if not name.startswith(clocks)}
+        line = {name: x for name, x in line.items() if not name.startswith(clocks)}
+        found.metrics |= {(step, name): x for name, x in line.items()}
         found.tokens |= {(step, n): [t.tokens for t in group] for n, group in batch.groups.items()}
         if solved is not None and dist.get_rank() == 0:
             found.tokens["evaluated"] = queue.shown.tokens
@@ -310,8 +280,8 @@ def do_steps(config, queue, trainer, found, last):
         supervised = dataclasses.replace(config, steps=0)
         train_grpo.train(supervised, demos, trainer, log, -config.demos)
         trainer.optimizer.state.clear()
-    steps = config.steps if last else queue.first_step + 1
-    train_grpo.train(dataclasses.replace(config, steps=steps), queue, trainer, log, queue.first_step)
+    only = config if last else dataclasses.replace(config, steps=queue.first_step + 1)
+    train_grpo.train(only, queue, trainer, log, queue.first_step)
 
 
 # Comparison -------------------------------------------------------------------------------------

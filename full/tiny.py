@@ -1,12 +1,13 @@
 """Tiny models: adds every family and option to those of `models.CHECK_FAMILIES`.
 
-Checks and tests compare them with their definitions in milliseconds. If you only train, skip this
-file.
+Checks and tests compare them with their definitions in milliseconds, and let them play a task that
+needs no skill. If you only train, skip this file.
 """
 
 import torch
 
 from full.model_config import ModelConfig
+from full.tasks import Task
 from full.transformer import Transformer
 from models import FULL, SLIDING
 
@@ -49,3 +50,22 @@ def tiny_model(model_type="qwen3", seed=1, dtype=torch.float64, **changes) -> Tr
         for votes in model.buffers():
             votes.copy_(torch.randint(-9, 9, votes.shape, generator=generator))
     return model
+
+
+class TwoTurns(Task):
+    """Any tokens in two turns. Almost all rollouts have a reward of their own, so all learn."""
+
+    vocab_size, end = 13, (1,)
+
+    def prompt(self, rng, index, held_out):
+        return (0, index), rng.integers(2, 13, size=1 + index % 3).tolist()
+
+    def reply(self, state, answer):
+        # A group of equal rewards is what --dynamic-sampling drops.
+        turn, index = state
+        heard = sum(n * token for n, token in enumerate(answer, 1)) % 7
+        reward = 0.0 if index % 4 == 3 else heard / 7
+        return (turn + 1, index), None if turn else [5, 6], reward
+
+    def demo(self, state, rng):
+        return [*rng.integers(2, 13, size=3).tolist(), 1]

@@ -101,7 +101,7 @@ def test_the_comparison_sees_each_part():
 
 
 def before(owner, name, slip):
-    """A patch: on rank 1 the first argument of a function is given to `slip` before it is called."""
+    """A patch: on rank 1 a function's first argument is given to `slip` before the call."""
     function = getattr(owner, name)
 
     def slipped(first, *args, **options):
@@ -216,7 +216,7 @@ SLIPS = {  # name -> a patch, and the row of two ranks that finds it
     "a rank's bias stays": (
         lambda: nothing(batches.ExpertLoads, "update_bias"), "routers", "biased", "--plan d2e2"),
     "the generator's weights stay": (
-        one_push, "tied", "sequences", "--data-parallel fsdp"),
+        one_push, "tied", "sequences", "--data-parallel fsdp --offload --ac full"),
     "a rank draws by its number": (
         lambda: after(train_grpo, "uniforms", lambda draws: draws[::-1]), "dense",
         "filtered", "--plan d2"),
