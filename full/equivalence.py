@@ -5,9 +5,8 @@ evaluation. Its flags say who computes what: a plan, a tree, a mode, a precision
 held against the run of one process without them, in float64: every sampled token, metric, gradient,
 weight, moment and buffer. In mixed precision the bound is what float32 products are off.
 
-Why whole runs: a slip in a collective, a place, a schedule, a push or a draw changes one of these
-numbers. What is seen only below, as messages, memory and bits, is tested there. If you only train,
-skip this file. tests/full/test_equivalence.py has the same rows, and plants slips for them to find.
+A slip in a collective, a place, a schedule, a push or a draw changes one of these numbers. If you
+only train, skip this file. tests/full/test_equivalence.py plants slips for the rows to find.
 """
 
 import dataclasses
@@ -24,12 +23,12 @@ import torch.distributed as dist
 
 import train_grpo
 from full.batches import Demonstrations, RolloutQueue, pending_batches
+from full.build import empty_model, empty_policy, require_plan
 from full.config import LORA_TARGETS, parse_config
 from full.logs import step_metrics
 from full.optimizer import persistent_buffers, training_tensors
 from full.places import full
 from full.ranks import all_gather_objects
-from full.run import empty_model, empty_policy, require_plan
 from full.tiny import TwoTurns, tiny
 from full.trainer import Trainer
 from models import FULL, SLIDING
@@ -268,8 +267,8 @@ def do_steps(config, queue, trainer, found, last):
         if config.tree != "disabled":  # it trains each shared token once
             line["tokens/trained"] = line["tokens/trained_flat"]
         clocks = "seconds/", "memory/", "logprob_gap/"  # and the gap, which is rounding itself
-        line = {name: x for name, x in line.items() if not name.startswith(clocks)}
-        found.metrics |= {(step, name): x for name, x in line.items()}
+        names = [name for name in line if not name.startswith(clocks)]
+        found.metrics |= {(step, name): line[name] for name in names}
         found.tokens |= {(step, n): [t.tokens for t in group] for n, group in batch.groups.items()}
         if solved is not None and dist.get_rank() == 0:
             found.tokens["evaluated"] = queue.shown.tokens
@@ -309,9 +308,9 @@ def errors(found, truth) -> dict:
 def row_errors(row, truth) -> dict | str:
     """Do a row. Return the largest error of all ranks by part, or what it was refused with."""
     with tempfile.TemporaryDirectory() as own:
-        folder = Path(all_gather_objects(own)[0])
+        folder = Path(all_gather_objects(own)[0]) / "step-00000001"
         try:
-            found = outcome(row, folder / "step-00000001")
+            found = outcome(row, folder)
         except ValueError as error:
             return f"{error}"
         except Exception as error:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from test_ranks import ranks
 
 import train_grpo
-from full import batches, config, equivalence, lora, parallelize, places, trainer
+from full import config, equivalence, experts, lora, micro_batches, parallelize, places, trainer
 from full.equivalence import ROWS, Outcome, errors, is_right, of_world, row_errors
 from full.optimizer import LocalOptimizer
 from full.rollouts import Sampler
@@ -203,7 +203,7 @@ SLIPS = {  # name -> a patch, and the row of two ranks that finds it
     "experts are not summed": (experts_of_each_rank, "routers", "balanced", "--plan d2"),
     "factors of each rank of t": (factors_of_each_rank, "routers", "lora-all", T2),
     "a leaf of the tree is dropped": (
-        lambda: after(batches.TreeBatches, "share_out", lambda share: share[:-1]),
+        lambda: after(micro_batches.TreeBatches, "share_out", lambda share: share[:-1]),
         "tied", "forks", "--tree dta --chunk-tokens 16"),
     "routes are dropped": (
         lambda: mock.patch.object(Trainer, "routes_of", lambda self, batch: None),
@@ -214,7 +214,7 @@ SLIPS = {  # name -> a patch, and the row of two ranks that finds it
         lambda: nothing(LocalOptimizer, "copy_to_model"), "experts", "rounded",
         f"{equivalence.MIXED} --plan t2"),
     "a rank's bias stays": (
-        lambda: nothing(batches.ExpertLoads, "update_bias"), "routers", "biased", "--plan d2e2"),
+        lambda: nothing(experts.ExpertLoads, "update_bias"), "routers", "biased", "--plan d2e2"),
     "the generator's weights stay": (
         one_push, "tied", "sequences", "--data-parallel fsdp --offload --ac full"),
     "a rank draws by its number": (
