@@ -440,7 +440,7 @@ def main(argv) -> int:
     parser = argparse.ArgumentParser("python -m full audit", allow_abbrev=False)
     parser.add_argument("run", help="directory of a run; nothing is written there")
     parser.add_argument("--step", type=int, help="[the last that a checkpoint has sampled, or 0]")
-    parser.add_argument("--group", type=int, help="spell this group out, by full_definition")
+    parser.add_argument("--group", type=int, help="show this group, token by token")
     parser.add_argument("--all", action="store_true", help="print every row and every token")
     parser.add_argument("--html", metavar="FILE", help="also write it as a page")
     parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")

@@ -353,7 +353,7 @@ def _write_tensors(tensors, path) -> None:
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _safetensors().torch.save_file(tensors, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # safetensors lets nobody else read it, and an engine may be another user
+        path.chmod(0o644)  # safetensors lets only us read it, and an engine may be another user
 
 
 # The files of a checkpoint besides its weights and config.json: all that text.py needs, and how its

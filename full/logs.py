@@ -289,7 +289,7 @@ class Warnings:
             # A truncated answer has reward 0, so the mean over all is the one value times `heard`.
             heard = 1 - m["tokens/truncated_fraction"]
             return (f"--reward {self.config.reward} gave {m['reward/mean'] / heard:.3g} to every "
-                    f"answer: read samples.jsonl, and if some deserve another reward, mend the "
+                    f"answer: read samples.jsonl, and if some deserve another reward, fix the "
                     f"function or name another with --reward")  # fmt: skip
         if m["reward/solved"] > 0:
             return "every answer is right, so there is nothing to learn: give harder --data"

@@ -287,7 +287,7 @@ class Jsonl(Task):
                              f"room for these in --max-new-tokens {limit}")  # fmt: skip
 
     def _require_lines(self, lines):
-        """Raise a ValueError for files of which nothing can be trained on, or held out."""
+        """Raise a ValueError for files that leave nothing to train on, or to hold out."""
         c = self.config
         if not all(self.rows.values()) and not c.eval_data:
             raise ValueError(

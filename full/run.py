@@ -88,7 +88,7 @@ def start_run(config, progress=None, *, objects=None, log=None, goes_on=False) -
             year = datetime.timedelta(seconds=config.YEAR)
             agree(finish, dist.new_group(backend="gloo", timeout=year))
 
-            # A signal in or after the last step ends nothing here. It is the program's then.
+            # A signal in or after the last step does not end the run. It is the program's then.
             stop.close()
             if stop.number and not ended.signal:
                 signal.raise_signal(stop.number)

@@ -206,10 +206,11 @@ def cell(values, digits):
 
 def draw(points, picture):
     """Draw what was solved over steps and over CPU seconds, and print a table."""
+    from draw import COLORS, DOTS, GRAY, INK, PALE, WIDTH, save
     from matplotlib.figure import Figure
 
     lines = [json.loads(x) for x in Path(points).read_text().splitlines()]
-    figure = Figure(figsize=(7, 3.1), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.1), dpi=DOTS, layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     ways = [x for x in VARIANTS if any(line["variant"] == x for line in lines)]
     for color, variant in enumerate(ways):
@@ -227,9 +228,14 @@ def draw(points, picture):
                     for key in (name, "solved")]  # fmt: skip
             for run in runs:
                 x, y = [p[name] for p in run], [p["solved"] for p in run]
-                axes.plot(x, y, f"C{color}", lw=0.8, alpha=0.5)
-            width = 4.4 - 1.1 * color  # curves that coincide stay visible
-            axes.plot(*mean, f"C{color}o-", lw=width, markersize=5, label=NAMES[variant])
+                axes.plot(x, y, color=COLORS[color], lw=0.7, alpha=0.45)
+            # Flat and tree coincide over steps: dashes leave the line below them visible.
+            dashes = (0, (2, 1.4)) if variant == "tree" else "-"
+            axes.plot(*mean, color=COLORS[color], lw=2.6, ls=dashes)
+            axes.plot(*mean, "o", color=COLORS[color], markersize=4 if variant == "tree" else 6)
+        end = statistics.mean(run[-1]["seconds"] for run in runs), 0.02
+        panels[1].text(*end, NAMES[variant], color=COLORS[color], ha="center", weight="bold")
+        panels[1].axvline(end[0], 0.09, 0.55, color=COLORS[color], lw=0.7, ls=":")
 
         solved = [cell([x["solved"] for x in at], 3) for at in zip(*runs)]
         rate = cell([run[-1]["seconds"] / run[-1]["step"] for run in runs], 1)
@@ -238,13 +244,15 @@ def draw(points, picture):
             print("| solved after step |", *(f"{x} |" for x in steps[0]), "CPU s a step | reward |")
             print("|---" * (len(steps[0]) + 3) + "|")
         print(f"| {NAMES[variant]} | {' | '.join(solved)} | {rate} | {reward} |")
-    panels[0].set(xlabel="step", ylabel="solved, held-out prompts", ylim=(-0.02, 1.02))
-    panels[0].set_xticks(steps[0])
-    panels[1].set(xlabel="CPU seconds of training")
+    panels[0].set_title("held-out prompts solved, by step", loc="left", fontsize=9.5, color=INK)
+    panels[1].set_title("by CPU seconds of training", loc="left", fontsize=9.5, color=INK)
+    panels[0].set(ylim=(-0.02, 0.8), xticks=steps[0])
     for axes in panels:
-        axes.grid(alpha=0.3)
-    panels[1].legend(loc="lower right")
-    figure.savefig(picture, dpi=150)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(GRAY)
+        axes.tick_params(colors=GRAY, labelsize=8)
+        axes.grid(color=PALE)
+    save(figure, picture)
 
 
 def main(argv) -> int:

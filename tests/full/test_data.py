@@ -741,7 +741,7 @@ def runs_of(directory, tmp_path, monkeypatch):
 
 
 ONE = "warning: step 0: --reward rewards.py:{} gave {} to every answer: read samples.jsonl, and if"
-ONE += " some deserve another reward, mend the function or name another with --reward"
+ONE += " some deserve another reward, fix the function or name another with --reward"
 WARNINGS = {  # the flags of a run of one step -> what it warns of
     "--reward rewards.py:constant": ONE.format("constant", "0.25"),
     "--reward rewards.py:one": ONE.format("one", 1),
