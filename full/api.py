@@ -87,7 +87,7 @@ def run(
         if ended.signal == signal.SIGINT:
             raise KeyboardInterrupt(text)
         raise Interrupted(ended.signal, text)
-    return Result(found.path, ended.solved, metrics, Path(checkpoint))
+    return Result(found.path, ended.solved, metrics, checkpoint)
 
 
 def audit(

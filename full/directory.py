@@ -25,16 +25,14 @@ import sys
 import zlib
 from pathlib import Path
 
-import torch.distributed as dist
-
 from full.checkpoint import (
-    Damaged, checkpoints, read_checkpoint, sealed_state, sums_of_share, write_checkpoint,
+    Damaged, checkpoints, read_checkpoint, sums_of_share, write_checkpoint,
 )  # fmt: skip
 from full.config import _flag
 from full.model_config import read_json
 from full.optimizer import tensors_of
 from full.places import local
-from full.ranks import MAY_BE_OBJECTS, OBJECT, agree, say
+from full.ranks import MAY_BE_OBJECTS, OBJECT, agree, say, warn
 
 # Files of JSON lines ----------------------------------------------------------------------------
 
@@ -223,15 +221,12 @@ class RunDirectory:
         return up_to_it[:-keep] + found[len(up_to_it) :] + finished
 
     def newest(self):
-        """Return the newest checkpoint of the loop whose files are there and have their size.
-
-        Only `read_newest` finds out whether the bytes of the tensors are as they were written.
-        """
-        return self._newest(checkpoints(self.path), sealed_state)[0]
+        """Return the newest checkpoint of the loop, or None. `read_newest` verifies it too."""
+        return next(reversed(checkpoints(self.path)), None)
 
     def newest_in_words(self) -> str:
         """Return what a run has whose last state could not be saved."""
-        found = self.newest() or self._newest(checkpoints(self.path, "demos"), sealed_state)[0]
+        found = next(reversed(checkpoints(self.path, "demos") + checkpoints(self.path)), None)
         return f"the newest checkpoint is {found}" if found else f"{self} holds no checkpoint"
 
     def read_newest(self, read, kind="step"):
@@ -243,16 +238,12 @@ class RunDirectory:
         no checkpoint; if none is undamaged, ValueError, so that a run is not begun again by
         mistake.
         """
-        return self._newest(agree(lambda: checkpoints(self.path, kind)), read)
-
-    def _newest(self, found, read):
-        """Implement `read_newest` for the paths of checkpoints, oldest first."""
+        found = agree(lambda: checkpoints(self.path, kind))
         for path in reversed(found):
             try:
-                return str(path), read(path)
+                return path, read(path)
             except Damaged as error:
-                if not dist.is_initialized() or dist.get_rank() == 0:
-                    print(f"warning: {error}; trying an older one", file=sys.stderr)
+                warn(f"warning: {error}; trying an older one")
         if found:
             raise ValueError(
                 f"no checkpoint in {self} is whole ({', '.join(path.name for path in found)}): "

@@ -33,7 +33,7 @@ import parallel
 from full.experts import UNRECORDED, Replay
 from full.pipeline import run_forwards, run_micro_batches
 from full.places import part_of, reshard
-from full.ranks import all_gather_objects
+from full.ranks import all_gather_objects, errors_on_all_ranks
 
 
 class PackedRow(NamedTuple):
@@ -434,27 +434,29 @@ def gather_replica(model, items):
 def require_batch(model, sequences, masks):
     """Raise a ValueError, on all ranks of a replica, for masks that do not fit their sequences, or
     sequences that differ among the ranks."""
-    wrong = [f"sequence {i} has {len(tokens)} tokens and a mask of {len(mask)}; it needs a token, "
-             f"and a mask of tokens[1:]" for i, (tokens, mask) in enumerate(zip(sequences, masks))
-             if len(tokens) == 0 or len(mask) != len(tokens) - 1]  # fmt: skip
-    if len(sequences) != len(masks):
-        wrong = [f"expected a mask for each of {len(sequences)} sequences, got {len(masks)}"]
+    part = part_of(model)
+    is_alone = part.plan.world == part.plan.dp
+    replica = None if is_alone else part.grid.group["pct"]
+    with errors_on_all_ranks(replica, alone=is_alone):
+        if len(sequences) != len(masks):
+            raise ValueError(f"expected a mask for each of {len(sequences)} sequences, got "
+                             f"{len(masks)}")  # fmt: skip
+        for i, (tokens, mask) in enumerate(zip(sequences, masks)):
+            if len(tokens) == 0 or len(mask) != len(tokens) - 1:
+                raise ValueError(f"sequence {i} has {len(tokens)} tokens and a mask of "
+                                 f"{len(mask)}; it needs a token, and a mask of tokens[1:]")
+    if is_alone:
+        return
 
     # COMM: an all-gather of some bytes over the replica tells whether all of its ranks have the
     # same batch. Pinned by
     # tests/full/test_packed.py::test_a_batch_that_cannot_be_is_refused_on_every_rank.
-    part = part_of(model)
-    if part.plan.world > part.plan.dp:
-        replica = part.grid.group["pct"]
-        batch = [[*map(int, x)] for x in (*sequences, *masks)]
-        seen = all_gather_objects((wrong[:1], zlib.crc32(repr(batch).encode())), replica)
-        wrong = [text for texts, _ in seen for text in texts]
-        if not wrong and len({digest for _, digest in seen}) > 1:
-            ranks = ", ".join(map(str, dist.get_process_group_ranks(replica)))
-            wrong = [f"ranks {ranks} work on the same sequences in plan {part.plan}, but were "
-                     f"given different ones or masks; gather_replica makes one batch of them"]
-    if wrong:
-        raise ValueError(wrong[0])
+    batch = [[*map(int, x)] for x in (*sequences, *masks)]
+    if len({*all_gather_objects(zlib.crc32(repr(batch).encode()), replica)}) > 1:
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(replica)))
+        raise ValueError(
+            f"ranks {ranks} work on the same sequences in plan {part.plan}, but were given "
+            f"different ones or masks; gather_replica makes one batch of them")  # fmt: skip
 
 
 def routing_of_all_tokens(on_routing, group, length, pad=0):

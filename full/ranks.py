@@ -102,19 +102,16 @@ def meet(patience):
 def joined(device="", *, timeout=60, threads=1):
     """Be connected for the time of the body: `connect`, then leave the process as it was.
 
-    A process group that is on is used and kept. All other groups that the body has made end here.
+    A process group that is on is used and kept.
     """
     threads_before = torch.get_num_threads()
     was_on = dist.is_initialized()
-    groups = {*dist.distributed_c10d._world.pg_map}
     try:
         yield connect(device, timeout=timeout, threads=threads)
     finally:
         torch.set_num_threads(threads_before)
         if dist.is_initialized() and not was_on:
             dist.destroy_process_group()
-        for group in {*dist.distributed_c10d._world.pg_map} - groups:
-            dist.destroy_process_group(group)
 
 
 def own_device(device) -> str:

@@ -21,6 +21,7 @@ from full.config import read_date
 from full.directory import RunDirectory
 from full.export import export_last
 from full.logs import Checkpointer, Log, Logs, RolloutLog, Warnings
+from full.places import part_of
 from full.ranks import Interrupted, Progress, Stop, agree, errors_on_all_ranks, say
 from full.rollouts import Unheard
 from full.trainer import Trainer
@@ -69,6 +70,7 @@ def start_run(config, progress=None, *, objects=None, log=None, goes_on=False) -
         stop = Stop(goes_on)
         if goes_on:
             stack.callback(stop.close)
+            stack.callback(close_groups, trainer)
         ended = run(config, task, trainer, directory, progress, stop, log)
 
         # COMM: ranks wait for each other for the last time. Then no rank needs another one: rank 0
@@ -86,7 +88,9 @@ def start_run(config, progress=None, *, objects=None, log=None, goes_on=False) -
             # COMM: ranks that go on wait for rank 0, in a group without a limit of its own. Pinned
             # by tests/full/test_api.py::test_ranks_return_when_the_export_is_written.
             year = datetime.timedelta(seconds=config.YEAR)
-            agree(finish, dist.new_group(backend="gloo", timeout=year))
+            group = dist.new_group(backend="gloo", timeout=year)
+            agree(finish, group)
+            dist.destroy_process_group(group)
 
             # A signal in or after the last step does not end the run. It is the program's then.
             stop.close()
@@ -95,6 +99,17 @@ def start_run(config, progress=None, *, objects=None, log=None, goes_on=False) -
         elif dist.get_rank() == 0:
             finish()
         return ended
+
+
+def close_groups(trainer):
+    """Destroy the process groups of a trainer and its sampler, in a process that goes on."""
+    groups = {*trainer.grid.made.values()}
+    if trainer.config.engine:
+        groups.add(trainer.sampler.group)
+    else:
+        groups |= {*part_of(trainer.sampler.model).grid.made.values()}
+    for group in groups - {None}:  # of other ranks
+        dist.destroy_process_group(group)
 
 
 def run(config, task, trainer, directory, progress, stop, tell=None) -> Ended:
