@@ -131,8 +131,8 @@ def sources_of(name, shape, stored) -> list[Source]:
 def load_hf(directory, *, model=None, dtype=None, device=None, whole=None) -> Transformer:
     """Load a Hugging Face checkpoint directory, strictly: every tensor has a place and the reverse.
 
-    model: fill this one as it is. If it is split, by `parallelize` or as DTensors, each rank reads
-        its own part. All ranks must call, and what one rank finds wrong in its part, all raise.
+    model: fill this one as it is. If `parallelize` has split it, each rank reads its own part.
+        All ranks must call, and what one rank finds wrong in its part, all raise.
     dtype, device: of a new model. Default: the `dtype` of config.json, or the widest dtype that is
         stored if config.json does not say; the CPU.
     whole: if `model` is a stage of a pipeline, a model on the meta device with all parameters.
@@ -320,16 +320,13 @@ def save_hf(
     if len(files) > 1:
         total = sum(sizes.values())
         texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    try:
-        for name in texts if rank == 0 and problem is None else ():
-            with _writing(directory / name):
-                text = json.dumps(texts[name], indent=2) + "\n"
-                (directory / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        problem = error
     with errors_on_all_ranks(alone=not meet):
         if problem is not None:
             raise problem
+        for name in texts if rank == 0 else ():
+            with _writing(directory / name):
+                text = json.dumps(texts[name], indent=2) + "\n"
+                (directory / name).write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
