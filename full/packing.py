@@ -31,7 +31,6 @@ from torch import nn
 
 import parallel
 from full.experts import UNRECORDED, Replay
-from full.pipeline import run_forwards, run_micro_batches
 from full.places import part_of, reshard
 from full.ranks import all_gather_objects, errors_on_all_ranks
 
@@ -127,6 +126,15 @@ class Micro(NamedTuple):
         return stage.hidden(self.tokens if x is None else x, **options)
 
 
+def run_micro_batches(model, forward, number, like=None) -> None:
+    """Run forward and backward of micro-batches 0 to number - 1, as `run_1f1b`. Collective for p.
+
+    forward: forward(root, n, x), where `root.hidden` runs the layers: the model, or a stage of it.
+    like: as in `run_1f1b`. For p > 1 only.
+    """
+    part_of(model).pipeline.run(model, forward, number, like)
+
+
 class PackedBatches:
     """Run batches of sequences and a loss on a model: one call, the same under every plan.
 
@@ -217,7 +225,8 @@ class PackedBatches:
             for b, i in enumerate(micro_batches[k]):
                 found[i] = tuple(x_BT[b, : len(sequences[i]) - 1] for x_BT in columns)
 
-        run_forwards(self.model, forward, len(rows), self.states_like(rows))
+        like = self.states_like(rows)
+        self.part.pipeline.run_forwards(self.model, forward, len(rows), like)
         reshard(self.model)  # without a backward FSDP would keep the gathered weights
         if self.plan.pp == 1:
             return found
@@ -225,7 +234,7 @@ class PackedBatches:
         # COMM: the last stage has the scores; an all-gather over the replica gives them to its
         # other ranks.
         # Pinned by tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-        found = found if self.part.is_last else None
+        found = found if self.part.has_head() else None
         parts = all_gather_objects(found, self.part.grid.group["pct"])
         return next(part for part in parts if part is not None)
 
@@ -344,14 +353,8 @@ def cut_into_micro_batches(model, lengths, micro_tokens) -> list:
 
 def agreed_micro_batches(model, count) -> int:
     """Return how many micro-batches a rank runs that has data for `count` of them. Collective."""
-    # torch's schedules want at least 2 p micro-batches, and a multiple of p: 5 of them on 2 stages
-    # become 6. 1F1B runs any number from 1, and an empty micro-batch costs it a whole row.
     part = part_of(model)
-    p = part.plan.pp
-    if part.pipeline is not None:
-        count = max(2 * p, -(-count // p) * p)
-    elif p > 1:
-        count = max(1, count)
+    count = part.pipeline.micro_batches(count)
     if part.mode == "fsdp" or part.plan.ep > 1:
         # COMM: an all-reduce of one number over all ranks. A sharded forward gathers weights from
         # all, and tokens go to all ranks' experts, so ranks run the same number of micro-batches.
@@ -410,7 +413,7 @@ def speaks_for_replica(model) -> bool:
     # The first rank of its tensor group that is also the first of its context.
     #
     #     plan t2c2: tensor groups 0 1 | 2 3, contexts 0 2 | 1 3   ->   rank 0 alone
-    return part.is_last and all(part.grid.group[x].rank() == 0 for x in "ct" if part.grid)
+    return part.has_head() and all(part.grid.group[x].rank() == 0 for x in "ct" if part.grid)
 
 
 def gather_replica(model, items):

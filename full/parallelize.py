@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import parallel
 from full import lora
-from full.pipeline import SCHEDULES, TorchPipeline, keep_stage_and_ends
+from full.pipeline import SCHEDULES, Pipeline, TorchPipeline, keep_stage_and_ends
 from full.places import Part, inner_width, part_of, place_of
 from full.plans import Grid
 from full.transformer import Transformer
@@ -82,7 +82,7 @@ def parallelize(
     shapes = {name: p.shape for name, p in model.named_parameters()}
     is_tied = not hasattr(model, "lm_head")
     shard_model(model, grid)
-    pipeline = None
+    pipeline = Pipeline(grid.group["p"])
     if schedule != "1f1b":
         pipeline = TorchPipeline(model, grid.group["p"], schedule, is_tied)
     elif plan.pp > 1:

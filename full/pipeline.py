@@ -19,49 +19,64 @@ from torch import nn
 from torch.distributed import pipelining
 
 import parallel
-from full.places import part_of
 
 SCHEDULES = {"1f1b": (None, 1),  # torch's class, and how many stages a rank has
              "interleaved1f1b": (pipelining.ScheduleInterleaved1F1B, 2),
              "zbv": (pipelining.ScheduleZBVZeroBubble, 2)}  # fmt: skip
 
 
-def run_micro_batches(model, forward, number, like=None) -> None:
-    """Run forward and backward of micro-batches 0 to number - 1, as `run_1f1b`. Collective for p.
+class Pipeline:
+    """The stages of a model over ranks, one a rank, by `parallel.run_1f1b`. A whole model is one.
 
-    forward: forward(root, n, x), where `root.hidden` runs the layers: the model, or a stage of it.
-    like: as in `run_1f1b`. For p > 1 only.
+    group: the ranks that have the stages. Default: every rank has the whole model.
+    rank_of: the rank of the group that has each stage.
     """
-    part = part_of(model)
-    if part.plan.pp == 1:
+
+    def __init__(self, group=None):
+        self.group = group
+        self.rank_of = range(1 if group is None else group.size())
+
+    def own(self, model) -> dict:
+        """Return {stage: the module whose `hidden` runs its layers} of this rank's stages."""
+        return {0 if self.group is None else self.group.rank(): model}
+
+    def has_head(self, root) -> bool:
+        """Return whether a stage has the last norm. root: the stage. None: any of this rank's."""
+        found = self.own(root)
+        last = len(self.rank_of) - 1
+        return last in found and root in (None, found[last])
+
+    def micro_batches(self, count) -> int:
+        """Return how many micro-batches are run where there is data for `count` of them."""
+        # 1F1B runs any number from 1, and an empty micro-batch costs it a whole row.
+        return max(count, 1) if len(self.rank_of) > 1 else count
+
+    def run(self, model, forward, number, like) -> None:
+        """Run forward and backward of all micro-batches, as `packing.run_micro_batches` says."""
+        if len(self.rank_of) > 1:
+            parallel.run_1f1b(functools.partial(forward, model), number, like, self.group)
+            return
         # The graph of a micro-batch is freed before the next one is made.
         for n in range(number):
             forward(model, n, None).backward()
-    elif part.pipeline is None:
-        parallel.run_1f1b(functools.partial(forward, model), number, like, part.grid.group["p"])
-    else:
-        part.pipeline.run(forward, number, like)
 
-
-def run_forwards(model, forward, number, like=None) -> None:
-    """Run the forward of each micro-batch by itself, without gradients: see run_micro_batches."""
-    # COMM: the stages of a micro-batch run one after another, and all ranks take the micro-batches
-    # in one order, so each send meets the receive that waits for it. Pinned by
-    # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-    part = part_of(model)
-    group = part.grid.group["p"] if part.plan.pp > 1 else None
-    own = part.stages(model)
-    rank_of = range(part.plan.pp) if part.pipeline is None else part.pipeline.rank_of
-    for n in range(number):
-        x = None
-        for stage, root in own.items():
-            # Where one rank has two neighboring stages, as at the turn of a V, x stays.
-            if stage > 0 and stage - 1 not in own:
-                x = torch.empty_like(like)
-                dist.recv(x, group=group, group_src=rank_of[stage - 1])
-            x = forward(root, n, x)
-            if stage < len(rank_of) - 1 and stage + 1 not in own:
-                dist.send(x.contiguous(), group=group, group_dst=rank_of[stage + 1])
+    def run_forwards(self, model, forward, number, like) -> None:
+        """Run the forward of each micro-batch by itself, without gradients."""
+        # COMM: the stages of a micro-batch run one after another, and all ranks take the
+        # micro-batches in one order, so each send meets the receive that waits for it. Pinned by
+        # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+        own = self.own(model)
+        for n in range(number):
+            x = None
+            for stage, root in own.items():
+                # Where one rank has two neighboring stages, as at the turn of a V, x stays.
+                if stage > 0 and stage - 1 not in own:
+                    x = torch.empty_like(like)
+                    dist.recv(x, group=self.group, group_src=self.rank_of[stage - 1])
+                x = forward(root, n, x)
+                if stage < len(self.rank_of) - 1 and stage + 1 not in own:
+                    after = self.rank_of[stage + 1]
+                    dist.send(x.contiguous(), group=self.group, group_dst=after)
 
 
 def keep_stage_and_ends(model, stage, stages, is_tied) -> None:
@@ -74,32 +89,30 @@ def keep_stage_and_ends(model, stage, stages, is_tied) -> None:
         model.model.embed_tokens = embedding  # its rows are the head
 
 
-class TorchPipeline:
-    """The two stages that this rank has of a model, run by torch.distributed.pipelining.
+class TorchPipeline(Pipeline):
+    """A pipeline whose ranks have two stages each, run by torch.distributed.pipelining.
 
-    own: dict. Number of a stage -> a module with its layers, which are also the model's.
-    rank_of: list. The rank of the group that has each stage.
+    roots: dict. Number of a stage of this rank -> a module with its layers, which are the model's.
     """
 
     def __init__(self, model, group, schedule, is_tied):
+        super().__init__(group)
         p = group.size()
-        self.group = group
         self.schedule, _ = SCHEDULES[schedule]
         # Which rank has each stage. 4 stages on 2 ranks: 0 1 0 1 interleaved, 0 1 1 0 as a V.
         self.rank_of = [*range(p)] * 2
         if schedule == "zbv":
             self.rank_of = [*range(p), *reversed(range(p))]
         self.stages = len(self.rank_of)
-        self.own = {}
+        self.roots = {}
         for stage, rank in enumerate(self.rank_of):
             if rank == group.rank():
-                self.own[stage] = copy_of_lists(model)
-                keep_stage_and_ends(self.own[stage], stage, self.stages, is_tied)
-        self.last = self.own.get(self.stages - 1)  # None on ranks that do not have it
+                self.roots[stage] = copy_of_lists(model)
+                keep_stage_and_ends(self.roots[stage], stage, self.stages, is_tied)
 
         # The model keeps what one of its stages has: parameters have one name in it, in its stages
         # and in a checkpoint of any plan.
-        held = {id(module) for stage in self.own.values() for module in stage.modules()}
+        held = {id(module) for stage in self.roots.values() for module in stage.modules()}
         held |= {id(model.model), id(model.model.layers)}
         for owner in (model.model.layers, model.model, model):
             for name, module in [*owner._modules.items()]:
@@ -109,8 +122,16 @@ class TorchPipeline:
         self.run_for = None  # (shape, number) of the micro-batches of `made`, torch's schedule
         self.made = None
 
-    def run(self, forward, number, like) -> None:
-        """Run a step, as `run_micro_batches` says."""
+    def own(self, model) -> dict:
+        return self.roots
+
+    def micro_batches(self, count) -> int:
+        # torch's schedules want at least 2 p micro-batches, and a multiple of p: 5 of them on 2
+        # stages become 6.
+        p = self.group.size()
+        return max(2 * p, -(-count // p) * p)
+
+    def run(self, model, forward, number, like) -> None:
         # torch makes a schedule for one shape, because its stages keep buffers of that shape. Only
         # the latest schedule is kept, because each padded length brings new buffers. A length that
         # changes in every step costs a new schedule each time, some milliseconds.
@@ -125,8 +146,8 @@ class TorchPipeline:
         # orders the sends and receives of neighbors so that they match. Pinned by
         # tests/full/test_parallel.py::test_collectives_are_those_of_the_table.
         index = torch.arange(number, device=like.device)
-        inputs = (index,) if 0 in self.own else ()
-        options = dict(target=index, losses=[]) if self.last is not None else {}
+        inputs = (index,) if 0 in self.roots else ()
+        options = dict(target=index, losses=[]) if self.has_head(None) else {}
         self.made.step(*inputs, index=index, return_outputs=False, **options)
         self.forward = None
 
@@ -141,7 +162,7 @@ class TorchPipeline:
                 input_args=index if stage == 0 else states,
                 output_args=loss if stage == self.stages - 1 else states,
             )
-            for stage, root in self.own.items()
+            for stage, root in self.roots.items()
         ]  # fmt: skip
         # scale_grads=False: torch would average the losses.
         return self.schedule(stages, number, loss_fn=lambda loss, index: loss, scale_grads=False)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import parallel
+from full.pipeline import Pipeline
 from full.plans import Plan
 
 
@@ -154,7 +155,7 @@ class Part:
     places: dict. Name of a parameter -> Place.
     grid: Grid. None for a model that `parallelize` has not seen: each rank has a copy.
     mode, offload, compute_dtype: as given to `parallelize`.
-    pipeline: a `TorchPipeline` if a rank has two stages, else None.
+    pipeline: runs the model's stages. A whole model is one stage.
     """
 
     plan: Plan
@@ -164,27 +165,15 @@ class Part:
     mode: str = "ddp"
     offload: bool = False
     compute_dtype: torch.dtype | None = None
-    pipeline: object = None
+    pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
 
     def stages(self, model) -> dict:
-        """Return {stage: the module whose `hidden` runs its layers} of this rank's stages.
+        """Return {stage: the module whose `hidden` runs its layers} of this rank's stages."""
+        return self.pipeline.own(model)
 
-        The module of a rank's only stage is the model itself.
-        """
-        if self.pipeline is not None:
-            return self.pipeline.own
-        return {self.grid.group["p"].rank() if self.grid else 0: model}
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank has the last stage of a pipeline, or all of the model."""
-        if self.pipeline is not None:
-            return self.pipeline.last is not None
-        return self.grid is None or self.grid.group["p"].rank() == self.plan.pp - 1
-
-    def has_head(self, root) -> bool:
-        """Return whether one of `stages` has the last norm, so that it can compute log-probs."""
-        return self.is_last and (self.pipeline is None or root is self.pipeline.last)
+    def has_head(self, root=None) -> bool:
+        """Return whether one of `stages`, or any of them, can compute log-probs."""
+        return self.pipeline.has_head(root)
 
 
 def part_of(model) -> Part:

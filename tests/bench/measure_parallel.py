@@ -22,9 +22,8 @@ from full.attend import attend
 from full.estimate import WIRE
 from full.masks import Mask
 from full.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradients
-from full.packing import Micro
+from full.packing import Micro, run_micro_batches
 from full.parallelize import parallelize
-from full.pipeline import run_micro_batches
 from full.places import full, part_of
 from full.plans import Grid, Plan
 from full.ring import indices

@@ -24,8 +24,8 @@ from full.optimizer import (
     MESSAGE, LocalOptimizer, clip_grad_norm, first_non_finite, reduce_gradients,
     sum_in_messages, training_tensors,
 )  # fmt: skip
+from full.packing import run_micro_batches
 from full.parallelize import KEPT, parallelize
-from full.pipeline import run_forwards, run_micro_batches
 from full.places import full
 from full.plans import Grid, Plan
 from full.transformer import causal_attention
@@ -223,7 +223,7 @@ def _lengths(rank, text, schedule):
         tokens = torch.arange(4 * length).view(4, 1, length) % 56
         like = torch.empty(1, length, model.config.hidden_size, dtype=torch.float64)
         with torch.no_grad():
-            run_forwards(model, forward, 4, like)
+            model.part.pipeline.run_forwards(model, forward, 4, like)
         run_micro_batches(model, forward, 4, like)
         del tokens, like
         gc.collect()
