@@ -348,24 +348,13 @@ class Sampler(AnySampler):
         # A task may be random, or answer by the clock: two ranks that asked by themselves might
         # decode different tokens, and wait for each other for good.
         own = [n for n, e in enumerate(episodes) if e.state is not self.ELSEWHERE]
-        problem = ""  # raised after the other ranks have heard of it
-        try:
+        with errors_on_all_ranks(self.model.part.grid.group["pct"]):
             ask([episodes[n] for n in own])
-        except Exception as error:
-            problem = error
 
         # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
         # Pinned by tests/full/test_sampler.py::test_a_task_is_asked_once.
-        told = {} if problem else {n: episodes[n].heard[1:] for n in own}
-        text = ""
-        if problem:
-            text = f"{problem}" or type(problem).__name__  # some errors have no text
-        parts, _ = gather_replica(self.model, [(told, text)])
-        if problem:
-            raise problem
-        for told, text in parts:
-            if text:
-                raise ValueError(f"on a rank that decodes the same episodes: {text}")
+        parts, _ = gather_replica(self.model, [{n: episodes[n].heard[1:] for n in own}])
+        for told in parts:
             for n in told.keys() - {*own}:
                 episodes[n].heard = (self.ELSEWHERE, *told[n])
 

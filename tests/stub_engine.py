@@ -61,8 +61,8 @@ class Stub(ThreadingHTTPServer):
         self.going.set()
         self.lock = threading.Lock()  # of the model
         self.answers = {
-            VLLM.path: self.generate, VLLM.info: self.info, "/v1/models": self.models,
-            "/pause": self.pause, "/update_weight_version": self.rename,
+            VLLM.path: self.generate, VLLM.info: lambda body: {"weight_version": self.version},
+            "/v1/models": self.models, "/pause": self.pause, "/update_weight_version": self.rename,
             "/collective_rpc": self.load, "/reset_prefix_cache": lambda body: {},
             "/resume": self.resume,
         }  # fmt: skip
@@ -83,9 +83,6 @@ class Stub(ThreadingHTTPServer):
             given = dict(max_new_tokens=how["max_tokens"], temperature=how["temperature"])
             generate(self.model, [row], **given, end=how["stop_token_ids"], seed=how["seed"])
             return turn_of(row.tokens[-row.new :], row.logprobs[-row.new :], [self.version])
-
-    def info(self, body):
-        return {"weight_version": self.version}
 
     def models(self, body):
         positions = self.model.config.max_position_embeddings

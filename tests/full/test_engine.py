@@ -272,22 +272,6 @@ def test_a_second_run_on_an_engine_is_noticed_by_the_first(
     assert same_turn(sampled(second), sampled(model_of(6)))
 
 
-@pytest.mark.slow
-def test_two_runs_on_one_engine_end_the_first(run_of, server, tmp_path):  # noqa: F811
-    runs = []
-    for name, seed in (("a", 0), ("b", 1)):
-        (tmp_path / name).mkdir()
-        flags = f"{RUN} --seed {seed} --out run --engine {server.url}"
-        runs.append(begin(tmp_path / name, flags))
-        until((tmp_path / name / "run/metrics.jsonl").exists, "no step")
-    (codes, _, (err,)), second = [end(*run) for run in runs]
-    assert codes == [2] and "error: another run uses " in err.splitlines()[-1], err
-    found = read_metrics(tmp_path / "a/run")
-    assert largest_difference(found, run_of(RUN)[: len(found)]) < 1e-12
-    assert second[0] == [0], second
-    assert largest_difference(read_metrics(tmp_path / "b/run"), run_of(f"{RUN} --seed 1")) < 1e-12
-
-
 def test_a_proxy_is_not_asked(server, tmp_path):
     (tmp_path / "here").mkdir()
     dead = f"http://127.0.0.1:{free_port()}"

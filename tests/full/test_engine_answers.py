@@ -332,7 +332,7 @@ def test_an_engine_of_sglangs_dialect_is_recognized(directory, tmp_path, process
         return {"success": True, "message": "", "num_paused_requests": 0}
 
     server.answers = {
-        SGLang.info: server.info,
+        SGLang.info: answers[VLLM.info],
         "/v1/models": answers["/v1/models"], SGLang.path: generate_as_sglang,
         "/pause_generation": answers["/pause"], "/update_weights_from_disk": update,
         "/continue_generation": answers["/resume"],

@@ -81,14 +81,11 @@ def test_what_cannot_be_replayed_is_refused(run_of, process_group):
 CHANGES = {  # what is changed, and the first row that must be outside
     "a log-prob": (in_rollout("logprobs"), "sampling"),
     "a token that is not masked": (in_rollout("sampled", lambda x: 0), "rollouts/sampled"),
-    "an advantage": (in_rollout("advantage"), "rollouts/advantage"),
-    "a token": (in_rollout("tokens", lambda x: (x + 1) % 3), "rollouts/tokens"),
-    "the loss": (in_line("loss/token_mean"), "loss/token_mean"),
     "the gradient": (in_line("grad_norm"), "grad_norm"),
 }
 
 
-@pytest.mark.parametrize("name", shortened(CHANGES, *list(CHANGES)[:3]))
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_named(run_of, process_group, name):
     change, key = CHANGES[name]
     run = run_of()
