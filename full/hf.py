@@ -37,7 +37,7 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|adapter_model\.(safetensors|bin)")
 
 
-def _safetensors():
+def import_safetensors():
     """Return the library, with its submodule for torch. Only checkpoints need it."""
     try:
         import safetensors.torch
@@ -79,7 +79,7 @@ def open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
                          f"{others[0]}; other programs read the other set: remove one of the two")
     for file in read:
         path = directory / file
-        module = _safetensors()
+        module = import_safetensors()
         try:
             reader = module.safe_open(path, framework="pt")
         except FileNotFoundError as error:
@@ -313,7 +313,7 @@ def save_hf(
             if held and n == 0 and writers == 1:
                 _remove_weights(directory)
             if held:
-                _write_tensors(held, directory / f"model{place}.safetensors")
+                write_tensors(held, directory / f"model{place}.safetensors")
         except OSError as error:
             problem = error
     texts = {"config.json": raw}
@@ -334,7 +334,7 @@ def _writing(path):
     """Name in an OSError what cannot be written."""
     try:
         yield
-    except (_safetensors().SafetensorError, OSError) as error:
+    except (import_safetensors().SafetensorError, OSError) as error:
         raise OSError(f"cannot write {path}: {error}") from error
 
 
@@ -345,11 +345,11 @@ def _remove_weights(directory) -> None:
             old.unlink(missing_ok=True)
 
 
-def _write_tensors(tensors, path) -> None:
+def write_tensors(tensors, path) -> None:
     """Write one safetensors file."""
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _safetensors().torch.save_file(tensors, path, metadata={"format": "pt"})
+        import_safetensors().torch.save_file(tensors, path, metadata={"format": "pt"})
         path.chmod(0o644)  # safetensors lets only us read it, and an engine may be another user
 
 

@@ -35,7 +35,7 @@ from torch import nn
 
 import parallel
 from full.experts import Experts, grouped_linear
-from full.hf import _safetensors, _write_tensors, full_definition
+from full.hf import full_definition, import_safetensors, write_tensors
 from full.model_config import read_json
 from full.places import Place, local, part_of, place_of, set_tensor, variant_of
 from full.ranks import warn
@@ -348,7 +348,7 @@ def save_factors(model, directory, base) -> None:
         bias="none", fan_in_fan_out=False, inference_mode=True,
     )  # fmt: skip
     directory = Path(directory)
-    _write_tensors(stored, directory / WEIGHTS)
+    write_tensors(stored, directory / WEIGHTS)
     (directory / CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
@@ -368,7 +368,7 @@ def load_factors(directory, model) -> None:
     if wrong:
         raise ValueError(f"--lora-from {directory}: {CONFIG} has {'; '.join(wrong)}")
     path = Path(directory) / WEIGHTS
-    module = _safetensors()
+    module = import_safetensors()
     try:
         reader = module.safe_open(path, framework="pt")
     except (module.SafetensorError, OSError) as error:
