@@ -172,8 +172,8 @@ def errors_on_all_ranks(group=None, *, alone=False):
     alone: bool. This rank calls it by itself, and no message is sent.
 
     The rank that found the error raises it as it is, and the others a copy. An error that is not
-    about flags, files or numbers is a RuntimeError on the others. `error.finder` is the rank that
-    found it, so that `exits.report` names it once.
+    about flags, files or numbers is a RuntimeError on the others. If all ranks raise it,
+    `error.finder` is the rank that found it, so that `exits.report` names it once.
     """
     problem = None
     try:
@@ -193,7 +193,8 @@ def errors_on_all_ranks(group=None, *, alone=False):
         return
     finder = first if group is None else dist.get_global_rank(group, first)
     raised = problem if finder == dist.get_rank() else found[first]
-    raised.finder = finder
+    if len(found) == dist.get_world_size():
+        raised.finder = finder
     raise raised
 
 
