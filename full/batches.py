@@ -49,7 +49,7 @@ class SampledBatch(train_grpo.Batch):
         """Return the batch of all ranks as JSON values, on rank 0. Collective."""
         # COMM: how many batches wait is a function of the step, so every rank comes to each gather.
         # Pinned by
-        # tests/full/test_staleness.py::test_ranks_and_a_resume_make_the_run_of_one_process.
+        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         groups = [(n, [t.to_json() for t in group]) for n, group in gather_groups(self.groups)]
         return {"kept": self.kept, "sampled_by": self.sampled_by, "metrics": self.metrics,
                 "groups": groups}  # fmt: skip

@@ -84,7 +84,7 @@ ordinary 1 dense critic --tree dta --chunk-tokens 9 --recompute | --micro-tokens
 ordinary 1 tied forks --tree sparse | --data-parallel fsdp
 ordinary 2 dense dynamic,demos,lone,stale,filtered,reward --plan d2
 ordinary 2 dense stale --plan d2 --data-parallel zero1 then --plan p2
-ordinary 2 biases lone --tree sparse --plan d2 --data-parallel zero1
+ordinary 2 routers lone --tree sparse --plan d2e2
 ordinary 2 tied old --plan c2 --cp-method ulysses
 ordinary 2 tied forks --tree dta --chunk-tokens 16 | --plan p2 --tree sparse
 ordinary 2 tied sequences --data-parallel fsdp --offload --ac full
@@ -130,7 +130,7 @@ slow 4 deep-tied old,critic --plan p2t2 --pp-schedule zbv | --plan c2t2 --tree s
 slow 4 routers biased,lora --plan d2t2 --tree dta --chunk-tokens 16 --data-parallel zero1
 slow 4 experts,routers biased,balanced --plan d4e4 --data-parallel fsdp | --plan t2c2 --ac full
 slow 4 experts,routers biased,routes --plan p2d2e2 --tree sparse | --plan d2t2e4 --tree sparse
-slow 4 routers lora-all --plan d2t2e4 --data-parallel fsdp then --plan p2d2e2
+slow 4 routers lora-all,stale --plan d2t2e4 --data-parallel fsdp then --plan p2d2e2
 slow 4 tied rounded --compute-dtype float32 --plan d2t2 --data-parallel fsdp
 slow 8 dense,tied old,forks --plan p2d2t2 --data-parallel fsdp | --plan d2t2c2 --data-parallel zero1
 slow 8 routers balanced,lora-all --plan (attn:p2d2t2|ffn:p2e2t2) | --plan d2t2c2e4

@@ -181,7 +181,7 @@ class Balance:
         # a group run the same layers of the same micro-batches, and recompute the same layers, so
         # every all-reduce meets its counterparts. p needs no message, as each rank attaches the
         # loss of its own tokens. Pinned by
-        # tests/full/test_balance.py::test_a_rank_sees_some_tokens.
+        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         for group in self.groups:
             dist.all_reduce(n_SE, group=group)
 

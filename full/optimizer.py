@@ -50,7 +50,8 @@ def reduce_gradients(model) -> int:
     suspect = first_non_finite(gradients)
 
     # COMM: the places decide what is sent, and they are the same on all ranks of a group, whatever
-    # gradients a rank has. Pinned by tests/full/test_parallel.py::test_every_plan_is_one_process.
+    # gradients a rank has. Pinned by
+    # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
     for (group, _), together in by_message.items():
         sum_in_messages(together, group)  # (1)
     return suspect
@@ -70,7 +71,7 @@ def messages_of(gradients):
 def sum_in_messages(gradients, group):
     """Sum gradients over a group, in place. Several in a message need a buffer of its size."""
     # COMM: an all-reduce for each message. All ranks of the group have the same gradients, in the
-    # same order. Pinned by tests/full/test_parallel.py::test_every_plan_is_one_process.
+    # same order. Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
     for together in messages_of(gradients):
         if len(together) == 1 and together[0].is_contiguous():
             dist.all_reduce(together[0], group=group)
@@ -114,13 +115,13 @@ def clip_grad_norm(model, max_norm: float):
     gradients = {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     # NUMERICS: in float64, as a float32 sum of squares over 100,000 entries of an embedding is off
     # in the fifth digit. An entry that k ranks hold counts 1 / k on each. Pinned by
-    # tests/full/test_parallel.py::test_every_plan_is_one_process.
+    # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
     sum_of_squares = torch.zeros((), dtype=torch.float64, device=part.device)
     for name, g in gradients.items():
         square = torch.linalg.vector_norm(g, dtype=torch.float64).square()
         sum_of_squares += square.to(part.device) / part.places[name].holders
     # COMM: an all-reduce of one number over all ranks. Pinned by
-    # tests/full/test_parallel.py::test_every_plan_is_one_process.
+    # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
     if dist.is_initialized():
         dist.all_reduce(sum_of_squares)
     norm = sum_of_squares.sqrt()  # (6)
@@ -231,7 +232,7 @@ class LocalOptimizer:
             if self.has_masters or len(self.places[name].cuts) > kept:
                 # COMM: an all-gather over the ranks with the same weights, of the rows that each
                 # has updated. They are rounded before they are sent. Pinned by
-                # tests/full/test_parallel.py::test_every_plan_is_one_process.
+                # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
                 rows = own.detach().to(p.dtype)
                 local(p.detach()).copy_(self.places[name].gather(rows, kept))
 

@@ -200,7 +200,7 @@ class PackedBatches:
         # backward() adds to .grad, and that is right, because the losses are terms of one sum.
         run_micro_batches(self.model, forward, len(rows), self.states_like(rows))
         # COMM: an all-reduce of one number over all ranks. Of the ranks with the same sequences one
-        # counts. Pinned by tests/full/test_packed.py::test_ranks_are_one_process.
+        # counts. Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         total *= speaks_for_replica(self.model)
         if dist.is_initialized():
             dist.all_reduce(total)
@@ -233,7 +233,7 @@ class PackedBatches:
 
         # COMM: the last stage has the scores; an all-gather over the replica gives them to its
         # other ranks.
-        # Pinned by tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+        # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         found = found if self.part.has_head() else None
         parts = all_gather_objects(found, self.part.grid.group["pct"])
         return next(part for part in parts if part is not None)
@@ -358,7 +358,7 @@ def agreed_micro_batches(model, count) -> int:
     if part.mode == "fsdp" or part.plan.ep > 1:
         # COMM: an all-reduce of one number over all ranks. A sharded forward gathers weights from
         # all, and tokens go to all ranks' experts, so ranks run the same number of micro-batches.
-        # Pinned by tests/full/test_ranks.py::test_unequal_shares_sum_to_the_whole.
+        # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         most = torch.tensor(count, device=part.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         count = int(most)
@@ -427,7 +427,7 @@ def gather_replica(model, items):
     if part.plan.world == part.plan.dp:
         return items, 0
     # COMM: an all-gather over the c, t and p ranks of one data share. Pinned by
-    # tests/full/test_packed.py::test_ranks_are_one_process.
+    # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
     replica = part.grid.group["pct"]
     parts = all_gather_objects(items, replica)
     first = sum(len(part) for part in parts[: replica.rank()])
@@ -472,7 +472,7 @@ def routing_of_all_tokens(on_routing, group, length, pad=0):
 
     def told_of_all(*found, layer):
         # COMM: an all-gather over the t ranks. Each has routed a part of the tokens.
-        # Pinned by tests/full/test_balance.py::test_a_rank_sees_some_tokens.
+        # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         if group is not None:
             found = [parallel.all_gather(x.detach(), group) for x in found]
         return on_routing(*(x[:length] for x in found), layer=layer)

@@ -220,7 +220,7 @@ def apply_fsdp(root, part) -> None:
         fsdp.fully_shard(module, mesh=ranks, offload_policy=policy, mp_policy=precision)
         # NUMERICS: FSDP2 averages by default; the losses here are parts of a sum. gloo has no
         # pre-multiplied sum, hence the second call.
-        # Pinned by tests/full/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
+        # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     # The root's own weights (embedding, norm, head) are gathered when one calls the model's

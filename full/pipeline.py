@@ -64,7 +64,7 @@ class Pipeline:
         """Run the forward of each micro-batch by itself, without gradients."""
         # COMM: the stages of a micro-batch run one after another, and all ranks take the
         # micro-batches in one order, so each send meets the receive that waits for it. Pinned by
-        # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         own = self.own(model)
         for n in range(number):
             x = None

@@ -103,7 +103,7 @@ class Place(NamedTuple):
             piece = math.ceil(size / group.size())
             # COMM: an all-gather over the ranks of one cut. Pieces are padded to equal size, so an
             # empty one is sent too. Pinned by
-            # tests/full/test_parallel.py::test_every_plan_is_one_process.
+            # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
             if len(rows) < piece:
                 rows = torch.cat([rows, rows.new_zeros(piece - len(rows), *rows.shape[1:])])
             whole = rows.new_empty(piece * group.size(), *rows.shape[1:])
@@ -230,7 +230,7 @@ def full(tensor, place=None):
     if place is not None:
         return place.gather(local(tensor.detach()))
     # COMM: all-gathers over the ranks of each cut, by torch. All of them must call it. Pinned by
-    # tests/full/test_parallel.py::test_every_plan_is_one_process.
+    # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

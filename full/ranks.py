@@ -31,7 +31,7 @@ def all_gather_objects(item, group=None) -> list:
     """
     items = [None] * dist.get_world_size(group)
     # COMM: an all-gather of pickled objects. The callers say what they gather, and why.
-    # Pinned by tests/full/test_packed.py::test_ranks_are_one_process.
+    # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
     dist.all_gather_object(items, item, group=group)
     return items
 
@@ -226,7 +226,7 @@ def summed(values, device, group=None) -> list:
     """Sum a list of numbers, or of lists of numbers, over all ranks in float64."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     # COMM: an all-reduce. All ranks call it at the same place, with lists of the same shape.
-    # Pinned by tests/full/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
+    # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
     dist.all_reduce(total, group=group)
     return total.tolist()
 

@@ -67,7 +67,7 @@ def share_out_rows(mlp, group):
             on_routing = routing_of_all_tokens(on_routing, group, len(rows_NM))
         out_1nM = run(parallel.own_chunk(padded_NM, group)[None], on_routing=on_routing)
         # COMM: an all-gather over the t ranks, which have the same number of rows. Pinned by
-        # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         return parallel.all_gather(out_1nM[0], group)[: len(rows_NM)].view_as(x_BSM)
 
     mlp.forward = forward
@@ -174,7 +174,7 @@ def gather_weights(source, target, optimizer=None):
     # COMM: an all-gather over the stages says what each of them has. The first stage that has a
     # tensor sends it. The ranks of this group have other layers, and the same entries of what t and
     # e cut. Pinned by
-    # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+    # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
     group = part.grid.group["p"] if part.plan.pp > 1 else None
     table = {name: places[name].shape for name in tensors if not is_factor(name)}
     tables = [table] if group is None else all_gather_objects(table, group)
@@ -206,7 +206,7 @@ def gather_weights(source, target, optimizer=None):
                 x = merged(x, *pair, source.lora.scale, region)
         if group is not None:
             # COMM: a broadcast over the stages. All take the names in one order. Pinned by
-            # tests/full/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+            # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
             to = dict(dtype=q.dtype, device=part.grid.device if q.is_meta else q.device)
             x = torch.empty(q.shape, **to) if x is None else x.to(**to).contiguous()
             first = next(stage for stage, table in enumerate(tables) if name in table)

@@ -14,8 +14,7 @@ import pytest
 import torch
 from conftest import LOOKUP, shortened, slow
 from stub_engine import Stub, turns_of
-from test_plan_run import SHAPE
-from test_ranks import as_script, join, largest_difference, learns_something, read_metrics
+from test_ranks import SHAPE, as_script, join, largest_difference, learns_something, read_metrics
 from test_ranks import run_of  # noqa: F401, a fixture
 from test_ranks import start, trained
 from test_run import _task, at, begin, cli, end, free_port, refused, until

@@ -10,12 +10,10 @@ from unittest import mock
 import pytest
 import torch
 from conftest import shortened, slow
-from measure_grpo import PLANS, TREES, run_cells, truths
-from safetensors import safe_open
-from test_ranks import TASK, _train, largest_difference, ranks, read_metrics, trained
+from test_ranks import TASK, _train, ranks, trained
 from test_run import good, refused
 
-from full import lora, places
+from full import lora
 from full.audit import audited
 from full.batches import RolloutQueue
 from full.build import build
@@ -24,8 +22,8 @@ from full.directory import RunDirectory
 from full.export import policy_in
 from full.hf import load_hf, save_hf
 from full.logs import do_step
-from full.lora import Lora, add_factors, is_factor, matrix_of, merged
-from full.optimizer import LocalOptimizer, replica_difference, weights_to_store
+from full.lora import Lora, add_factors, is_factor, merged
+from full.optimizer import LocalOptimizer, replica_difference, training_tensors, weights_to_store
 from full.places import full
 from full.questions import make_task
 from full.talk import load_policy, main
@@ -177,6 +175,14 @@ def test_the_largest_seed_draws_factors():
 
 
 @pytest.mark.quick
+def test_a_checkpoint_holds_nothing_of_the_base():
+    _, model = adapted("qwen2")
+    optimizer = LocalOptimizer(model, lambda p: torch.optim.AdamW(p, lr=1.0))
+    stored = training_tensors(model, optimizer)
+    assert stored and all("lora_" in name for name in stored)
+
+
+@pytest.mark.quick
 def test_a_stage_without_anything_that_is_trained_has_an_optimizer():
     """Such as the first of two stages, if only the head or a later router has factors."""
     model = tiny_model("qwen2").requires_grad_(False)
@@ -185,75 +191,6 @@ def test_a_stage_without_anything_that_is_trained_has_an_optimizer():
     optimizer.step()
     assert optimizer.param_groups[0]["params"] == []
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-
-
-# Plans and trees -------------------------------------------------------------------------------
-
-SOME = [("t2", "dta", "adapted moe"), ("d2e2", "sparse", "adapted moe")]
-MORE = [(plan, tree, family) for plan in PLANS for tree in TREES
-        for family in ("adapted moe", "adapted gemma")]  # fmt: skip
-
-
-def _truths(rank):
-    return truths(["adapted moe", "adapted gemma"])
-
-
-def _run_cells(rank, *given):
-    return run_cells(*given)
-
-
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory):
-    return ranks(tmp_path_factory.mktemp("one"), 1, _truths)[0]
-
-
-@pytest.mark.parametrize("world, cells", [(2, SOME), *slow(*((n, MORE) for n in (1, 2, 4)))])
-def test_every_plan_and_tree_trains_factors_as_one_process(truth, tmp_path, world, cells):
-    """Loss, gradients, clip norm and weights of three steps, and the routers' biases."""
-    parts = ranks(tmp_path, world, _run_cells, world, cells, *truth)
-    errors = [error for part in parts for error in part.values() if error != "refused"]
-    assert len(errors) >= 2 * world and max(errors) < 2e-11
-
-
-def _slip_cells(rank, slip, *given):
-    with SLIPS_OF_RANKS[slip]():
-        return run_cells(*given)
-
-
-def _without_sums():
-    """Each t rank trains an A of its own, from its part of the gradient."""
-    ordinary = lora.place_of_factor
-
-    def slipped(name, shape, grid, mode):
-        sums = places.place_of(matrix_of(name), shape, grid, mode, False).sums
-        return ordinary(name, shape, grid, mode)._replace(sums=sums)
-
-    return mock.patch("full.lora.place_of_factor", slipped)
-
-
-def _one_rank_updates():
-    """Only rank 0 updates the factors."""
-    ordinary = LocalOptimizer.step
-
-    def slipped(self):
-        if torch.distributed.get_rank() == 0:
-            ordinary(self)
-
-    return mock.patch.object(LocalOptimizer, "step", slipped)
-
-
-def _alpha_alone():
-    return mock.patch.object(Lora, "scale", property(lambda self: self.alpha))
-
-
-SLIPS_OF_RANKS = {"without sums": _without_sums, "one rank": _one_rank_updates,
-                  "alpha": _alpha_alone}  # fmt: skip
-
-
-@pytest.mark.parametrize("slip", shortened(SLIPS_OF_RANKS, "without sums"))
-def test_planted_slips_of_ranks_are_large_errors(truth, tmp_path, slip):
-    parts = ranks(tmp_path, 2, _slip_cells, slip, 2, [("t2", "disabled", "adapted moe")], *truth)
-    assert max(error for part in parts for error in part.values()) > 1e-3
 
 
 # Runs ------------------------------------------------------------------------------------------
@@ -312,27 +249,6 @@ def test_what_reaches_the_generator_is_the_base_and_the_factors(base, tmp_path, 
                 truth = truth + scale * (held[B].float() @ held[A].float())
             assert torch.equal(x, truth), name
         assert adapted_ones >= 10 or "p2" in plan and adapted_ones >= 5
-
-
-@pytest.mark.parametrize("chain", [
-    ((2, "--plan t2"), (1, "--plan d1 --tree sparse --resume")),
-    *slow((((2, "--plan p2"), (2, "--plan d2 --data-parallel fsdp --resume"),
-            (2, "--plan d2e2 --resume")),)),
-])
-def test_a_run_of_factors_goes_on_under_another_plan(base, tmp_path, chain):
-    """As one process without a stop; a checkpoint holds nothing of the base."""
-    flags = f"{base[1]} --kl-coef 0.05 --minibatches 2".replace("--steps 2", "")
-    out = tmp_path / "run"
-    for n, (world, more) in enumerate(chain, 1):
-        good(tmp_path, f"{flags} --steps {n} --out {out} {more}", world)
-    truth = trained(tmp_path, 1, f"{flags} --steps {len(chain)}")
-
-    assert largest_difference(read_metrics(out), truth) < 1e-9
-
-    names = set()
-    for file in (out / f"step-{len(chain):08d}").glob("*.safetensors"):
-        names |= {*safe_open(file, "pt").keys()}
-    assert names and all("lora_" in name for name in names)
 
 
 def test_export_merges_and_an_adapter_is_read_by_peft_and_by_lora_from(process_group, tmp_path):

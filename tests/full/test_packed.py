@@ -1,7 +1,7 @@
 """A packed batch under a plan, by parallel.py alone: a user's sequences, loss and model.
 
-One process computes the truth sequence by sequence, from logits. Ranks are started once for all
-plans of two ranks, and once, behind `-m slow`, for those of four.
+One process computes the truth sequence by sequence, from logits. The runs of
+full/equivalence.py hold packed batches under plans to it.
 """
 
 import re
@@ -10,40 +10,18 @@ import measure_parallel
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import ROOT
 from conftest import complaint_of as _fails
 from test_ranks import ranks
 
 from full import ring
-from full.optimizer import reduce_gradients
-from full.packing import PackedBatches, gather_replica
+from full.packing import PackedBatches
 from full.parallelize import parallelize
-from full.places import full, part_of
 from full.plans import Grid, Plan
 from full.transformer import causal_attention
 
 LENGTHS = [5, 2, 9, 1, 7, 3, 6]  # a sequence of one token has no target
-EVERYTHING = [*range(len(LENGTHS))]
 TEMPERATURE = 0.7
-TWO = {  # plan: kind of model, options
-    "d2": ("dense", {}),
-    "d2 fsdp": ("dense", dict(mode="fsdp")),
-    "t2": ("dense", {}),
-    "t2 tied": ("tied", {}),
-    "c2": ("dense", {}),
-    "p2": ("dense", {}),
-    "p2 zbv": ("deep", dict(schedule="zbv")),
-    "d2e2": ("moe", {}),
-    "d2e2, all on one rank": ("moe", {}),
-}
-FOUR = {
-    "t2c2": ("dense", {}),
-    "p2t2": ("dense", {}),
-    "p2c2": ("tied", {}),
-    "d2p2 interleaved fsdp": ("deep", dict(schedule="interleaved1f1b", mode="fsdp")),
-    "d2t2e4": ("moe", {}),
-}
 
 # The page's own code runs under all of these plans.
 PAGE = (ROOT / "full" / "RECIPES.md").read_text().split("## Your own loss under any plan")[1]
@@ -85,76 +63,39 @@ def truth_of(kind):
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}, scores
 
 
-def errors(model, truth, mine, micro_tokens=12):
-    """{what: the worst error} on this rank, whose share of the data is `mine`."""
+def errors(model, truth, micro_tokens):
+    """The worst error of scores, loss and gradients, each relative to 1 or to the largest."""
     loss, gradients, scores = truth
     sequences, masks, weights = draw()
-    together, first = gather_replica(model, mine)
-    assert together[first : first + len(mine)] == mine
     batches = PackedBatches(
         model, attention=attention, indices=ring.indices, micro_tokens=micro_tokens,
         temperature=TEMPERATURE,
     )  # fmt: skip
-    given = [sequences[i] for i in together], [masks[i] for i in together]
-
     found = {"scores": 0.0}
-    for i, columns in zip(together, batches.forward(*given), strict=True):
-        for x, true in zip(columns, scores[i], strict=True):
-            assert x.shape == true.shape and not x.requires_grad
-            off = (x - true).abs().max().item() if len(x) else 0.0
-            found["scores"] = max(found["scores"], off)
+    for columns, true in zip(batches.forward(sequences, masks), scores, strict=True):
+        for x, y in zip(columns, true, strict=True):
+            assert x.shape == y.shape and not x.requires_grad
+            found["scores"] = max(found["scores"], (x - y).abs().max().item() if len(x) else 0.0)
 
     def loss_fn(indices, *columns):
         assert indices and all(len(x) == len(indices) for x in columns)
-        return user_loss(weights[[together[i] for i in indices]], *columns)
+        return user_loss(weights[indices], *columns)
 
-    found["loss"] = abs(batches.forward_backward(*given, loss_fn).item() - loss)
-    if dist.is_initialized():
-        reduce_gradients(model)
+    found["loss"] = abs(batches.forward_backward(sequences, masks, loss_fn).item() - loss)
     largest = max(g.abs().max() for g in gradients.values())
-    places = part_of(model).places
-    named = {name: full(p.grad, places[name]) for name, p in model.named_parameters()}
-    found["gradient"] = max((named[k] - gradients[k]).abs().max() / largest for k in named).item()
+    named = dict(model.named_parameters())
+    found["gradient"] = max(
+        (p.grad - gradients[name]).abs().max() / largest for name, p in named.items()).item()
     return found
-
-
-def _under_plans(rank, cases):
-    """{case: errors} of this rank."""
-    truths, grids, found = {}, {}, {}
-    for name, (kind, options) in cases.items():
-        plan = Plan.parse(name.replace(",", "").split()[0])
-        if str(plan) not in grids:
-            grids[str(plan)] = Grid(plan)
-        if kind not in truths:
-            truths[kind] = truth_of(kind)
-        model = measure_parallel.build(kind, torch.float64)
-        stand_in = causal_attention if plan.cp > 1 else None
-        place = dict(device_mesh=grids[str(plan)], attention=stand_in)
-        model = parallelize(model, plan, **place, **options)
-        mine = EVERYTHING[rank :: plan.world]
-        if "all on one rank" in name:
-            mine = EVERYTHING if rank == 0 else []
-        found[name] = errors(model, truths[kind], mine)
-    return found
-
-
-PLANS = [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("world, cases", PLANS, ids=["two", "four"])
-def test_ranks_are_one_process(tmp_path, world, cases):
-    for found in ranks(tmp_path, world, _under_plans, cases):
-        for name in cases:
-            assert max(found[name].values()) < 1e-10, (name, found[name])
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("micro_tokens", [1, 12, 1000])
 def test_an_unsplit_model_needs_no_group(micro_tokens):
     model, truth = measure_parallel.build("dense", torch.float64), truth_of("dense")
-    assert max(errors(model, truth, EVERYTHING, micro_tokens).values()) < 1e-12
+    assert max(errors(model, truth, micro_tokens).values()) < 1e-12
     # Nothing has zeroed .grad: twice the gradient is as wrong as none, and is seen.
-    assert errors(model, truth, EVERYTHING, micro_tokens)["gradient"] == pytest.approx(1.0)
+    assert errors(model, truth, micro_tokens)["gradient"] == pytest.approx(1.0)
 
 
 def _refused_batches(rank):

@@ -1,112 +1,34 @@
-"""Plans against one process in float64; checkpoints across plans; messages; memory."""
+"""What only shows below a run: messages, memory, lengths, frozen weights, recomputation.
+
+That every plan is one process is in test_equivalence.py, and against transformers in
+test_parity.py.
+"""
 
 import collections
-import contextlib
 import functools
 import gc
-import itertools
-import json
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from measure_parallel import CASES, ROWS, Training, batch, build, compare, read_cases, truth_of
+from measure_parallel import ROWS, Training, batch, build
 from oracles import bytes_of
-from test_ranks import join, ranks, start
+from test_ranks import ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from full import optimizer as optimizer_py
-from full.__main__ import main
-from full.checkpoint import read_checkpoint, write_checkpoint
 from full.optimizer import (
-    MESSAGE, LocalOptimizer, clip_grad_norm, first_non_finite, reduce_gradients,
-    sum_in_messages, training_tensors,
+    LocalOptimizer, clip_grad_norm, first_non_finite, reduce_gradients, sum_in_messages,
+    training_tensors,
 )  # fmt: skip
 from full.packing import run_micro_batches
 from full.parallelize import KEPT, parallelize
 from full.places import full
 from full.plans import Grid, Plan
 from full.transformer import causal_attention
-# The others join what these are apart, are those that test_parity.py holds against transformers,
-# or train in test_a_checkpoint_of_one_plan_goes_on_under_another.
-DEFAULT = read_cases("""
-    d2 dense empty, d4 dense hsdp, t2 dense alone, t2 tied, t2 bias, c2 tied ulysses,
-    d2t2 tied fsdp, d2t2c2 dense zero1, t2 moe, d2t2e4 moe fsdp,
-    c2t2e2 moe, t2 moe op, d2e2 starved,
-    d2e2 starved fsdp, d2 moe fsdp offload, d2 moe full, p2 tied, p2 deep_tied interleaved,
-    p2 deep_tied zbv, p2c2 dense,
-""")
-WIDE = read_cases("c4 dense, d2t2c2 dense, d2c2e4 moe")
-FLOAT32 = read_cases("d2t2e4 moe, p2 tied")
-MORE = read_cases("""
-    d2 dense, t2 dense, c2 dense, d2t2c2 dense, etp moe, p2d2t2 tied, d2t2e4 moe fsdp
-""")
-# The second step has AdamW's moments. `python -m full check parallel`, which a slow test of
-# test_readme.py runs, has a third for all plans but those that wait for a compiler.
+
 SLOW = pytest.mark.slow
-EVERY = [pytest.param(name, 2, torch.float64) for name in DEFAULT]
-EVERY += [pytest.param(name, 3, torch.float64, marks=SLOW)
-          for name in CASES if "compile" in name]  # fmt: skip
-EVERY += [pytest.param(name, 2, torch.float64, marks=SLOW) for name in WIDE]
-EVERY += [pytest.param(name, 1, torch.float32) for name in FLOAT32]
-EVERY += [pytest.param(name, 1, torch.float32, marks=SLOW) for name in MORE]
-
-
-@pytest.mark.parametrize("name, steps, dtype", EVERY)
-def test_every_plan_is_one_process(tmp_path, name, steps, dtype):
-    """In float32 within its rounding; AdamW's first step is a sign, which rounding may turn."""
-    text, kind, options = CASES[name]
-    plan = Plan.parse(text)
-    truth = truth_of(kind, steps, dtype, ROWS // plan.dp if "empty" in options else 0)
-    count, bound = (4, 1e-10) if dtype == torch.float64 else (3, 1e-5)
-    given = text, kind, options, steps, dtype, truth
-    for errors in ranks(tmp_path, plan.world, compare, *given):
-        assert max(errors[:count]) < bound, errors
-
-
-def _whole(training):
-    tensors = training_tensors(training.model, training.optimizer)
-    return {name: full(x).clone() for name, x in tensors.items()}
-
-
-def _checkpointed(rank, text, mode, path, writes):
-    """The state of two steps, written or read; the state after one step more."""
-    model = build("moe", torch.float64, vocab_size=57)  # which t cuts into 29 and 28
-    training = Training(model, Grid(Plan.parse(text)), batch(is_packed=False), mode=mode)
-    for _ in range(2 if writes else 1):  # a reader has begun with another state
-        training.backward()
-        training.update()
-    tensors = training_tensors(training.model, training.optimizer)
-    if writes:
-        write_checkpoint(path, tensors, {"step": 2})
-    else:
-        assert read_checkpoint(path, tensors)["step"] == 2
-    stored = _whole(training)
-    training.backward()
-    training.update()
-    return stored, _whole(training)
-
-
-# Whole moments, split experts, rows of FSDP, stages and copies. By default two pairs of them.
-WRITERS = [("d2", "zero1"), ("(attn:d2t2|ffn:e2t2)", "fsdp"), ("p2", "ddp"), ("d2t2e4", "zero1"),
-           ("(attn:p2d2t2|ffn:p2e2t2)", "fsdp"), ("d1", "ddp")]  # fmt: skip
-PAIRS = [pytest.param(*pair, marks=[] if pair in zip(WRITERS[:2], WRITERS[1:]) else [SLOW])
-         for pair in itertools.permutations(WRITERS, 2)]  # fmt: skip
-
-
-@pytest.mark.parametrize("writer, reader", PAIRS)
-def test_a_checkpoint_of_one_plan_goes_on_under_another(tmp_path, writer, reader):
-    found = []
-    for writes, (text, mode) in ((True, writer), (False, reader)):
-        given = text, mode, tmp_path / "saved", writes
-        found.append(ranks(tmp_path, Plan.parse(text).world, _checkpointed, *given))
-    assert {path.suffix for path in (tmp_path / "saved").iterdir()} == {".safetensors", ".json"}
-    saved, after = ({k: v for part in found[0] for k, v in part[n].items()} for n in (0, 1))
-    for loaded, stepped in found[1]:
-        assert loaded and all(torch.equal(loaded[name], saved[name]) for name in loaded)
-        assert all((stepped[k] - after[k]).abs().max() < 1e-10 for k in stepped)
 
 
 # Messages --------------------------------------------------------------------------------------
@@ -321,14 +243,3 @@ def test_what_checkpointing_computes_again(process_group, ac):
     assert [*dict(model.named_parameters())] == [*dict(plain.named_parameters())]
 
 
-def _bench(rank, flags, log):
-    with open(log, "w") as out, contextlib.redirect_stdout(out):
-        sys.exit(main(["bench", "parallel", *flags.split()]))
-
-
-@pytest.mark.slow
-def test_bench_runs_at_toy_size(tmp_path):
-    small = "--rows 4 --length 16 --steps 1 --plans d1 d2 p2"
-    assert join(start(1, _bench, small, tmp_path / "log")) == [0]
-    rows = json.loads((tmp_path / "log").read_text().splitlines()[-1])["rows"]
-    assert [row["plan"] for row in rows] == ["d1", "d2", "p2"] and rows[1]["bytes"]

@@ -1,7 +1,7 @@
 """Mixed precision: `--compute-dtype`, with masters, gradients and moments in `--dtype`.
 
-Where masters are float64 and products float32, every plan must be the float64 process to what
-float32 products are off; in bfloat16 the error is held to that of torch.autocast. The states
+That plans with masters in float64 and products in float32 are the float64 process is in rows of
+full/equivalence.py; here the error in bfloat16 is held to that of torch.autocast. The states
 between layers stay in the masters' precision, as autocast's do: with states in bfloat16 the error
 was up to 1.41 times autocast's.
 """
@@ -10,7 +10,6 @@ import json
 import statistics
 import warnings
 
-import measure_grpo
 import numpy as np
 import pytest
 import test_run
@@ -19,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import shortened, slow
 from test_audit import honest  # noqa: F401, a fixture
-from test_ranks import ranks, run_of, trained  # noqa: F401, a fixture
+from test_ranks import ranks
 from test_run import GET, begin, end, good, killed, same_run
 from torch.distributed import fsdp
 
@@ -59,65 +58,6 @@ def mixed_model(model, dtype=torch.bfloat16, plan=None, **options):
 def gradient(model):
     return torch.cat([full(p.grad, part_of(model).places[name]).double().flatten()
                       for name, p in model.named_parameters()])  # fmt: skip
-
-
-# Every plan is one process ---------------------------------------------------------------------
-
-
-def _truths(rank, families, file):
-    """Write one float64 process without trees, by family, and the batch."""
-    torch.save(measure_grpo.truths(families), file)
-
-
-def _cells(rank, world, cells, file):
-    return measure_grpo.run_cells(world, cells, *torch.load(file, weights_only=False))
-
-
-def mixed_cells(world):
-    """What `check --all` has, in the plans of so many ranks."""
-    for cell in measure_grpo.all_cells(tuple(measure_grpo.MIXED)):
-        config = measure_grpo.cell_setting(cell)
-        if measure_grpo.CELLS[cell[0]][0] == world:
-            if not measure_grpo.refused(config, cell[2], world):
-                yield cell
-
-
-SOME_OF_TWO = [cell for cell in measure_grpo.mixed_cells() if measure_grpo.CELLS[cell[0]][0] == 2]
-CELLS = [pytest.param(2, SOME_OF_TWO, 5e-5, id="2 some")]
-CELLS += [
-    pytest.param(world, None, measure_grpo.MIXED_BOUND, marks=pytest.mark.slow, id=f"{world} all")
-    for world in (1, 2, 4)
-]
-
-
-@pytest.mark.parametrize("world, cells, bound", CELLS)
-def test_every_plan_is_one_process_to_the_rounding_of_its_products(tmp_path, world, cells, bound):
-    """fsdp, zero1, t, c, e, p, trees, critics, balanced experts: masters float64, products
-    float32. Worst of loss, gradients, norm, and masters after three steps."""
-    cells = cells or [*mixed_cells(world)]
-    ranks(tmp_path, 1, _truths, {family for *_, family in cells}, tmp_path / "truth")
-    found = ranks(tmp_path, world, _cells, world, cells, tmp_path / "truth")
-    errors = [max(part[cell] for part in found) for cell in cells]
-    assert len(errors) >= 6 and max(errors) < bound and min(errors) > 1e-8, errors
-
-
-SCHEDULES = (  # ranks and flags that are in no cell
-    "2 --plan p2 --pp-schedule zbv", "2 --plan p2 --pp-schedule interleaved1f1b",
-    "2 --plan d2 --compile",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("how", shortened(SCHEDULES, SCHEDULES[0]))
-def test_runs_of_other_schedules_are_the_run_of_one_process(run_of, tmp_path, how):  # noqa: F811
-    """Masters in float64, products in float32: sampling draws the same tokens, and metrics stay
-    within what float32 rounding makes of two steps. A reference and old log-probs are scored."""
-    world, more = how.split(maxsplit=1)
-    flags = f"{TINY.replace('--out run', '')} --dtype float64 --compute-dtype float32 --steps 2 "
-    flags += "--kl-coef 0.05 --proximal --layers 4 --eval-every 9"
-    line, true = trained(tmp_path, int(world), f"{flags} {more}")[-1], run_of(flags)[-1]
-    for name in "loss/token_mean", "grad_norm", "kl/token_mean", "entropy/token_mean", "ratio/max":
-        assert line[name] == pytest.approx(true[name], rel=1e-3, abs=1e-6), name
-    assert line["reward/mean"] == true["reward/mean"] and true["kl/token_mean"] > 1e-6
 
 
 # What its rounding must not do ------------------------------------------------------------------

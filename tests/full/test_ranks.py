@@ -28,7 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from blocks import copied
-from conftest import LOOKUP, ROOT, batch_of, shortened, slow
+from conftest import ROOT, batch_of, shortened, slow
 
 from full.build import build
 from full.config import parse_config
@@ -47,6 +47,7 @@ OWN = {str(path) for paths in OWN for path in paths}
 TASK = "--size 3 --turns 3 --dtype float64 --device cpu --prompts 5 --group 8"
 TASK += " --lr-warmup 0 --lr-decay constant"
 TINY = f"{TASK} --layers 2 --hidden 16 --heads 2 --lr 0.01"
+SHAPE = f"{TASK} --layers 4 --hidden 16 --heads 4 --lr 0.005"  # of which p has stages
 
 
 # The harness ---------------------------------------------------------------------------------
@@ -231,18 +232,6 @@ def run_of(tmp_path_factory):
 
 
 EVALUATED = f"{TINY} --eval-every 2 --steps"
-# Four ranks are two ranks after some steps too; twenty of them are behind `-m slow`.
-SHAPES = [("ddp", 2, 8), ("fsdp", 1, 4), ("fsdp", 2, 4)]
-MORE = [("ddp", 2, 20), ("ddp", 4, 20), ("fsdp", 4, 4)]
-SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in MORE]
-
-
-@pytest.mark.parametrize("mode, world, steps", SHAPES)
-def test_ranks_and_sharding_give_the_one_process_run(run_of, tmp_path, mode, world, steps):
-    truth = run_of(f"{EVALUATED} {8 if steps <= 8 else 20}")
-    assert learns_something(truth)
-    found = trained(tmp_path, world, f"{EVALUATED} {steps} --data-parallel {mode}")
-    assert largest_difference(found, truth[:steps]) < 1e-9
 
 
 def test_the_comparison_of_runs_tells_another_seed_and_coefficient(run_of, tmp_path):
@@ -251,59 +240,6 @@ def test_the_comparison_of_runs_tells_another_seed_and_coefficient(run_of, tmp_p
         largest_difference(trained(tmp_path, 1, f"{EVALUATED} 4 --seed 1"), truth)
     near = trained(tmp_path, 1, f"{EVALUATED} 4 --entropy-coef 0.030001")
     assert largest_difference(near[:1], truth[:1]) > 1e-8
-
-
-# name -> flags, and what shows in the metrics that the option did something
-OPTIONS = {
-    "more ranks than prompts": ("--prompts 3", lambda x: True),
-    "a scale of the whole step": ("--advantage none_batch", lambda x: True),
-    "KL in the loss": ("--kl-coef 0.1", lambda x: x["kl/token_mean"] > 1e-6),
-    # wide clips: the advantage of a group without reward is rounding, whose sign decides a clip
-    "KL in the reward": (
-        "--kl-coef 0.1 --kl k1 --kl-in reward --advantage group_mean --clip-low 0.9 --clip-high 9",
-        lambda x: abs(x["kl/token_mean"]) > 1e-6),
-    "a warm start": (
-        f"--task {LOOKUP!r} --size 2 --demos 3 --prompts 3 --kl-coef 0.1 "
-        "--entropy-coef 0.02",
-        lambda x: x["policy_version"] > 2 * (x["step"] + 1)),
-    "decoupled": (
-        "--proximal --importance-cap 2 --minibatches 4 --clip-high 0.01",
-        lambda x: x["ratio/clipped_fraction"] > 0),
-    "truncated importance": (
-        "--importance-cap 0.9 --minibatches 1 --temperature 0.7",
-        lambda x: x["policy_version"] == 4),
-    "dynamic sampling": (
-        "--dynamic-sampling --max-rounds 3 --entropy-coef 0 --group 4",
-        lambda x: x["tokens/trained"] < x["tokens/generated"]),
-    "forks": ("--forks 2 --fork-turns 2 --advantage per_branch", lambda x: True),
-    "sequences": (
-        "--objective gspo --aggregation sequence_mean --clip-low 0.001 --clip-high 0.001",
-        lambda x: x["ratio/clipped_fraction"] > 0),
-    "small micro-batches": (
-        "--micro-tokens 20 --aggregation constant --overlong filter --max-new-tokens 9",
-        lambda x: x["tokens/truncated_fraction"] > 0),
-}  # fmt: skip
-
-
-# test_flags.py draws the others at random, against one process too. A mode and an option are tried
-# together where they meet: shares of the data without a prompt, and several updates a step.
-SOME_OPTIONS = (
-    "ddp more ranks than prompts", "ddp KL in the reward", "ddp dynamic sampling",
-    "ddp a scale of the whole step",
-)  # fmt: skip
-MODES = [f"{mode} {name}" for name in OPTIONS for mode in ("ddp", "fsdp")]
-
-
-@pytest.mark.parametrize("name", shortened(MODES, *SOME_OPTIONS))
-def test_every_option_gives_the_same_run_on_several_ranks(run_of, tmp_path, name):
-    mode, option = name.split(" ", 1)
-    more, shows = OPTIONS[option]
-    flags = f"{TINY} --steps 4 {more}"
-    truth = run_of(flags)
-    assert learns_something(truth) and any(shows(line) for line in truth)
-    world = 4 if option == "more ranks than prompts" else 2
-    found = trained(tmp_path, world, f"{flags} --data-parallel {mode}")
-    assert largest_difference(found, truth) < 1e-9
 
 
 # One optimizer step --------------------------------------------------------------------------
@@ -323,52 +259,6 @@ def _trainer(flags, seed=0):
         trajectory.reward = n % 7 / 7 / dist.get_world_size()
     trainer.prepare(batch_of(groups))
     return trainer, [t for group in groups for t in group]
-
-
-def reduced_gradient(trainer):
-    """The whole gradient as one vector, reduced by this test's own means."""
-    parts = []
-    for p in trainer.model.parameters():
-        grad = torch.zeros_like(p) if p.grad is None else p.grad
-        if not hasattr(grad, "full_tensor"):
-            dist.all_reduce(grad := grad.clone())
-        parts.append(full(grad).flatten())
-    return torch.cat(parts)
-
-
-SHARES = {
-    "all": lambda rank, batch: batch,
-    "all on rank 0": lambda rank, batch: batch if rank == 0 else [],
-    "all on rank 1": lambda rank, batch: batch if rank == 1 else [],
-    "one on rank 0": lambda rank, batch: batch[:1] if rank == 0 else batch[1:],
-}
-TINY_ROWS = "--data-parallel fsdp --micro-tokens 50"
-STEPS = [("all on rank 0", TINY_ROWS), ("all on rank 1", "")]
-STEPS += slow(("all on rank 0", ""), ("all on rank 1", TINY_ROWS),
-              ("one on rank 0", "--aggregation constant"))  # fmt: skip
-STEPS += [("one on rank 0", f"--aggregation {name}") for name in ("sequence_mean", "token_mean")]
-
-
-def _step(rank, flags, share):
-    """Loss and norm, gradient, and new weights of one step on the given shares."""
-    trainer, batch = _trainer(flags)
-    mine = SHARES[share](rank, batch)
-    metrics = trainer.forward_backward(mine, trainer.total(trainer.loss_denominator(mine)))
-    gradient = reduced_gradient(trainer)
-    numbers = [metrics["loss/token_mean"], trainer.optim_step()["grad_norm"]]
-    weights = torch.cat([full(p.detach()).flatten() for p in trainer.model.parameters()])
-    return torch.tensor(numbers, dtype=torch.float64), gradient, weights
-
-
-@pytest.mark.parametrize("share, flags", STEPS)
-def test_unequal_shares_sum_to_the_whole(tmp_path, share, flags):
-    """A rank without data takes part; all that differs from one process is who has what."""
-    whole = flags if "aggregation" in flags else ""
-    (truth,) = ranks(tmp_path, 1, _step, whole, "all")
-    assert truth[1].norm() > 1e-2
-    for result in ranks(tmp_path, 2, _step, flags, share):
-        errors = [(a - b).norm() / b.norm() for a, b in zip(result, truth, strict=True)]
-        assert torch.stack(errors).max() < 1e-10, errors
 
 
 def _plant(rank, flags, where, culprit, name):

@@ -9,9 +9,9 @@ import measure_routes
 import numpy as np
 import pytest
 import torch
-from conftest import shortened, slow
-from measure_grpo import PLANS, TREES, run_cells, truths
-from test_ranks import TASK, ranks, read_metrics, trained
+from conftest import shortened
+from measure_grpo import truths
+from test_ranks import TASK, read_metrics, trained
 from test_run import good, refused
 
 import models
@@ -172,38 +172,6 @@ def test_a_tree_forks_where_experts_differ():
     assert len(trie) == 5 and len(TokenTrie(sequences)) == 4
     same = TokenTrie(sequences, [[3, 3, 0], [3, 3, 0], [3, 3]])
     assert same.tokens.tolist() == TokenTrie(sequences).tokens.tolist()
-
-
-# Plans and trees -------------------------------------------------------------------------------
-
-FAMILY = "replayed moe"
-CELLS = [(plan, tree, FAMILY) for plan, tree in (("t2", "dta"), ("d2e2", "sparse"))]
-MORE = [(plan, tree, FAMILY) for plan in PLANS for tree in TREES]
-
-
-def _truths(rank):
-    return truths([FAMILY])
-
-
-def _run_cells(rank, *given):
-    return run_cells(*given)
-
-
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory):
-    return ranks(tmp_path_factory.mktemp("one"), 1, _truths)[0]
-
-
-@pytest.mark.parametrize("world, cells", [
-    (2, CELLS), *slow(*((world, MORE) for world in (1, 2, 4)))])  # fmt: skip
-def test_every_plan_and_tree_trains_random_experts_as_one_process(truth, tmp_path, world, cells):
-    """Loss, the count of changes, gradients, clip norm, weights and biases of three steps."""
-    parts = ranks(tmp_path, world, _run_cells, world, cells, *truth)
-    errors = [error for part in parts for error in part.values() if error != "refused"]
-    assert len(errors) >= 2 * world and max(errors) < 1e-12
-    refused = {cell[0] for cell in parts[0] if parts[0][cell] == "refused"}
-    assert all(plan in refused for plan in ("c2", "t2c2", "c4") if PLANS[plan][0] == world
-               and cells is MORE)  # fmt: skip
 
 
 # Runs ------------------------------------------------------------------------------------------

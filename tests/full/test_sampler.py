@@ -10,7 +10,7 @@ import torch.distributed as dist
 from conftest import shortened
 from oracles import LiveBytes
 from test_faults import fails, kill, run
-from test_plan_run import SHAPE as FLAGS
+from test_ranks import SHAPE as FLAGS
 from test_ranks import _train, largest_difference, ranks, read_metrics
 from test_ranks import run_of  # noqa: F401, a fixture
 from test_run import contents

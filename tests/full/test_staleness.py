@@ -11,11 +11,9 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from conftest import shortened, slow
+from conftest import shortened
 from test_audit import digit, edit_line
-from test_plan_run import SHAPE
-from test_ranks import largest_difference, learns_something, ranks, read_metrics
-from test_ranks import run_of  # noqa: F401, a fixture
+from test_ranks import learns_something, read_metrics
 from test_run import GET, _main, at, cli, good, killed, refused
 
 from full.audit import audited
@@ -26,7 +24,6 @@ from full.config import parse_config
 from full.logs import do_step
 from full.questions import make_task
 from full.rollouts import Sampler, evaluate
-from full.run import start_run
 from full.trainer import Trainer
 
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
@@ -93,42 +90,6 @@ def test_batches_are_sampled_with_the_weights_of_the_schedule(process_group, tmp
         assert K == "0" or all(x["logprob_gap/max"] > 0.01 for x in others)
         ages = [line["policy_age/update_mean"] for line in found]
         assert ages == [min(step, int(K)) for step in range(4)]
-
-
-PLANS = {
-    "d2": (2, "--plan d2"),
-    "fsdp": (2, "--data-parallel fsdp"),
-    "t2": (2, "--plan t2"),
-    "p2 sparse": (2, "--plan p2 --tree sparse"),
-    "c2": (2, "--plan c2"),
-}
-
-
-def _resumed(rank, flags, out, more):
-    for again in (flags, f"--resume {more}"):
-        words = [*again.split(), "--out", str(out)]
-        start_run(parse_config(words).check())
-
-
-CASES = [("d2", 4), *slow(*((name, 20) for name in PLANS))]
-
-
-@pytest.mark.parametrize("name, steps", CASES)
-def test_ranks_and_a_resume_make_the_run_of_one_process(
-    run_of, tmp_path, name, steps  # noqa: F811
-):  # fmt: skip
-    """Half of the steps under a plan, then to the end: the pending batches were kept."""
-    world, plan = PLANS[name]
-    flags = f"{SHAPE} --eval-every 2 --staleness 2 --steps"
-    half = f"{flags} {steps // 2} {plan}"
-    ranks(tmp_path, world, _resumed, half, tmp_path / "run", f"--steps {steps}")
-    runs = read_metrics(tmp_path / "run"), run_of(f"{flags} {steps}")
-    # The shorter run evaluates at its own end too.
-    found, truth = (
-        [{name: x for name, x in line.items() if name != "eval/solved"} for line in run]
-        for run in runs
-    )
-    assert largest_difference(found, truth) < 1e-8
 
 
 def test_a_killed_run_and_a_longer_one_go_on_bit_for_bit(tmp_path):

@@ -12,11 +12,12 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import shortened
+from conftest import complaint_of, shortened
 from measure_grpo import stats_of
 from measure_tree import draw, modeled_time
 from oracles import FLASH, LiveBytes, Watch, plain_attention, worst
 from oracles import draw as draw_qkv
+from test_ranks import ranks
 from torch import nn
 from torch.autograd import grad as grad_of
 from torch.nn.functional import scaled_dot_product_attention
@@ -25,7 +26,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from full.__main__ import main
 from full.attend import attend
 from full.check import TinyModel, check_tree, example_loss, forests, relative
-from full.chunks import NonFiniteLoss, partition, partition_tree, tree_backward, tree_scores
+from full.chunks import (
+    NonFiniteLoss, partition, partition_tree, redistribute, tree_backward, tree_scores,
+)  # fmt: skip
 from full.experts import Balance
 from full.masks import Mask
 from full.tiny import TINY, tiny_model
@@ -1092,3 +1095,20 @@ def test_bench_runs_at_toy_size(tmp_path, capsys):
     assert main(["bench", "tree", "--repeats", "1", "--data", str(tmp_path / "x.json")]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {row["way"] for row in last["rows"]} == {"flat", "sparse", "dta N/4", "dta N/8"}
+
+
+def _redistributed(rank, sequences, data):
+    return complaint_of(redistribute, sequences[rank], data[rank], group=None)
+
+
+@pytest.mark.parametrize(
+    "sequences, data, message",
+    [
+        ([[[1]], [[1], [2]]], [["a"], ["b"]], "rank 1: 2 sequences, but data for 1; one for each"),
+        ([[[1]], [[]]], [["a"], ["b"]], "rank 1: sequence 0: expected 1-D integers"),
+        ([[[1]], [[2]]], [None, ["b"]], "rank 0: TypeError: 'NoneType' object is not iterable"),
+    ],
+)
+def test_one_ranks_mistake_is_an_error_on_every_rank(tmp_path, sequences, data, message):
+    first, second = ranks(tmp_path, 2, _redistributed, sequences, data)
+    assert first == second and message in first
