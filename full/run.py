@@ -20,10 +20,10 @@ from full.build import build, prepare, require_exact, require_room
 from full.config import read_date
 from full.directory import RunDirectory
 from full.export import export_last
-from full.logs import Checkpointer, Log, Logs, RolloutLog, Warnings
-from full.places import part_of
+from full.logs import Log, Logs, RolloutLog, Warnings
 from full.ranks import Interrupted, Progress, Stop, agree, errors_on_all_ranks, say
 from full.rollouts import Unheard
+from full.saves import Checkpointer
 from full.trainer import Trainer
 
 
@@ -107,7 +107,7 @@ def close_groups(trainer):
     if trainer.config.engine:
         groups.add(trainer.sampler.group)
     else:
-        groups |= {*part_of(trainer.sampler.model).grid.made.values()}
+        groups |= {*trainer.sampler.model.part.grid.made.values()}
     for group in groups - {None}:  # of other ranks
         dist.destroy_process_group(group)
 

@@ -246,7 +246,7 @@ def flipped(model, optimizer):
 
 # Right before the second comparison, since zero1 sends each row from its one owner to all at every
 # update: a bit that flips in between is either mended or everybody's.
-FLIP = [(1, "full.logs.replica_difference", 2, flipped)]
+FLIP = [(1, "full.saves.replica_difference", 2, flipped)]
 DIFFER = "replicas differ in .*model.embed_tokens.weight: rank 0 / rank 1 hold other"
 DIFFER += ".*nothing is saved"
 # name -> more flags; (rank, where, when, what happens) ..; what ranks say; the steps that are saved

@@ -216,7 +216,7 @@ def finished(straight, tmp_path):
 
 
 GET, RENAME = "full.batches.RolloutQueue.get", "pathlib.Path.rename"
-SUPERVISED, WRITE = "full.batches.Demonstrations.get", "full.logs.Checkpointer.write"
+SUPERVISED, WRITE = "full.batches.Demonstrations.get", "full.saves.Checkpointer.write"
 KILLS = [  # ranks, flags, and the call in which every rank that makes it dies
     (1, "", GET, 1), (1, "", RENAME, 2), (1, KL, GET, 4), (2, KL, "os.fsync", 3),
     (1, DEMOS, SUPERVISED, 6),

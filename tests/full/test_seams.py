@@ -19,6 +19,7 @@ from full.engine import Engine
 from full.metrics import METRICS, Metric
 from full.objectives import AGGREGATIONS, OBJECTIVES
 from full.trainer import Trainer
+from full.saves import Checkpointer
 
 pytestmark = pytest.mark.quick
 
@@ -91,7 +92,7 @@ PROTOCOLS = {
     rollouts.AnySampler: (rollouts.Sampler, Engine),
     rollouts.AnySource: (RolloutQueue, Demonstrations),
     rollouts.AnyTrainer: (Trainer,),
-    rollouts.AnyLog: (logs.Logs, logs.Log, logs.Checkpointer, logs.RolloutLog, logs.Warnings),
+    rollouts.AnyLog: (logs.Logs, logs.Log, logs.RolloutLog, logs.Warnings, Checkpointer),
 }
 
 

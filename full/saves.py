@@ -1,0 +1,81 @@
+"""When a run is saved: adds checkpoints, and a last step after a signal, to `train_grpo.train`.
+
+directory.py says where a checkpoint is, and checkpoint.py what it is.
+"""
+
+import contextlib
+import functools
+import signal
+
+from full.optimizer import replica_difference
+from full.ranks import Interrupted, agree, say
+from full.rollouts import Unheard
+
+
+class Checkpointer:
+    """Save a run after each step in which that is due, and end it after a signal."""
+
+    def __init__(self, config, trainer, source, directory, stop):
+        self.config = config
+        self.trainer = trainer
+        self.source = source
+        self.directory = directory
+        self.stop = stop
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Save after a step if that is due. Collective."""
+        # After the last supervised step the run saves, once the optimizer begins anew.
+        if step != -1:
+            self.save(step + 1)
+
+    def save(self, step):
+        """Save the run before `step` if that is due; raise Interrupted if a signal was seen."""
+        # A signal is looked at between two steps, by all ranks together: they save the same step.
+        # A resumed run cuts its files after the checkpoint: by now each line up to it is there.
+        c = self.config
+        signalled = self.stop.agreed(self.trainer.device)
+        kind = "demos" if step < 0 else "step"
+        done = step if step > 0 else c.demos + step
+        is_last = step in (0, c.steps)  # of the supervised steps, or of the loop
+        if not (is_last or signalled or (c.save_every and done % c.save_every == 0)):
+            return
+
+        state = f"saved after {step} steps" if step > 0 else f"saved after {done} supervised steps"
+        saved = self.write(kind, 0 if step == 0 else done)
+        if not saved:
+            state = agree(self.directory.newest_in_words)
+        if is_last and not saved:
+            raise FloatingPointError(
+                f"the run ends in steps that were skipped for a non-finite gradient, so its last "
+                f"state is not saved; {state}"
+            )
+        if signalled and step < c.steps:
+            say(f"{signal.Signals(signalled).name}: {state}; {self.directory.advice}")
+            raise Interrupted(signalled)
+
+    def rescue(self) -> str:
+        """Save the state before a step whose batch was given up. Return what there is, in words."""
+        # Pending batches of an engine may be lost with it. An evaluation comes after the updates of
+        # a step whose line is not written yet.
+        step = self.source.begun
+        with contextlib.suppress(Unheard):
+            if step is not None and self.write("step", step):
+                return f"saved after {step} steps"
+        return "nothing new is saved"
+
+    def write(self, kind, step) -> bool:
+        """Write a checkpoint and delete what it supersedes. Return whether it was written."""
+        # A run whose last gradients were not finite is about to go wrong. Its checkpoints would
+        # push the good ones out. Nothing but this comparison sees a bit that flipped in one rank's
+        # memory.
+        if self.trainer.skipped_in_a_row:
+            return False
+        difference = replica_difference(self.trainer.model, self.trainer.optimizer)
+        if difference:
+            raise FloatingPointError(f"{difference}; nothing is saved: look at that rank's memory, "
+                                     f"and {self.directory.advice}")  # fmt: skip
+        pending = self.source.stored()
+        extra = {"pending": pending} if pending else {}
+        save = functools.partial(self.trainer.save_checkpoint, step=step, **extra)
+        self.directory.save(kind, step, self.config.keep, save)
+        return True
