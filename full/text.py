@@ -46,6 +46,7 @@ class Text:
     bos: int. The id that raw text begins with. None if the checkpoint wants none.
     end: tuple of int. The ids that end a turn. The mark that the template itself writes after an
         answer is first, then the ids of generation_config.json, then the ids of config.json.
+    parts: set of str. The roles whose content the template wants as a list of parts.
     note: str. What the template gets besides messages. "" if that is nothing.
     """
 
@@ -73,6 +74,8 @@ class Text:
             if not reads or name in ("messages", "add_generation_prompt", "strftime_now"):
                 raise ValueError(f"--template-args: the chat template of {self.directory} has no "
                                  f"argument {name}")  # fmt: skip
+        self.parts = set()
+        self._find_parts()
         self.end = self._find_ends()
 
     @property
@@ -115,6 +118,11 @@ class Text:
         # A template is a program, written by somebody else: any error may come out of it. That
         # jinja2 is not installed is not its fault.
         how = dict(tokenize=False, add_generation_prompt=add_generation_prompt) | self.arguments
+        messages = [
+            message | {"content": [{"type": "text", "text": message["content"]}]}
+            if message["role"] in self.parts else message
+            for message in messages
+        ]  # fmt: skip
         with named(f"the chat template of {self.directory} fails"):
             template = self.tokenizer.get_chat_template(tools=self.arguments.get("tools"))
             if "strftime_now" in template:
@@ -188,6 +196,27 @@ class Text:
                 raise ValueError(f"expected the {role}'s message {content[:60]!r} in the prompt, "
                                  f"but the chat template of {self.directory} leaves it out, or a "
                                  f"part of it")  # fmt: skip
+
+    def _find_parts(self):
+        """Find the roles whose content the template wants as parts, [{"type": "text", ..}]."""
+        # Such a template writes nothing of a string, whose letters have no type. So a role says a
+        # word as a string, and, if the template loses it, as a part.
+        word, asked = "something", {"role": "user", "content": "2 + 2?"}
+
+        def is_written(conversation):
+            with contextlib.suppress(ValueError):
+                text = self.render(conversation, add_generation_prompt=False)
+                # A list that is written as a list is not read as parts.
+                return word in text and not re.search(rf"text['\"]: *['\"]{word}", text)
+            return False
+
+        for role in ("user", "system", "assistant"):
+            said = {"role": role, "content": word}
+            conversation = {"user": [said], "system": [said, asked], "assistant": [asked, said]}
+            if not is_written(conversation[role]):
+                self.parts.add(role)
+                if not is_written(conversation[role]):
+                    self.parts.remove(role)
 
     def _text_after(self, messages, turn, *, add_generation_prompt) -> str:
         """Return what the template writes after the content of messages[turn], to the end."""

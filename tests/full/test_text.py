@@ -196,7 +196,9 @@ def test_what_a_tokenizer_cuts_or_pads_is_whole_here(checkpoints, changed):
 
 LOOP = "{%% for m in messages %%}<start_of_turn>{{ m.role }}:%s<end_of_turn>{%% endfor %%}"
 PARTS = "{% for c in m.content %}{% if c['type'] == 'text' %}{{ c.text }}{% endif %}{% endfor %}"
+MIXED = "{% if m.role == 'user' %}{{ m.content[0].text }}{% else %}{{ m.content }}{% endif %}"
 HELD = {
+    "parts": LOOP % PARTS, "parts of some roles": LOOP % MIXED,
     "trimmed": LOOP % "{{ m.content | trim }}",
     "escaped": LOOP % "{{ m.content | tojson }}",
     "without thoughts": LOOP % "{{ m.content.split('</think>')[-1] }}",
@@ -212,14 +214,14 @@ LOST = {  # what is left out, and of which message the complaint is
     "the end": ("{{ m.content[:5] }}", "the system's message"),
     "the beginning": ("{{ m.content[-5:] }}", "the system's message"),
     "cases": ("{{ m.content | lower }}", "the system's message"),
-    "content that is no list of parts": (PARTS, "the system's message"),
+    "other parts": ("{% for c in m.content %}{{ c.image }}{% endfor %}", "the system's message"),
 }  # fmt: skip
 TALK = said("1?", "<think>a</think> b", "2?", system="S")
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("what", HELD)
-def test_a_template_may_trim_and_escape(changed, what):
+def test_a_template_may_want_parts_and_may_trim_and_escape(changed, what):
     text = Text(changed("gemma3", {TEMPLATE: HELD[what]}))
     prompt = text.decode(text.prompt(TALK), special=True)
     assert all(word in prompt for word in ("S", "1?", "b", "2?"))
