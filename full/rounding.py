@@ -48,6 +48,8 @@ ZERO = 1e-12  # of the gradient's norm: a tensor's gradient below it is 0
 # AdamW's steps have about one length, lr. A weight whose gradient is rounding alone may move
 # LOST_STEPS of them the other way, and a critic's value LOST_VALUE of them.
 STEP_MARGIN = 1.1  # a step may be this much longer than those that are tried
+LONGEST = 4  # lr: the longest step
+STORING = 2  # units in the last place by which storing rounds a weight
 LOST_STEPS, LOST_VALUE = 3, 8
 
 # After an update, weights are astray by a part of their moves, where gradients have the rounding
@@ -199,6 +201,17 @@ class Rounding:
         """Add the gradient of what a rollout's slopes may be off by."""
         self.doubt += g.abs().max().item()
         self.doubts += g.norm().item() ** 2
+
+
+def off_of_entries(roundings, name, is_zero) -> tuple:
+    """Return how far rounding may put the entries of a tensor's gradient off, at most and usually.
+
+    roundings: the Rounding of each tensor. is_zero: whether all of this tensor's gradient is 0.
+    """
+    if not is_zero:
+        return roundings[name].entry, math.sqrt(roundings[name].usual)
+    largest = max(x.entry for x in roundings.values())
+    return CANCELED * largest, CANCELED**2 * largest
 
 
 def error_of_entropy(s, found, T, dtype) -> float:
