@@ -1,4 +1,5 @@
-"""An idea is one entry of one table: an objective, an advantage, an aggregation, a metric."""
+"""An idea is one entry of one table: an objective, an advantage, an aggregation, a metric. Or one
+class: a sampler, a kind of layer."""
 
 import inspect
 import json
@@ -7,6 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from test_run import TINY
 
 import train_grpo
@@ -18,8 +20,9 @@ from full.batches import Demonstrations, RolloutQueue
 from full.engine import Engine
 from full.metrics import METRICS, Metric
 from full.objectives import AGGREGATIONS, OBJECTIVES
-from full.trainer import Trainer
 from full.saves import Checkpointer
+from full.trainer import Trainer
+from full.transformer import Attention, Layer, Transformer
 
 pytestmark = pytest.mark.quick
 
@@ -69,6 +72,29 @@ def test_a_metric_of_tokens(run, monkeypatch, capsys):
         main(["--help"])
     out = capsys.readouterr().out
     assert "ratio/square                squared log-ratio; mean of updates" in out
+
+
+def test_a_kind_of_layer(run, monkeypatch):
+    """Every second layer has another attention, with a matrix of its own."""
+    gated = set()
+
+    class Gated(Attention):
+        def __init__(self, config, layer):
+            super().__init__(config, layer)
+            self.gate_proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+        def forward(self, x_BSM, ropes, attention, /):
+            gated.add(self.options["layer"])
+            return self.gate_proj(x_BSM).sigmoid() * super().forward(x_BSM, ropes, attention)
+
+    class EitherLayer(Layer):
+        def __init__(self, config, layer):
+            self.attention_class = Gated if layer % 2 else Attention
+            super().__init__(config, layer)
+
+    monkeypatch.setattr(Transformer, "layer_class", EitherLayer)
+    (first, _) = run("--layers 3")
+    assert first["grad_norm"] > 0 and gated == {1}
 
 
 def test_a_sampler(run, monkeypatch):
