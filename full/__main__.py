@@ -7,7 +7,6 @@
     python -m full inspect DIR                                # what of a checkpoint is loaded
     python -m full plan d2t2 ..                               # what each rank holds and sends
     python -m full check [ring | tree | models | parallel | grpo]    # against definitions, float64
-    python -m full bench [ring | tree | models | parallel | grpo]    # seconds
 """
 
 import signal
@@ -65,8 +64,6 @@ def main(argv) -> int:
             return talk.main(argv)
         if command == ["check"]:
             return quietly(check.main, rest)
-        if command == ["bench"]:
-            return quietly(check.bench, rest)
         if command == ["inspect"]:
             return quietly(contents.main, rest)
         if command == ["plan"]:

@@ -5,10 +5,11 @@
     result = run(Config(steps=20), task=MyTask(), log=print)
     print(result.solved, audit(result, task=MyTask()).verdict)
 
-A run is the command line's: the same settings, directory, metrics and resume, bit for bit, in one
-process, in a notebook, or in a script under torchrun. Every rank gives objects where a flag names a
-file. A wrong setting is a ValueError, an error in a task is a TaskError, and no call ends the
-process. After a call, signal handlers, threads and process groups are as they were before.
+A run is the command line's: the same settings, directory and metrics, bit for bit, in one process,
+in a notebook, or in a script under torchrun. Every rank gives objects where a flag names a file. No
+command can read a run of objects. Its config.json says so, and its task is `python:MyTask`. A wrong
+setting is a ValueError, an error in a task is a TaskError, and no call ends the process. After a
+call, signal handlers, threads and process groups are as they were before.
 """
 
 import dataclasses
@@ -22,10 +23,10 @@ from full.audit import Report, audited
 from full.config import Config, resumed_config
 from full.exits import replacing_characters
 from full.export import require_one_process
-from full.questions import require_task
-from full.ranks import Interrupted, Progress, agree, joined, naming_lost_ranks
+from full.questions import Jsonl, make_task, require_task, require_usable
+from full.ranks import PYTHON, Interrupted, Progress, agree, joined, naming_lost_ranks
 from full.run import start_run
-from full.tasks import Task, TaskError, names_of
+from full.tasks import Task, TaskError
 
 __all__ = "Config", "Interrupted", "Report", "Result", "Task", "TaskError", "audit", "run"
 
@@ -56,7 +57,7 @@ def run(
     """Do a run. Return its Result on every rank. Collective under torchrun.
 
     config: Config. Its fields are the flags of the command line. With resume=True the fields that
-        were not given are the stored run's.
+        were not given are the stored run's, and the objects have to be given again.
     task: an object with the methods of `Task`. Default: the task that config.task names.
     reward: function (text, row) -> number. For the task jsonl, in place of its --reward.
     dataset: rows, each a dict like a line of --data. The task is then jsonl, which needs --model.
@@ -71,15 +72,15 @@ def run(
         raise ValueError(f"expected a Config of full.api, got {config!r}")
     if log is not None and not callable(log):
         raise ValueError(f"expected log to be a function of a step's metrics, got {log!r}")
-    objects = objects_of(task, reward, dataset, eval_dataset)
-    config = settings_of(config, objects)
-    if "task" not in objects:
+    names, make = objects_of(task, reward, dataset, eval_dataset)
+    config = settings_of(config, names)
+    if not names:
         require_task(config)
 
     progress = Progress()
     how = dict(timeout=config.timeout, threads=config.threads)
     with naming_lost_ranks(progress), joined(config.device, **how):
-        ended = start_run(config, progress, objects=objects, log=log, goes_on=True)
+        ended = start_run(config, progress, make=make, log=log, goes_on=True)
         found = ended.directory
         metrics, checkpoint = agree(lambda: (found.lines(found.METRICS), found.newest()))
     if ended.signal:
@@ -109,32 +110,40 @@ def audit(
     files = {name: spec for name, spec in (("task", task), ("reward", reward))
              if isinstance(spec, str)}  # fmt: skip
     task, reward = (None if isinstance(thing, str) else thing for thing in (task, reward))
-    objects = objects_of(task, reward, dataset, eval_dataset)
+    names, make = objects_of(task, reward, dataset, eval_dataset)
+    given = {name: names[name] for name in ("task", "reward") if name in names} | files
     require_one_process("an audit")
     with joined("cpu"):
-        return audited(Path(run), step, group, **files, tell=tell, objects=objects)
+        return audited(Path(run), step, group, **given, tell=tell, make=make)
 
 
-def objects_of(task, reward, dataset, eval_dataset) -> dict:
-    """Return {field of Config: object} of what was given; ValueError for an object of no use."""
-    objects = dict(task=task, reward=reward, data=dataset, eval_data=eval_dataset)
-    objects = {name: thing for name, thing in objects.items() if thing is not None}
-    if "task" in objects:
+def objects_of(task, reward, dataset, eval_dataset):
+    """Return {field of Config: name} of the objects that were given, and what makes the task.
+
+    What makes it is a function of the run's Config. ValueError for an object of no use.
+    """
+    rows = dict(data=dataset, eval_data=eval_dataset)
+    rows = {name: rows_of(found, f"{name}set") for name, found in rows.items() if found is not None}
+    if task is not None and (rows or reward is not None):
+        raise ValueError("a task gives its own prompts and rewards: reward, dataset and "
+                         "eval_dataset are for the task jsonl")  # fmt: skip
+    if task is not None:
         if isinstance(task, type):
             raise ValueError(f"expected a task, got its class {task.__name__}: make an object")
         lacks = [x for x in ("prompt", "reply") if not callable(getattr(task, x, None))]
         if lacks:
             raise ValueError(f"expected a task with vocab_size, end, prompt and reply, got "
                              f"{task!r} without {' and '.join(lacks)}")  # fmt: skip
-    if "task" in objects and len(objects) > 1:
-        raise ValueError("a task gives its own prompts and rewards: reward, dataset and "
-                         "eval_dataset are for the task jsonl")  # fmt: skip
-    if "reward" in objects and not callable(reward):
-        raise ValueError(f"expected reward to be a function (text, row) -> number, got {reward!r}")
-    for field, name in (("data", "dataset"), ("eval_data", "eval_dataset")):
-        if field in objects:
-            objects[field] = rows_of(objects[field], name)
-    return objects
+        return {"task": f"{PYTHON}{type(task).__name__}"}, lambda config: require_usable(task)
+    names = {name: f"{name}set" for name in rows}
+    if reward is not None:
+        if not callable(reward):
+            raise ValueError(f"expected reward to be a function (text, row) -> number, got "
+                             f"{reward!r}")  # fmt: skip
+        names["reward"] = getattr(reward, "__name__", type(reward).__name__)
+    if not names:
+        return {}, make_task
+    return {"task": f"{PYTHON}jsonl"} | names, lambda config: Jsonl(config, reward=reward, **rows)
 
 
 def rows_of(dataset, name) -> list:
@@ -153,28 +162,21 @@ def rows_of(dataset, name) -> list:
     return rows
 
 
-def settings_of(config, objects) -> Config:
-    """Return the checked settings of a run: a field whose object was given holds its name.
+def settings_of(config, names) -> Config:
+    """Return the checked settings of a run. names: of the objects that take the place of fields.
 
     With resume=True the fields that were not given to Config are those of the run in config.out.
     """
-    names = names_of(objects)
-    for field in names:
+    for field, name in names.items():
         value = getattr(config, field)
-        if value not in (getattr(Config, field), names[field]):
+        is_rows = field == "task" and name == f"{PYTHON}jsonl"
+        if value not in (getattr(Config, field), name, *["jsonl"] * is_rows):
             raise ValueError(f"expected one {field}, got Config({field}={value!r}) and an object")
-    if {"data", "eval_data"} & {*names} and config.task == Config.task:
-        names["task"] = "jsonl"  # a dataset is nothing else
 
     # A program may give a file as a Path. What else a value must not be, `check` says.
     given = config.given()
-    names |= {name: f"{x}" for name, x in given.items() if isinstance(x, Path)}
+    names = names | {name: f"{x}" for name, x in given.items() if isinstance(x, Path)}
     path = Path(f"{config.out}") / "config.json"
     if config.resume and config.out and path.exists():
-        settings = resumed_config(path, given | names)
-    else:
-        settings = dataclasses.replace(config, **names)
-    if {"reward", "data", "eval_data"} & {*objects} and settings.task != "jsonl":
-        raise ValueError(f"reward, dataset and eval_dataset are for the task jsonl, and the task "
-                         f"is {settings.task}")  # fmt: skip
-    return settings.check()
+        return resumed_config(path, given | names).check()
+    return dataclasses.replace(config, **names).check()

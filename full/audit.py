@@ -388,19 +388,20 @@ class Report:
 
 
 def audited(
-    run, step=None, group=None, task="", reward="", tell=lambda line: None, objects=None
+    run, step=None, group=None, task="", reward="", tell=lambda line: None,
+    make=make_task
 ) -> Report:  # fmt: skip
     """Do a step of a run again by hand, and compare it with the run's files.
 
     The arguments have the names and meanings of the command line's, see `main`. Without `group`,
     the first group with unequal rewards is shown. Raises ValueError if the step cannot be audited.
     tell: a function. It gets lines that say how far the audit is.
-    objects: {field of Config: object}, of a run that full.api has made. Default: none.
+    make: a function that makes the task of a Config. Default: of the one that the run names.
     """
-    files = RunFiles(run, task, reward, objects)
+    files = RunFiles(run, task, reward)
     config, number = files.config, files.chosen_step(step)
     files.directory.require_noted("base.json", config)
-    task = make_task(config, objects)
+    task = make(config)
     report = Report(str(run), number, config, show=task.show)
     say, line = report.intro.append, files.metrics[number]
     with tempfile.TemporaryDirectory() as room:

@@ -105,12 +105,13 @@ def build_teacher(config, task):
     return empty_model(config, shape, config.compute, is_teacher=True).requires_grad_(False)
 
 
-def prepare(config, objects=None):
+def prepare(config, make=make_task):
     """Make the run's task and teacher. ValueError for what does not fit task, model or ranks.
 
     It is what only a task, a package or a model can tell, before anything is written.
+    make: a function that makes the task of a Config.
     """
-    task = make_task(config, objects)
+    task = make(config)
     # A task that does not derive from Task has demonstrations if it has a method `demo`.
     if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:
         raise ValueError(f"{type(task).__name__} has no demonstrations; use --demos 0")
@@ -134,10 +135,7 @@ def require_exact(model):
 
 def require_plan(config, shape):
     """Raise ValueError for a plan that does not fit the model's shape or the number of ranks."""
-    plan_of(config).require_fits(
-        config=shape, world=dist.get_world_size(), ulysses=config.cp_method == "ulysses",
-        shard=config.shard_ranks or None,
-    )  # fmt: skip
+    plan_of(config).require_fits(config=shape, world=dist.get_world_size())
 
 
 def tell_of_router_loss(config, shape):

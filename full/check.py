@@ -1,19 +1,17 @@
 """Checks: hold the folder against the definitions of the five files, in float64.
 
-    python -m full check                  # each of the five subjects, one after the other
-    python -m full check ring             # or tree, models, parallel, grpo
+    python -m full check                  # each of the four subjects, one after the other
+    python -m full check ring             # or tree, models, parallel
     torchrun --nproc-per-node 8 -m full check ring         # on your ranks, with NCCL on CUDA
 """
 
 import functools
-import importlib
 import itertools
 import json
 import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -35,7 +33,7 @@ from full.places import local
 from full.plans import Grid, Plan
 from full.ranks import is_rank_0
 from full.ring import METHODS, ring_attention, ring_of, shard, unshard
-from full.tiny import TINY, tiny, tiny_model
+from full.tiny import TINY, tiny_model
 from full.trie import TokenTrie
 from models import CHECK_FAMILIES, FULL, SLIDING
 from parallel import ADAMW, PLANS
@@ -131,7 +129,7 @@ def by_way(group, error):
     return {method[:8]: error(method=method) for method in methods}
 
 
-def rows_of_rank(tokens, device):
+def rows_of_rank(tokens, device, more=None):
     """Return [(table, row, budget, {column: value})] of the worlds of this rank; rank 0 has all."""
     # A group is made by all ranks, its members or not. Only its members compute.
     rank = dist.get_rank()
@@ -157,20 +155,17 @@ def rows_of_rank(tokens, device):
             row = {way.__name__[:6]: max(compare(*given, attention=way)) for way in minimal}
             rows.append((f"float64, ring_attention.py, world {world}", "causal", 1e-12, row))
 
-    # Lower dtypes are compared with torch's own attention, by tests/bench/measure_ring.py.
-    try:
-        rows += measuring_file("measure_ring").check_rows(groups[total], device)
-    except ImportError as missing:
-        if rank == 0:
-            print(f"SKIP lower dtypes and the work of each rank: {missing}")
-    return rows
+    return rows + (more(groups[total], device) if more else [])
 
 
-def check_ring() -> bool:
-    """Print every error with its budget; return whether all are in it. 4 ranks, or torchrun's."""
+def check_ring(more=None) -> bool:
+    """Print every error with its budget; return whether all are in it. 4 ranks, or torchrun's.
+
+    more: a function of a group and a device. It returns more rows.
+    """
     # 23 tokens divide by no number of ranks, so that shards are unequal.
     if not os.environ.get("RANK"):
-        rows = launch(4, rows_of_rank, 23, "cpu")[0]
+        rows = launch(4, rows_of_rank, 23, "cpu", more)[0]
     else:
         # NCCL where there is CUDA, gloo elsewhere.
         device = "cpu"
@@ -180,7 +175,7 @@ def check_ring() -> bool:
             backend = "nccl"
             torch.cuda.set_device(device)
         dist.init_process_group(backend)
-        rows = rows_of_rank(23, device)
+        rows = rows_of_rank(23, device, more)
         dist.barrier()
         dist.destroy_process_group()
 
@@ -325,15 +320,12 @@ def _tree_rows(model, cases, mine=None):
         yield name, line
 
 
-def check_tree() -> bool:
-    """Print every error with its budget; return whether none is over."""
+def check_tree(more=None) -> bool:
+    """Print every error with its budget; return whether none is over. more: tables to show too."""
     torch.set_num_threads(1)
     tables = {"by max_tokens": dict(_tree_rows(TinyModel(), forests()))}
     tables["tree_attention.py"] = {"by itself": {"worst": minimal_tree.check()}}
-    try:
-        tables["families"] = measuring_file("measure_tree").family_rows()
-    except ImportError as missing:
-        print(f"families: SKIP ({missing}); it would show the families of models.py")
+    tables |= more or {}
     worst = 0.0
     for name, rows in tables.items():
         columns = next(iter(rows.values()))
@@ -384,12 +376,10 @@ def worst_gradient(mine, got, model, want):
     return max(map(relative_error, *grads))
 
 
-def check_models(cases=None, transformers=True) -> bool:
+def check_models(cases=None, more=()) -> bool:
     """Compare each path with the definition, float64; print a table. True if all rows are <= 1e-12.
 
-    cases: some of CASES. Default: all. With tests/bench/measure_models.py in place, experts and the
-    other RoPE types too, and, if transformers is installed, logits and gradients against it in
-    float32, <= 1e-5.
+    cases: some of CASES. Default: all. more: rows (path, error, bound) to show too.
     """
     torch.manual_seed(0)
     minimal = [models.check_family(family, tau).item()
@@ -401,12 +391,7 @@ def check_models(cases=None, transformers=True) -> bool:
         for path, error in path_errors(tiny_model(model_type, **changes))
     ]
 
-    # More rows, by tests/bench/measure_models.py. Without it a line says what is not checked.
-    try:
-        rows += measuring_file("measure_models").rows(cases, transformers)
-    except ImportError as missing:
-        print(f"SKIP ({missing}): RoPE types yarn and llama3; the experts' grouped product and "
-              "balance loss; logits and gradients against transformers")  # fmt: skip
+    rows += more
 
     # A table to read, and one line for a program. NaN counts as infinitely wrong.
     print(f"{'path against its definition':55} relative error")
@@ -517,8 +502,11 @@ class FullTraining:
             yield local(p.grad), whole.grad[region]
 
 
-def check_parallel() -> bool:
-    """Compare every plan with one process, print a table of errors, and return whether it is ok."""
+def check_parallel(more=None) -> bool:
+    """Compare every plan with one process, print a table of errors, and return whether it is ok.
+
+    more: a function that returns {name: error} of more cases.
+    """
     # parallel.py comes first: its ranks are forks, which need a process where autograd has not run.
     model = parallel.check_model()
     minimal = parallel.check_plans(PLANS, parallel.Training, model)
@@ -527,10 +515,7 @@ def check_parallel() -> bool:
                      for mode in MODES] for world in PLANS}  # fmt: skip
     minimal = parallel.check_plans(plans, FullTraining, model)
     errors |= {f"folder, {name}": x for name, x in minimal.items()}
-    try:
-        errors |= measuring_file("measure_parallel").matrix()
-    except ImportError as missing:
-        print(f"every plan with a model of the folder: SKIP ({missing}); it would compare them too")
+    errors |= more() if more else {}
     for name, error in errors.items():
         print(f"{name:36} {error:.1e}  {'ok' if error <= 1e-10 else 'FAILED'}")
     ok = all(error <= 1e-10 for error in errors.values())
@@ -540,26 +525,13 @@ def check_parallel() -> bool:
 
 # The command ------------------------------------------------------------------------------------
 
-# What each subject's check is, the file of tests/bench/ that measures it, and what bench can do.
 SUBJECTS = {
-    "ring": (check_ring, "measure_ring", ("bench", "memory", "longest", "stress")),
-    "tree": (check_tree, "measure_tree", ("bench", "plan")),
-    "models": (check_models, "measure_models", ("bench",)),
-    "parallel": (check_parallel, "measure_parallel", ("bench",)),
-    "grpo": (None, "measure_grpo", ("bench",)),
-}
-
-
-def measuring_file(name):
-    """Import a file of tests/bench/. ImportError if it, or a file that it needs, is missing."""
-    # After everything else on the path, so that no file of tests/ hides a module.
-    tests = Path(__file__).resolve().parent.parent / "tests"
-    sys.path += [str(tests), str(tests / "bench")]
-    return importlib.import_module(name)
+    "ring": check_ring, "tree": check_tree, "models": check_models, "parallel": check_parallel,
+}  # fmt: skip
 
 
 def main(argv) -> int:
-    """`check [SUBJECT] [--all] [--device D]`: return 1 if an error is over its bound.
+    """`check [SUBJECT]`: return 1 if an error is over its bound.
 
     Without a subject each of them is checked, in a process of its own.
     """
@@ -567,31 +539,9 @@ def main(argv) -> int:
         codes = [subprocess.run([sys.executable, "-m", "full", "check", subject]).returncode
                  for subject in SUBJECTS]  # fmt: skip
         return max(codes)
-    subject, rest = argv[0], argv[1:]
+    subject, *rest = argv
     if subject not in SUBJECTS:
         raise ValueError(f"check {subject!r} is none of {', '.join(SUBJECTS)}")
-    if rest[:1] == ["--device"]:
-        return measuring_file("measure_gpu").check(subject, rest)
-    check_subject, file, _ = SUBJECTS[subject]
-    if check_subject is None and rest in ([], ["--all"]):
-        return measuring_file(file).main(["check", *rest])
     if rest:
         raise ValueError(f"check {subject} takes no {rest[-1]!r}")
-    return 0 if check_subject() else 1
-
-
-def bench(argv) -> int:
-    """`bench [SUBJECT [COMMAND]] ..`: run a measurement of tests/bench/, and return its exit code.
-
-    The default is bench's own table for grpo. SUBJECTS has the others.
-    """
-    is_flag = not argv or argv[0].startswith("-")
-    subject, *rest = ["grpo", *argv] if is_flag else argv
-    if subject not in SUBJECTS:
-        raise ValueError(f"bench {subject!r} is none of {', '.join(SUBJECTS)}")
-    _, file, commands = SUBJECTS[subject]
-    if not rest or rest[0].startswith("-"):
-        rest = ["bench", *rest]
-    if rest[0] not in commands:
-        raise ValueError(f"bench {subject} {rest[0]!r} is none of {', '.join(commands)}")
-    return measuring_file(file).main(rest)
+    return 0 if SUBJECTS[subject]() else 1

@@ -6,13 +6,9 @@ fields of Config and the table of papers.
 
 import argparse
 import dataclasses
-import datetime
 import difflib
-import functools
-import inspect
 import itertools
-import json
-import re
+import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +17,17 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 import train_grpo
-from full.advantages import ADVANTAGES, TOKEN_ADVANTAGES, compared_by
+from full import (
+    advantages, chunks, engine, exact, experts, lora, objectives, parallelize, rollouts, tasks,
+)  # fmt: skip
+from full.advantages import ADVANTAGES, TOKEN_ADVANTAGES
 from full.lora import Lora
 from full.metrics import glossary
 from full.model_config import read_json
 from full.objectives import AGGREGATIONS, OBJECTIVES
 from full.plans import Plan, letters_table
-from full.ranks import MAY_BE_OBJECTS, OBJECT, is_rank_0
+from full.ranks import PYTHON, is_rank_0
+from full.tasks import TASKS, read_arguments
 
 # What --help ends with. full/RECIPES.md has the settings of other code bases that mean the same.
 PAPERS = """\
@@ -62,116 +62,142 @@ Papers and their settings. The rest stays at its default, and each paper has its
   distillation, on-policy    --teacher DIR --objective reinforce --minibatches 1
 """
 
-TASKS = "guess", "jsonl"  # values of --task that name no file: `make_task` of questions.py
 MAX_STALENESS = 64  # steps, far more than training tolerates
 
-# Choices that several fields share, or that are too long for the line of a field.
 Dtype = Literal["float32", "float64", "bfloat16"]
-
+AnyDtype = Literal["", Dtype]
+Overlong = Literal["keep", "filter"]
+Ratio = Literal["token", "sequence", "geometric"]
+Decay = Literal["constant", "linear", "cosine"]
+Mode = Literal["ddp", "zero1", "fsdp", "fsdp-offload"]
 Schedule = Literal["1f1b", "interleaved1f1b", "zbv"]
+Tree = Literal["disabled", "sparse", "dta"]
+Recomputed = Literal["none", "full", "op"]
+Logged = Literal["all", "some", "none"]
 
+INSTRUCTION = "End with '#### ' and the answer."
 
 # The matrices of attention and of MLPs, experts' included.
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 
 
+# The modules that own flags: `conflicts(config)` of each returns (is it wrong?, the error) pairs.
+OWNERS = advantages, chunks, engine, exact, experts, lora, objectives, parallelize, rollouts, tasks
+
+CORE = train_grpo.Config  # whose defaults the folder keeps
+
+
+def flag(default, text, title=""):
+    """Return a field of Config. text: its help. title: of the group that it begins in --help."""
+    return dataclasses.field(default=default, metadata={"help": text, "title": title})
+
+
 @dataclass
 class Config(train_grpo.Config):
-    """The command line: a field is a flag, and the comment after it is the flag's help.
+    """The command line. A field is a flag, with its default, its help, and the title of a group.
 
-    The comment above a group of fields is the group's title in --help. A Literal lists the values
-    that a flag may have. "" is the default that the help explains as "empty".
+    A Literal lists the values that a flag may have. "" is the default that a help calls "empty".
     """
 
-    # the run
-    out: str = ""  # directory of the run; empty: the first free runs/TASK-N
-    resume: bool = False  # go on from the newest checkpoint in --out; begin a run if there is none
-    # the task and data
-    task: str = "guess"  # guess | jsonl | FILE.py:Class
-    data: str = ""  # jsonl: file of lines, {"question", "answer"} or {"messages", "answer"}
-    template: str = ""  # jsonl: chat (its own) | raw | text with {question}; empty: chat, else raw
-    instruction: str = "End with '#### ' and the answer."  # jsonl: a line after each question
-    system: str = ""  # jsonl: the system's message, in a chat template
-    template_args: str = ""  # jsonl: JSON object of a chat template's arguments; empty: none
-    date: str = ""  # jsonl: of strftime_now in a chat template; empty: when the run begins
-    reward: str = ""  # jsonl: FILE.py:function of (text, row); empty: what follows ####
-    demos: int = 0  # supervised steps on the task's demonstrations before the loop (demos.jsonl)
-    # the model
-    model: str = ""  # Hugging Face checkpoint directory; empty: random weights of the shape below
-    dtype: Dtype = "float32"  # of the trainer's weights
-    compute_dtype: Literal["", Dtype] = ""  # of matrix products, coarser than --dtype; empty: same
-    generator_dtype: Literal["", Dtype] = ""  # of the generator's weights; empty: --compute-dtype
-    head_dtype: Literal["", "float32"] = ""  # of the head's product; empty: as others
-    lora_rank: int = 0  # LoRA: r of the trained factors beside frozen matrices; 0: all is trained
-    lora_alpha: float = 32.0  # LoRA: the factors' product is multiplied by this / rank
-    lora_targets: str = LORA_TARGETS  # LoRA: names of matrices; also gate, the router, and lm_head
-    lora_from: str = ""  # LoRA: directory of PEFT's with the first factors; empty: random ones
-    # rollouts
-    reply_timeout: int = 0  # seconds that a task or a reward may take for an answer; 0: no limit
-    engine: str = ""  # URL[,URL..] of vLLM or SGLang; empty: this process
-    engine_timeout: int = 600  # seconds that an engine may be silent, or loading, before a run ends
-    staleness: int = 0  # K: batch b is sampled with the weights of step b - K; 0: on-policy
-    exact: bool = False  # the sampler's log-probs are the trainer's, bit for bit; slower
-    replay_routes: bool = False  # experts: the trainer uses those that the sampler chose (R3)
-    forks: int = 1  # children of a trajectory at a turn boundary (tree rollouts)
-    fork_turns: int = 0  # turn boundaries that fork; group must divide by forks ** fork_turns
-    dynamic_sampling: bool = False  # drop groups whose rewards are all equal (DAPO)
-    max_rounds: int = 1  # rounds of rollouts to replace dropped groups; 1: only drop
-    overlong: Literal["keep", "filter"] = "keep"  # truncated trajectories; filter: not in the loss
-    overlong_buffer: int = 0  # last tokens of max_new_tokens, over which the reward falls by 1
-    # the loss
-    advantage: str = None  # (1) of full/advantages.py; gae is PPO's, with a critic
-    teacher: str = ""  # checkpoint directory: each token's advantage is its log-prob's gain there
-    aggregation: str = "token_mean"  # w and Z of (7) of full/objectives.py
-    objective: str = "clip"  # (3) of full/objectives.py
-    dual_clip: float = 0.0  # clip, gspo: bound of the ratio where A is negative; 0: none
-    cispo_bound: float = 5.0  # cispo: the largest weight
-    kl: Literal["k1", "k3"] = "k3"  # estimator of the KL, (5) of full/objectives.py
-    kl_coef: float = 0.0  # weight of the KL to the frozen reference; 0: no reference is kept
-    kl_in: Literal["loss", "reward"] = "loss"  # where the KL enters
-    entropy_coef: float = None  # weight of the entropy bonus
-    proximal: bool = None  # old log-probs of the trainer; otherwise the sampler's
-    importance: Literal["truncate", "mask"] = "truncate"  # (4) of full/objectives.py
-    importance_of: Literal["token", "sequence", "geometric"] = "token"  # whose p_old / p_sampler
-    importance_low: float = 0.0  # lower bound of p_old / p_sampler
-    importance_cap: float = 0.0  # upper bound of p_old / p_sampler; 0: no weights
-    gae_lambda: float = 0.95  # gae: 0: one step and the critic; 1: rewards to the end
-    value_coef: float = 0.5  # gae: weight of the critic's loss
-    balance_coef: float = 0.0  # experts: weight of the loss that balances them; not with --tree
-    router_bias_rate: float = 0.0  # experts: step of the routers' bias after an update; 0: no bias
-    # the optimizer
-    lr: float = None  # AdamW
-    lr_first_step: Literal["nonzero", "zero"] = "nonzero"  # a warm-up of 5 begins with 1/5, or 0
-    lr_decay: Literal["constant", "linear", "cosine"] = "linear"  # from there to the last step
-    weight_decay: float = 0.0  # AdamW, decoupled
-    # parallelism
-    plan: str = ""  # d2t2, p2c2; empty: all ranks are data parallel
-    data_parallel: Literal["ddp", "fsdp", "zero1"] = "ddp"  # zero1: ddp with its moments sharded
-    shard_ranks: int = 0  # fsdp: how many ranks share one copy of the weights (HSDP); 0: all of d
-    cp_method: Literal["ring", "allgather", "ulysses"] = "ring"  # of the c ranks of --plan
-    pp_schedule: Schedule = "1f1b"  # of the p ranks of --plan
-    debug: bool = False  # the plan's c: raise where ranks' inputs differ or are not finite; slow
-    timeout: int = 60  # seconds that a rank waits for another before the run ends
-    # memory and speed
-    tree: Literal["disabled", "sparse", "dta"] = "disabled"  # share prefixes; dta: chunk by chunk
-    chunk_tokens: int = 0  # tokens of a chunk, with --tree dta
-    recompute: bool = False  # with --tree dta: run the chunks of a path again, not keep them
-    micro_tokens: int = 16384  # tokens of a micro-batch, or of its tree; a longer one runs alone
-    rows: ClassVar[int] = 0  # not a flag here: micro_tokens limits what train_grpo's rows limits
-    save: ClassVar[None] = None  # not a flag here: `export` writes the weights
-    batch_rows: int = 1024  # rollouts that a rank decodes at a time; a new one enters as one ends
-    ac: Literal["none", "full", "op"] = "none"  # recompute activations; op: not products, messages
-    offload: bool = False  # fsdp: shards, gradients and optimizer stay on the CPU
-    compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
-    device: Literal["", "cpu", "cuda"] = ""  # empty: cuda where there is one
-    threads: int = 1  # CPU threads of each rank
-    # evaluation
-    eval_data: str = ""  # jsonl: file of held-out lines; empty: every tenth line of --data
-    # output
-    save_every: int = 50  # steps between checkpoints, and the last; 0: only the last
-    keep: int = 2  # newest checkpoints kept
-    log_rollouts: Literal["all", "some", "none"] = "some"  # to rollouts.jsonl; `audit` needs some
-    tensorboard: bool = False  # also write TensorBoard events (needs tensorboard)
+    seed: int = flag(CORE.seed, "of weights, data and sampling", "the run")
+    steps: int = flag(CORE.steps, "batches of rollouts")
+    out: str = flag("", "directory of the run; empty: the first free runs/TASK-N")
+    resume: bool = flag(False, "go on from the newest checkpoint in --out; begin without one")
+
+    size: int = flag(CORE.size, "guess: numbers", "the task and data")
+    turns: int = flag(CORE.turns, "guess: answers allowed")
+    task: str = flag("guess", "guess | jsonl | FILE.py:Class")
+    data: str = flag("", 'jsonl: lines, {"question", "answer"} or {"messages", "answer"}')
+    template: str = flag("", "jsonl: chat | raw | text with {question}; empty: chat, else raw")
+    instruction: str = flag(INSTRUCTION, "jsonl: a line after each question")
+    template_args: str = flag("", "jsonl: JSON object of a chat template's variables, and `system`")
+    date: str = flag("", "jsonl: of strftime_now in a chat template; empty: when the run begins")
+    reward: str = flag("", "jsonl: FILE.py:function of (text, row); empty: what follows ####")
+    demos: int = flag(0, "supervised steps on the task's demonstrations before the loop")
+
+    layers: int = flag(CORE.layers, "decoder layers", "the model")
+    hidden: int = flag(CORE.hidden, "model width")
+    heads: int = flag(CORE.heads, "query heads; half as many key heads")
+    model: str = flag("", "Hugging Face directory; empty: a random one as above")
+    dtype: Dtype = flag("float32", "of the trainer's weights")
+    compute_dtype: AnyDtype = flag("", "of matrix products, coarser than --dtype; empty: same")
+    generator_dtype: AnyDtype = flag("", "of the generator's weights; empty: --compute-dtype")
+    head_dtype: Literal["", "float32"] = flag("", "of the head's product; empty: as others")
+    lora_rank: int = flag(0, "LoRA: r of the factors beside frozen matrices; 0: all is trained")
+    lora_targets: str = flag(LORA_TARGETS, "LoRA: matrices; also gate, the router, and lm_head")
+
+    prompts: int = flag(CORE.prompts, "groups of a step, over all ranks", "rollouts")
+    group: int = flag(CORE.group, "rollouts of one prompt")
+    max_new_tokens: int = flag(CORE.max_new_tokens, "limit of a rollout, the replies included")
+    temperature: float = flag(CORE.temperature, "of sampling and of every log-prob")
+    reply_timeout: int = flag(0, "seconds that a task or a reward may take; 0: no limit")
+    engine: str = flag("", "URL[,URL..] of vLLM or SGLang; empty: this process")
+    staleness: int = flag(0, "K: batch b is sampled with weights of step b - K; 0: on-policy")
+    exact: bool = flag(False, "the sampler's log-probs are the trainer's, bit for bit; slower")
+    replay_routes: bool = flag(False, "experts: the trainer uses those of the sampler (R3)")
+    forks: int = flag(1, "children of a trajectory at a turn boundary (tree rollouts)")
+    fork_turns: int = flag(0, "turn boundaries that fork; forks ** fork_turns divides group")
+    dynamic_sampling: bool = flag(False, "drop groups whose rewards are all equal (DAPO)")
+    max_rounds: int = flag(1, "rounds of rollouts to replace dropped groups; 1: only drop")
+    overlong: Overlong = flag("keep", "truncated trajectories; filter: not in the loss")
+    overlong_buffer: int = flag(0, "last tokens of max_new_tokens, where the reward falls by 1")
+
+    clip_low: float = flag(CORE.clip_low, "ratio clip below 1", "the loss")
+    clip_high: float = flag(CORE.clip_high, "ratio clip above 1; 0.28 is DAPO's")
+    advantage: str = flag(None, "(1) of full/advantages.py; gae: PPO, with a critic")
+    teacher: str = flag("", "checkpoint: a token's advantage is its log-prob's gain there")
+    aggregation: str = flag("token_mean", "w and Z of (7) of full/objectives.py")
+    objective: str = flag("clip", "(3) of full/objectives.py")
+    dual_clip: float = flag(0.0, "clip, gspo: bound of the ratio where A is negative; 0: none")
+    cispo_bound: float = flag(5.0, "cispo: the largest weight")
+    kl: Literal["k1", "k3"] = flag("k3", "estimator of the KL, (5) of full/objectives.py")
+    kl_coef: float = flag(0.0, "weight of the KL to the frozen reference; 0: none is kept")
+    kl_in: Literal["loss", "reward"] = flag("loss", "where the KL enters")
+    entropy_coef: float = flag(None, "weight of the entropy bonus")
+    proximal: bool = flag(None, "old log-probs of the trainer; otherwise the sampler's")
+    importance: Literal["truncate", "mask"] = flag("truncate", "(4) of full/objectives.py")
+    importance_of: Ratio = flag("token", "whose p_old / p_sampler")
+    importance_low: float = flag(0.0, "lower bound of p_old / p_sampler")
+    importance_cap: float = flag(0.0, "upper bound of p_old / p_sampler; 0: no weights")
+    balance_coef: float = flag(0.0, "experts: weight of the loss that balances them; no --tree")
+    router_bias_rate: float = flag(0.0, "experts: step of the routers' bias at updates; 0: no bias")
+
+    minibatches: int = flag(CORE.minibatches, "optimizer steps of a batch", "the optimizer")
+    lr: float = flag(None, "AdamW")
+    lr_warmup: int = flag(CORE.lr_warmup, "steps of linear warm-up, at most --steps; 0: none")
+    lr_decay: Decay = flag("linear", "from there to the last step")
+    weight_decay: float = flag(0.0, "AdamW, decoupled")
+
+    plan: str = flag("", "the letters below, such as d2t2 or p2c2", "parallelism")
+    data_parallel: Mode = flag("ddp", "zero1: sharded moments; fsdp-offload: shards on the CPU")
+    pp_schedule: Schedule = flag("1f1b", "of the p ranks of --plan")
+    timeout: int = flag(60, "seconds that a rank waits for another; for an engine ten times")
+
+    tree: Tree = flag("disabled", "share prefixes; dta: chunk by chunk", "memory and speed")
+    chunk_tokens: int = flag(0, "tokens of a chunk, with --tree dta")
+    micro_tokens: int = flag(16384, "tokens of a micro-batch; a longer sequence runs alone")
+    batch_rows: int = flag(1024, "rollouts that a rank decodes at a time; as one ends, one enters")
+    ac: Recomputed = flag("none", "recompute activations; op: not products, messages")
+    compile: bool = flag(False, "torch.compile each layer (needs a C++ compiler on a CPU)")
+    device: Literal["", "cpu", "cuda"] = flag("", "empty: cuda where there is one")
+
+    eval_every: int = flag(CORE.eval_every, "steps between evaluations, and the last", "evaluation")
+    eval_prompts: int = flag(CORE.eval_prompts, "prompts of one evaluation; guess repeats secrets")
+    eval_data: str = flag("", "jsonl: file of held-out lines; empty: every tenth line of --data")
+
+    save_every: int = flag(50, "steps between checkpoints; 0: only the last", "output")
+    keep: int = flag(2, "newest checkpoints kept")
+    log_rollouts: Logged = flag("some", "to rollouts.jsonl; `audit` needs some")
+
+    # Not flags here. micro_tokens limits what `rows` limits in train_grpo.py, and `export` writes
+    # the weights. The rest are settings of the audit's definition that no run has to change.
+    rows: ClassVar[int] = 0
+    save: ClassVar[None] = None
+    beta2: ClassVar[float] = CORE.beta2
+    max_grad_norm: ClassVar[float] = CORE.max_grad_norm
+    lr_first_step: ClassVar[str] = "nonzero"  # a warm-up of 5 begins with 1/5, and not with 0
+    gae_lambda: ClassVar[float] = 0.95
+    value_coef: ClassVar[float] = 0.5
 
     # Defaults that depend on what the loop begins with: random weights, weights that demonstrations
     # have taught, or a checkpoint's. Random weights need long steps, and a bonus for still trying
@@ -184,17 +210,15 @@ class Config(train_grpo.Config):
 
     # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
     FREE = (
-        "out", "resume", "steps", "eval_every", "save_every", "keep", "log_rollouts", "tensorboard",
-        "timeout", "threads", "engine_timeout", "reply_timeout", "micro_tokens",
-        "batch_rows", "device", "plan", "data_parallel",
-        "cp_method", "debug", "pp_schedule", "tree", "chunk_tokens", "recompute", "ac",
-        "shard_ranks", "offload", "compile",
+        "out", "resume", "steps", "eval_every", "save_every", "keep", "log_rollouts", "timeout",
+        "reply_timeout", "micro_tokens", "batch_rows", "device", "plan", "data_parallel",
+        "pp_schedule", "tree", "chunk_tokens", "ac", "compile",
     )  # fmt: skip
 
     # Numbers meet float32 tensors and int64 tensors, which cannot hold anything larger.
     LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max / 2}
     YEAR = 365 * 24 * 3600  # in seconds: --timeout goes to a clock in C++ that overflows later
-    ZERO = "lr_warmup", "gae_lambda", "save_every"  # may be 0
+    ZERO = "lr_warmup", "save_every"  # may be 0
 
     def __new__(cls, *args, **given):
         """Remember the names that were given, for `given`."""
@@ -224,6 +248,11 @@ class Config(train_grpo.Config):
     # What several fields decide together, said once. None of these is a flag.
 
     @property
+    def trainer_plan(self) -> Plan:
+        """Return the Plan of --plan, or d1 without. ValueError if it is none."""
+        return Plan.parse(self.plan or "d1")
+
+    @property
     def first_weights(self) -> str:
         """Return which kind of weights the optimizer's first step changes: a key of DEMO_LR."""
         if not self.model:
@@ -234,7 +263,7 @@ class Config(train_grpo.Config):
     def lora(self) -> Lora | None:
         """Return what factors the policy has."""
         targets = tuple(self.lora_targets.split(","))
-        return Lora(self.lora_rank, self.lora_alpha, targets) if self.lora_rank else None
+        return Lora(self.lora_rank, lora.ALPHA, targets) if self.lora_rank else None
 
     @property
     def reads_text(self) -> bool:
@@ -245,6 +274,36 @@ class Config(train_grpo.Config):
     def has_whole_template(self) -> bool:
         """Return whether --template is the text of a whole prompt."""
         return self.template not in ("", "chat", "raw")
+
+    @property
+    def system(self) -> str:
+        """Return the system's message, which --template-args may hold."""
+        return read_arguments(self.template_args).get("system", "")
+
+    @property
+    def mode(self) -> str:
+        """Return how replicas of the weights are kept: a mode of `parallelize`."""
+        return self.data_parallel.removesuffix("-offload")
+
+    @property
+    def offload(self) -> bool:
+        """Return whether shards, their gradients and the optimizer stay on the CPU."""
+        return self.data_parallel == "fsdp-offload"
+
+    @property
+    def recompute(self) -> bool:
+        """Return whether --tree dta runs the chunks of a path again, and does not keep them."""
+        return self.tree == "dta" and self.ac == "full"
+
+    @property
+    def threads(self) -> int:
+        """Return how many CPU threads a rank has: OMP_NUM_THREADS, as torchrun sets it, or 1."""
+        return int(os.environ.get("OMP_NUM_THREADS", 1))
+
+    @property
+    def engine_timeout(self) -> int:
+        """Return the seconds that an engine may be silent, or loading, before a run ends."""
+        return 10 * self.timeout
 
     @property
     def compute(self) -> str:
@@ -288,13 +347,19 @@ class Config(train_grpo.Config):
         # Values first: the combinations compute with them.
         wrong = self._wrong_values()
         if not wrong:
-            read_arguments(self.template_args)
-            read_date(self.date)
-            wrong = [*self._ignored_flags(), *self._wrong_plans()]
-            wrong += [text for is_wrong, text in self._wrong_combinations() if is_wrong]
+            pairs = itertools.chain(self._conflicts(), *(one.conflicts(self) for one in OWNERS))
+            wrong = [text for is_wrong, text in pairs if is_wrong]
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
+
+    def needs(self, is_there, what, *names) -> list:
+        """Return a conflict for each field that was given, and that does nothing without `what`."""
+        return [
+            (not is_there and getattr(self, name) not in self._defaults(name),
+             f"{_flag(name)} needs {what}")
+            for name in names
+        ]  # fmt: skip
 
     def _defaults(self, name):
         """Return the defaults of a field: one, or one for each start."""
@@ -305,8 +370,7 @@ class Config(train_grpo.Config):
         # One error a field: the type first, since the comparisons need numbers. An int given for a
         # float is stored as a float.
         wrong = []
-        at_most = dict(gae_lambda=1, timeout=self.YEAR, staleness=MAX_STALENESS)
-        at_most |= dict(engine_timeout=self.YEAR, reply_timeout=self.YEAR)
+        at_most = dict(timeout=self.YEAR, reply_timeout=self.YEAR, staleness=MAX_STALENESS)
         for f in dataclasses.fields(self):
             flag = _flag(f.name)
             value = getattr(self, f.name)
@@ -325,166 +389,27 @@ class Config(train_grpo.Config):
                 wrong.append(f"{flag} must be at most {at_most[f.name]}, got {value}")
         return wrong
 
-    def _ignored_flags(self) -> list[str]:
-        """Return an error for each flag that was given and that the run does not use."""
-        plan = Plan.parse(self.plan or "d1")
-        dta = self.tree == "dta"
-        fsdp = self.data_parallel == "fsdp"
-        old_is_own = self.proximal or (self.minibatches == 1 and not self.staleness)
-
-        # What is needed -> (is it there?, the flags that would be ignored without it).
-        needs = {
-            "--dynamic-sampling": (self.dynamic_sampling, "max_rounds"),
-            "--engine URL": (self.engine, "engine_timeout"),
-            "--fork-turns": (self.fork_turns, "forks"),
-            "--forks 2 or more": (self.forks > 1, "fork_turns"),
-            "--importance-cap":
-                (self.importance_cap, "importance", "importance_of", "importance_low"),
-            "--advantage teacher": (self.advantage == "teacher", "teacher"),
-            "--advantage gae": (self.advantage == "gae", "gae_lambda", "value_coef"),
-            "--kl-coef": (self.kl_coef, "kl", "kl_in"),
-            "--lora-rank": (self.lora_rank, "lora_alpha", "lora_targets", "lora_from"),
-            "products in bfloat16":
-                ("bfloat16" in (self.compute, self.rollout_dtype), "head_dtype"),
-            "an --advantage of rewards": (self.advantage != "teacher", "overlong_buffer"),
-            "--proximal, or --minibatches 1 and no --staleness: else old is the sampler itself":
-                (old_is_own, "importance_cap"),
-            "--lr-warmup and --steps 2 or more":
-                (self.lr_warmup and self.steps > 1, "lr_first_step"),
-            "a --plan with c": (plan.cp > 1, "cp_method", "debug"),
-            "a --plan with p": (plan.pp > 1, "pp_schedule"),
-            "--tree dta": (dta, "chunk_tokens", "recompute"),
-            "--data-parallel fsdp": (fsdp, "shard_ranks", "offload"),
-            "--task jsonl": (self.reads_text, *TEXT_FLAGS),
-            "--task jsonl or FILE.py:Class": (self.task != "guess", "reply_timeout"),
-            "--template chat": (self.template in ("", "chat"), "system", "template_args"),
-            "a --template without {question}":
-                (not (self.has_whole_template and self.instruction), "instruction"),
-            "--out DIR": (self.out, "resume"),
-        }  # fmt: skip
-
-        # What an objective reads, its function says.
-        for name in ("clip_low", "clip_high", "dual_clip", "cispo_bound"):
-            if getattr(self, name) != getattr(Config, name):
-                readers = [x for x in OBJECTIVES if name in flags_of(x)]
-                what = f"--objective {' or '.join(readers)}"
-                _, *names = needs.get(what, (None,))
-                needs[what] = self.objective in readers, *names, name
+    def _conflicts(self) -> list[tuple]:
+        """Return (is it wrong?, the error) for flags that no other module owns."""
+        is_random = not self.model
         return [
-            f"{_flag(name)} needs {what}" for what, (is_there, *names) in needs.items()
-            for name in names
-            if not is_there and getattr(self, name) not in self._defaults(name)
-        ]  # fmt: skip
-
-    def _wrong_plans(self) -> list[str]:
-        """Return an error for each way to share the work that does not go with the others."""
-        # --tree dta runs chunks forward and backward in an order of its own. A pipeline's schedule
-        # has another order, FSDP2 gathers once a step and not once a chunk, a chunk's keys come
-        # from the stack of one rank, ranks of e have other trees and so other numbers of calls,
-        # --recompute takes the place of --ac, and each chunk would be
-        # compiled for a shape of its own.
-        plan = Plan.parse(self.plan or "d1")
-        unfit = {
-            "p": plan.pp > 1, "c": plan.cp > 1, "e": plan.ep > 1,
-            "fsdp": self.data_parallel == "fsdp",
-            "--ac": self.ac != "none", "--compile": self.compile,
-        }  # fmt: skip
-        wrong = []
-        if self.tree == "dta":
-            wrong += [f"--tree dta has no {x}; use --tree sparse" for x in unfit if unfit[x]]
-            if not self.chunk_tokens:
-                wrong.append("--tree dta needs --chunk-tokens, the size of a chunk")
-
-        # What sums in an order of its own is not exact: other ranks, packed trees, compiled layers,
-        # another program.
-        degrees = dict(t=plan.tp, c=plan.cp, p=plan.pp, e=plan.ep)
-        sums = {f"{letter} in --plan": degree > 1 for letter, degree in degrees.items()} | {
-            "--tree": self.tree != "disabled",
-            "--data-parallel fsdp": self.data_parallel == "fsdp",
-            "--engine": self.engine, "--compile": self.compile,
-            "--threads 2 or more": self.threads > 1,
-            "--generator-dtype of its own": self.rollout_dtype != self.compute,
-            "--head-dtype, for it has no gap": self.head_dtype,
-            "--lora-rank, for its sampler has merged weights": self.lora_rank,
-        }  # fmt: skip
-        if self.exact:
-            wrong += [f"--exact has no {x}" for x in sums if sums[x]]
-
-        # The ranks of c share a sequence, and an engine does not tell which experts it used.
-        if self.replay_routes:
-            lacks = {"c in --plan": plan.cp > 1, "--engine": self.engine}
-            wrong += [f"--replay-routes has no {x}" for x in lacks if lacks[x]]
-
-        if self.engine and self.router_bias_rate:
-            wrong.append("--engine has no --router-bias-rate: its format has no such bias")
-        return wrong
-
-    def _wrong_combinations(self) -> list[tuple]:
-        """Return (is it wrong?, the error) for what would train something else, or fail late."""
-        leaves = self.forks ** min(self.fork_turns, 64)  # beyond any group, and quickly computed
-        compares_group = compared_by(self.advantage) == "group"
-        return [
-            (self.advantage == "teacher" and not self.teacher,
-             "--advantage teacher needs --teacher DIR"),
-            (self.group == 1 and compares_group,
-             "--group 1 has no baseline, so advantages are 0: use 2 or more, or --advantage gae"),
-            (self.dynamic_sampling and not compares_group, "--dynamic-sampling drops groups of "
-             f"equal rewards, from which --advantage {self.advantage} learns"),
-            (self.importance_low > self.importance_cap > 0,
-             f"--importance-low {self.importance_low} is over --importance-cap"),
-            (self.overlong_buffer >= self.max_new_tokens,
-             f"--overlong-buffer {self.overlong_buffer} must be less than --max-new-tokens"),
-            (self.lora_rank and self.kl_coef and self.demos,
-             "--lora-rank has its base as the reference of --kl-coef, and --demos would want the "
-             "model that they have taught: leave one of the two out"),
-            (self.teacher and self.kl_in == "reward", "--teacher has no reward: --kl-in loss"),
-            (self.dynamic_sampling and (self.entropy_coef or self.kl_coef),
-             "--dynamic-sampling drops groups of advantage 0, but they have entropy and KL terms: "
-             "set --entropy-coef 0 and --kl-coef 0"),
-            (self.group % leaves, f"--group {self.group} must divide by forks^fork_turns {leaves}"),
-            (self.clip_low >= 1, f"--clip-low must be less than 1, got {self.clip_low}"),
-            (self.beta2 >= 1, f"--beta2 must be less than 1, got {self.beta2}"),
-            (0 < self.dual_clip <= 1 + self.clip_high,
-             f"--dual-clip must be over 1 + clip_high (papers: 3), got {self.dual_clip}"),
+            *self.needs(self.out, "--out DIR", "resume"),
+            *self.needs("bfloat16" in (self.compute, self.rollout_dtype), "products in bfloat16",
+                        "head_dtype"),
             (self.minibatches > self.prompts,
              f"--minibatches {self.minibatches} is over --prompts {self.prompts}, so one would be "
              f"empty: lower --minibatches or raise --prompts"),
-            (self.balance_coef and self.tree != "disabled",
-             "--tree has no --balance-coef, a loss of each sequence by itself; use "
-             "--router-bias-rate, or leave --tree out"),
             (has_smaller_eps(self.compute, self.dtype),
              f"--compute-dtype {self.compute} is finer than --dtype {self.dtype} of the weights"),
-            (not self.model and self.hidden % (2 * self.heads),
+            (is_random and self.hidden % (2 * self.heads),
              f"--hidden {self.hidden} must divide by --heads {self.heads} into an even head_dim"),
-            (not self.model and self.heads % 2 and self.heads > 1,
+            (is_random and self.heads % 2 and self.heads > 1,
              f"--heads must be 1 or even, got {self.heads}"),
-            (self.task == "jsonl" and not (self.data and self.model),
-             "--task jsonl needs " + " and ".join(
-                 ["--data FILE.jsonl"] * (not self.data)
-                 + ["--model DIR with a tokenizer.json"] * (not self.model))),
-            (self.has_whole_template and "{question}" not in self.template,
-             f"--template must be chat, raw or a text with {{question}}, got {self.template!r}"),
         ]  # fmt: skip
 
 
 # The learning rate of supervised steps, which is constant after --lr-warmup, by `first_weights`.
 DEMO_LR = dict(random=1e-3, model=1e-5, lora=1e-4)
-
-# The keyword arguments of `grpo_loss` that are flags.
-LOSS_SETTINGS = (
-    "aggregation", "objective", "clip_low", "clip_high", "dual_clip", "cispo_bound", "importance",
-    "importance_of", "importance_low", "importance_cap", "kl", "kl_coef", "kl_in", "entropy_coef",
-    "value_coef",
-)  # fmt: skip
-
-# The flags that only `Jsonl` reads.
-TEXT_FLAGS = (
-    "data", "eval_data", "template", "instruction", "system", "template_args", "date", "reward",
-)  # fmt: skip
-
-# Titles of train_grpo.Config, and the titles that --help gives to the same fields.
-CORE_TITLES = {"the task": "the task and data", "output": "evaluation"}
-
 
 # The flags whose values are the names of a table.
 TABLES = {
@@ -493,48 +418,10 @@ TABLES = {
 }  # fmt: skip
 
 
-def read_arguments(text) -> dict:
-    """Return the arguments of --template-args; ValueError unless they are a JSON object."""
-    try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"expected --template-args to be a JSON object, such as "
-                         f"{{\"enable_thinking\": false}}, got {text!r}")  # fmt: skip
-    return found
-
-
-def read_date(text) -> datetime.datetime:
-    """Return the date and time of --date, or of this moment if it is empty. ValueError for others.
-
-    A date without a time is midnight's.
-    """
-    try:
-        return datetime.datetime.fromisoformat(text) if text else datetime.datetime.now()
-    except ValueError as error:
-        raise ValueError(f"expected --date YYYY-MM-DD or YYYY-MM-DDTHH:MM:SS, got "
-                         f"{text!r}") from error
-
-
 def choices_of(f) -> tuple:
     """Return the values that a field of Config may have, or () if any will do."""
     tables = TABLES.get(f.name)
     return tuple(itertools.chain(*tables)) if tables else get_args(f.type)
-
-
-def flags_of(objective) -> set:
-    """Return the settings that an objective reads, found by calling it with one token."""
-    read = set()
-
-    class Watched:
-        def __getattr__(self, name):
-            read.add(name)
-            return getattr(Config, name)
-
-    one_N = torch.ones(1)
-    OBJECTIVES[objective](Watched(), one_N, one_N, one_N, lambda x_N: x_N)
-    return read
 
 
 def has_smaller_eps(a, b) -> bool:
@@ -552,30 +439,9 @@ def _shown(choices, separator=", "):
     return separator.join(filter(None, choices))
 
 
-@functools.cache
-def _help_texts():
-    """Return {field: (title of its group, help)}, from the comments of Config and of its bases.
-
-    The result is cached, because inspect parses this whole file to find a class.
-    """
-    # A comment on a line of its own is the title of the fields below it.
-    found = {}
-    for cls in filter(dataclasses.is_dataclass, reversed(Config.__mro__)):
-        title = None
-        for line in inspect.getsource(cls).splitlines():
-            heading = re.fullmatch(r"    # (.*)", line)
-            flag = re.match(r"    (\w+): .*?  # (.*)", line)
-            if heading:
-                title = heading[1] if cls is Config else CORE_TITLES.get(heading[1], heading[1])
-            if flag:
-                found[flag[1]] = title, flag[2]
-    return found
-
-
 def add_flags(parser, fields):
     """Add fields of Config to a parser. A flag that is not typed is absent from the result."""
     for f in fields:
-        _, text = _help_texts()[f.name]
         how = dict(type=f.type, metavar=getattr(f.type, "__name__", ""))
         if choices := choices_of(f):
             how = dict(choices=choices, metavar=_shown(choices, "|"))
@@ -590,14 +456,14 @@ def add_flags(parser, fields):
             default = "'group_mean'; with --teacher 'teacher'"
         if f.name == "proximal":
             default = "on with bfloat16 or --engine, but not with --staleness"
-        text = text.replace("%", "%%") + f" [{default}]"
+        text = f.metadata["help"].replace("%", "%%") + f" [{default}]"
         if f.type is bool:
             how = dict(action=argparse.BooleanOptionalAction)
             text = text.removesuffix(" [False]")
         parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, help=text, **how)
 
 
-COMMANDS = "audit", "bench", "chat", "check", "eval", "export", "inspect", "plan", "plot"
+COMMANDS = "audit", "chat", "check", "eval", "export", "inspect", "plan", "plot"
 
 # Flags of TRL and other trainers whose names are not near ours. Each has one counterpart.
 OTHER_NAMES = {
@@ -650,19 +516,17 @@ def parse_config(argv) -> Config:
         epilog=f"{PAPERS}\n{glossary()}\nThe letters of --plan\n\n{letters_table()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [--FLAG VALUE ...] | plot RUN .. | audit RUN | eval RUN_OR_DIR"
-        " | chat RUN_OR_DIR | export RUN DIR | inspect DIR | plan PLAN | check | bench | --help",
+        " | chat RUN_OR_DIR | export RUN DIR | inspect DIR | plan PLAN | check | --help",
     )  # fmt: skip
 
-    # Fields of one title stand together in --help, also where a base class has some of them.
-    groups = {}
-    for f in dataclasses.fields(Config):
-        title, _ = _help_texts()[f.name]
-        groups.setdefault(title, []).append(f)
-    for title, fields in groups.items():
-        group = parser.add_argument_group(title)
+    # Flags are listed in the order of Config's lines, where a title begins a group.
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    for name in filter(fields.get, Config.__annotations__):
+        if title := fields[name].metadata["title"]:
+            group = parser.add_argument_group(title)
         if title == "the run":
             group.add_argument("--config", metavar="FILE", help=CONFIG_HELP)
-        add_flags(group, fields)
+        add_flags(group, [fields[name]])
 
     # Flags that were not typed are absent from `given`: a resumed run has its own values for them.
     parser.error = refuse
@@ -753,23 +617,22 @@ def resumed_config(path, given) -> Config:
     if stored.keys() != {f.name for f in dataclasses.fields(Config)}:
         raise ValueError(f"{path} is not of this version of Config: start a new run")
 
+    # Objects of a Python program are nowhere: only the program can give them again.
+    if f"{stored['task']}".startswith(PYTHON) and given.get("task") != stored["task"]:
+        raise ValueError(f"the task of this run is {stored['task']}: full.api has made it with "
+                         f"objects of a Python program, which has to give them again")  # fmt: skip
+
     # A task's file is code, and so is a reward's. The run's directory may be a stranger's, so a
-    # file that it names is never imported. To go on with the run, name the file again. What was an
-    # object of a Python program is nowhere, so it must be given again too.
-    for name in MAY_BE_OBJECTS:
-        spec = str(stored.get(name, ""))
+    # file that it names is never imported. To go on with the run, name the file again.
+    for name in ("task", "reward"):
+        spec = f"{stored[name]}"
         called = spec.rpartition(":")[2]
-        is_again = given.get(name, "").rpartition(":")[2] == called
-        if spec.startswith(OBJECT) and not is_again:
-            raise ValueError(f"the {name} of this run is {spec}, an object of a Python program: "
-                             f"use full.api, and give the object again")  # fmt: skip
-        is_code = name in ("task", "reward") and spec != ""
-        is_code = is_code and not (name == "task" and spec in TASKS)
-        if is_code and not is_again:
+        if not spec or (name == "task" and spec in TASKS):
+            continue
+        if given.get(name, "").rpartition(":")[2] != called:
             raise ValueError(f"the {name} of this run is a file's; give it again, as --{name} "
                              f"FILE.py:{called} (the run had {spec!r})")  # fmt: skip
-        if is_code:
-            stored[name] = given[name]
+        stored[name] = given[name]
     if wrong := Config(**stored)._wrong_values():
         raise ValueError(f"{path}: {'; '.join(wrong)}")
 

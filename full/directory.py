@@ -32,7 +32,7 @@ from full.config import _flag
 from full.model_config import read_json
 from full.optimizer import tensors_of
 from full.places import local
-from full.ranks import MAY_BE_OBJECTS, OBJECT, agree, say, warn
+from full.ranks import PYTHON, agree, say, warn
 
 # Files of JSON lines ----------------------------------------------------------------------------
 
@@ -80,21 +80,15 @@ def read_json_lines(path, *, skip_torn_last=False) -> list:
 # What a run is a function of, in addition to its settings --------------------------------------
 
 
-def sums_of_data(config, objects) -> dict:
+def sums_of_data(config) -> dict:
     """Return {field of Config: checksum} of the data files that the settings name."""
     if config.task != "jsonl":
         return {}
-    sums = {}
-    for field in ("data", "eval_data"):
-        if field in objects:  # the bytes that its rows would be in a file
-            raw = "".join(json.dumps(row) + "\n" for row in objects[field]).encode()
-            sums[field] = zlib.crc32(raw)
-        elif path := getattr(config, field):
-            sums[field] = zlib.crc32(Path(path).read_bytes())
-    return sums
+    paths = {field: getattr(config, field) for field in ("data", "eval_data")}
+    return {field: zlib.crc32(Path(path).read_bytes()) for field, path in paths.items() if path}
 
 
-def sums_of_base(config, objects) -> dict:
+def sums_of_base(config) -> dict:
     """Return {name: [size, checksum]} of the files that say what the base of factors computes."""
     # A base of random weights is drawn by the seed. Two bases of the same weights differ if their
     # config.json has another epsilon, for example.
@@ -139,7 +133,7 @@ class RunDirectory:
         # No command imports a file because a run's directory names it, so the user names it again.
         flags = ["--resume", "--out", str(self)]
         stored = read_json(self.config) if self.config.exists() else {}
-        if any(stored.get(name, "").startswith(OBJECT) for name in MAY_BE_OBJECTS):
+        if stored.get("task", "").startswith(PYTHON):
             return f"full.api.run(Config(out={str(self)!r}, resume=True), ..)"
         for name in ("task", "reward"):
             if ":" in stored.get(name, ""):
@@ -275,7 +269,7 @@ class RunDirectory:
     # A claim -------------------------------------------------------------------------------------
 
     @classmethod
-    def claim(cls, config, stack, objects=None):
+    def claim(cls, config, stack):
         """Choose, lock (until `stack` is closed) and fill the directory of a run, or refuse."""
         # A directory is looked at twice: before the lock's file is written into it, because a
         # stranger's directory must not get that file, and under the lock, because only then no
@@ -289,7 +283,7 @@ class RunDirectory:
             directory.refuse_unless_free(config.resume)
             if config.resume and not directory.config.exists():
                 say(f"{directory} holds no run to resume: one begins")
-            directory.fill(config, objects or {})
+            directory.fill(config)
         return directory
 
     def refuse_unless_free(self, resume):
@@ -323,7 +317,7 @@ class RunDirectory:
                 print(text, file=sys.stderr)
             yield
 
-    def fill(self, config, objects):
+    def fill(self, config):
         """Write the settings, and note or compare what else the run is a function of."""
         # The settings get their name last: a directory that has them is a run's. Until then
         # config.tmp says that the checksums are a start's, and not a stranger's.
@@ -333,8 +327,8 @@ class RunDirectory:
         try:
             for name, sums_of in self.NOTES.items():
                 if config.resume and self.config.exists():
-                    self.require_noted(name, config, objects)
-                elif sums := sums_of(config, objects):
+                    self.require_noted(name, config)
+                elif sums := sums_of(config):
                     text = json.dumps(sums) + "\n"
                     (self.path / name).write_text(text, encoding="utf-8")
         except ValueError:  # a run that goes on, with other files
@@ -342,12 +336,12 @@ class RunDirectory:
             raise
         partial.replace(self.config)
 
-    def require_noted(self, name, config, objects=None):
+    def require_noted(self, name, config):
         """Raise ValueError unless the run's files have the checksums that data or base.json has."""
         # A step draws lines of data by their number, and factors mean nothing without the very
         # base that they were trained beside. With other files a run would go on as if nothing had
         # happened: neither the run that began, nor a run that anybody could repeat.
-        sums = self.NOTES[name](config, objects or {})
+        sums = self.NOTES[name](config)
         noted = read_json(self.path / name, what="checksums of a run's files") if sums else {}
         for file in sorted(sums.keys() | noted.keys()):
             field = file if file in ("data", "eval_data") else "model"

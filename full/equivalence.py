@@ -41,7 +41,7 @@ BASE = """
     --micro-tokens 40 --lr 0.01 --lr-warmup 0 --lr-decay constant --steps 2 --eval-every 2
     --eval-prompts 3
 """
-LORA = "--lora-rank 3 --lora-alpha 6 --kl-coef 0.05 --lora-targets"
+LORA = "--lora-rank 3 --kl-coef 0.05 --lora-targets"
 RUNS = {  # what one process does too
     "plain": "",
     "old": "--kl-coef 0.05 --proximal",
@@ -80,20 +80,20 @@ quick 2 biases old --plan t2
 quick 2 tied forks --plan c2 --tree sparse
 quick 2 tied critic --plan p2
 quick 2 routers biased --plan d2e2
-ordinary 1 dense critic --tree dta --chunk-tokens 9 --recompute | --micro-tokens 1
+ordinary 1 dense critic --tree dta --chunk-tokens 9 --ac full | --micro-tokens 1
 ordinary 1 tied forks --tree sparse | --data-parallel fsdp
 ordinary 2 dense dynamic,demos,lone,stale,filtered,reward --plan d2
 ordinary 2 dense stale --plan d2 --data-parallel zero1 then --plan p2
 ordinary 2 routers lone --tree sparse --plan d2e2
-ordinary 2 tied old --plan c2 --cp-method ulysses
+ordinary 2 tied old --plan c2
 ordinary 2 tied forks --tree dta --chunk-tokens 16 | --plan p2 --tree sparse
-ordinary 2 tied sequences --data-parallel fsdp --offload --ac full
+ordinary 2 tied sequences --data-parallel fsdp-offload --ac full
 ordinary 2 deep-tied critic --plan p2 --pp-schedule zbv | --plan p2 --pp-schedule interleaved1f1b
 ordinary 2 deep lora-head --plan p2 --pp-schedule zbv
 ordinary 2 experts balanced --plan t2 --ac op | --plan (attn:t2|ffn:t2)
 ordinary 2 experts biased --plan t2 --data-parallel fsdp then --plan c2 --tree sparse
 ordinary 2 routers balanced --plan d2 | --plan p2 | --plan d2e2 --data-parallel fsdp
-ordinary 2 routers balanced --plan c2 --cp-method allgather
+ordinary 2 routers balanced --plan c2
 ordinary 2 routers routes --plan t2 --tree dta --chunk-tokens 16 | --plan d2e2 --tree sparse
 ordinary 2 routers lora-all --plan t2 | --data-parallel fsdp | --plan t2 then --plan d2e2
 ordinary 2 tied rounded --compute-dtype float32 --data-parallel fsdp --tree sparse
@@ -102,25 +102,25 @@ ordinary 2 biases rounded --compute-dtype float32 --plan d2 --data-parallel zero
 ordinary 2 experts rounded --compute-dtype float32 --plan t2
 ordinary 2 routers balanced --compute-dtype float32 --plan d2e2 --ac full
 ordinary 4 dense lone --plan c4 --tree sparse
-ordinary 4 tied critic --data-parallel fsdp --shard-ranks 2 | --plan c2p2
+ordinary 4 tied critic --plan c2p2
 ordinary 4 routers biased --plan d2t2e4 --data-parallel zero1
 ordinary 4 experts balanced --plan (attn:d2t2|ffn:e2t2) --data-parallel fsdp
 ordinary 2 dense old --plan d2e2 = expected a model with experts
 ordinary 2 dense old --tree dta --chunk-tokens 9 --plan c2 = --tree dta has no c
 ordinary 2 routers routes --plan c2 = --replay-routes has no c in --plan
 ordinary 2 routers balanced --tree sparse = --tree has no --balance-coef
-slow 1 dense,tied,experts old --tree sparse | --tree dta --chunk-tokens 5 --recompute
-slow 1 dense,tied,experts old --data-parallel fsdp --offload | --ac full | --ac op
+slow 1 dense,tied,experts old --tree sparse | --tree dta --chunk-tokens 5 --ac full
+slow 1 dense,tied,experts old --data-parallel fsdp-offload | --ac full | --ac op
 slow 2 dense old,rounded --plan d2 --compile | --data-parallel fsdp --compile --ac full
 slow 2 dense,biases,tied forks,critic --plan d2 | --plan t2 | --plan t2 --ac full | --plan c2
 slow 2 dense,biases,tied old,forks,critic --data-parallel fsdp --ac op | --plan t2 --tree sparse
-slow 2 tied,experts old --plan t2 --tree dta --chunk-tokens 5 --recompute | --plan t2 --compile
+slow 2 tied,experts old --plan t2 --tree dta --chunk-tokens 5 --ac full | --plan t2 --compile
 slow 2 deep,deep-tied forks,filtered,lora --plan p2 --pp-schedule interleaved1f1b --tree sparse
 slow 2 dense,deep sequences,demos,dynamic,reward --data-parallel fsdp | --plan t2 | --plan p2
 slow 2 experts,routers lora,plain --plan d2e2 | --plan t2 | --plan (attn:t2|ffn:t2)
 slow 2 experts routes,lora-all --plan t2 --tree sparse | --plan d2e2 --tree sparse
-slow 2 experts,routers biased,lora-all --plan c2 --cp-method ulysses | --plan c2e2 --tree sparse
-slow 2 dense,tied lora,lora-head --plan c2 --tree sparse | --data-parallel fsdp --offload --ac full
+slow 2 experts,routers biased,lora-all --plan c2 | --plan c2e2 --tree sparse
+slow 2 dense,tied lora,lora-head --plan c2 --tree sparse | --data-parallel fsdp-offload --ac full
 slow 2 dense,tied,experts rounded --compute-dtype float32 --plan c2 --tree sparse
 slow 2 dense,experts rounded --compute-dtype float32 --plan t2 --tree dta --chunk-tokens 5
 slow 4 dense,tied old,forks,critic --plan d2t2 | --plan d2c2 --data-parallel zero1 | --plan t2c2

@@ -357,3 +357,16 @@ class ExpertLoads:
         has = [module.layer for module in model.modules() if hasattr(module, "votes")]
         counts = {layer: self.counts_LE[self.layers.index(layer)] for layer in has}
         update_router_bias(model, counts)
+
+
+def conflicts(c) -> list:
+    """Return (is it wrong?, the error) pairs about the flags of experts."""
+    replays = c.replay_routes
+    return [
+        (replays and c.trainer_plan.cp > 1,
+         "--replay-routes has no c in --plan, whose ranks share a sequence"),
+        (replays and c.engine, "--replay-routes has no --engine, which tells no experts"),
+        (c.balance_coef and c.tree != "disabled",
+         "--tree has no --balance-coef, a loss of each sequence by itself; use "
+         "--router-bias-rate, or leave --tree out"),
+    ]  # fmt: skip

@@ -24,8 +24,7 @@ from full.transformer import draw_weights
 
 # One process reads a run without its plan, which is another way to compute the same.
 ONE_PROCESS = dict(
-    plan="", data_parallel="ddp", ac="none", cp_method="ring", pp_schedule="1f1b", shard_ranks=0,
-    offload=False, compile=False,
+    plan="", data_parallel="ddp", ac="none", pp_schedule="1f1b", compile=False
 )  # fmt: skip
 
 

@@ -109,19 +109,12 @@ class Log:
         self.solved_before = None  # known in the process that does step 0
         self.demos = config.demos if source.first_step < 0 else 0
         self.file = directory.METRICS
-        self.prefix = ""  # of TensorBoard's names
         self.columns = COLUMNS
         self.names = [x for name in METRICS for x in (f"{name}_first", name)]
         if self.demos:
             self.file = directory.DEMOS
-            self.prefix = "demos/"
             self.columns = DEMO_COLUMNS
             self.names = DEMO_METRICS
-        self.events = None
-        if config.tensorboard and self.on:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.events = SummaryWriter(str(directory))
         say("  step" + "".join(f"{name:>10}" for name in self.columns) + "  tokens/s")
         total = self.demos or config.steps
         done = self.demos + source.first_step
@@ -149,9 +142,6 @@ class Log:
         self.directory.append(self.file, [{"step": number} | line])
         if self.tell:
             self.tell({"step": number} | line)
-        if self.events:
-            for name, value in line.items():
-                self.events.add_scalar(self.prefix + name, value, number)
         shown, name = next(iter(self.columns.items()))
         self.bar.set_postfix_str(f"{shown} {line[name]:.3f}", refresh=False)
         self.bar.update()
@@ -159,10 +149,8 @@ class Log:
             self.row(number, line)
 
     def close(self):
-        """End the bar, and write the events that TensorBoard's writer still holds."""
+        """End the bar."""
         self.bar.close()
-        if self.events:
-            self.events.close()
 
     def row(self, label, line):
         """Print a row of the table."""

@@ -35,11 +35,13 @@ from torch import nn
 
 import parallel
 from full.experts import Experts, grouped_linear
-from full.hf import full_definition, import_safetensors, write_tensors
+from full.hf import full_definition, write_tensors
 from full.model_config import read_json
 from full.places import Place, local, part_of, place_of, set_tensor, variant_of
-from full.ranks import warn
 from full.transformer import Transformer
+
+
+ALPHA = 32.0  # of a run. With AdamW another one is nearly another learning rate
 
 
 class Lora(NamedTuple):
@@ -172,8 +174,8 @@ def factors_of(model) -> dict:
 def add_factors(model, lora, dtype) -> AdaptedTransformer:
     """Freeze a whole model, and return one with factors that shares its parameters.
 
-    The factors' contents are undefined, see `draw_factors` and `load_factors`. Trained are they and
-    a critic's head, both in `dtype`. ValueError for a target that the model does not have.
+    The factors' contents are undefined, see `draw_factors`. Trained are they and a critic's head,
+    both in `dtype`. ValueError for a target that the model does not have.
     """
     adapted = variant_of(model, AdaptedTransformer, lora).requires_grad_(False)
     for name, p in [*adapted.named_parameters()]:
@@ -309,15 +311,6 @@ def draw_factors(model, seed: int) -> None:
 # adapter_config.json and adapter_model.safetensors, of dense layers.
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-# What an adapter_config.json may say that (13) does not, and the values that change nothing.
-NEUTRAL = dict(
-    bias=("none",), use_dora=(False,), use_rslora=(False,), fan_in_fan_out=(False,),
-    modules_to_save=(), rank_pattern=(), alpha_pattern=(), layers_to_transform=(),
-    layer_replication=(), lora_bias=(False,), alora_invocation_tokens=(),
-    init_lora_weights=(True, "gaussian", "eva", "orthogonal"),  # the others change W
-)  # fmt: skip
-
-
 def name_in_peft(name, is_multimodal=False) -> str:
     """Return PEFT's name of a factor. In a multimodal model the language model is a part."""
     part = name.replace("model.", "model.language_model.", 1) if is_multimodal else name
@@ -352,50 +345,11 @@ def save_factors(model, directory, base) -> None:
     (directory / CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
-@torch.no_grad()
-def load_factors(directory, model) -> None:
-    """Fill a model's factors, or a rank's parts of them, from a directory of PEFT's.
-
-    ValueError if it has another rank, another alpha or other tensors than model.lora, or if it
-    means something that (13) does not say.
-    """
-    raw = read_json(Path(directory) / CONFIG, what="an adapter of PEFT's")
-    wanted = dict(peft_type="LORA", r=model.lora.rank, lora_alpha=model.lora.alpha)
-    wrong = [f"{key} {raw.get(key)!r}, not {value!r}" for key, value in wanted.items()
-             if raw.get(key) != value]  # fmt: skip
-    wrong += [f"{key} {raw[key]!r}" for key, plain in NEUTRAL.items()
-              if raw.get(key) and raw[key] not in plain]  # fmt: skip
-    if wrong:
-        raise ValueError(f"--lora-from {directory}: {CONFIG} has {'; '.join(wrong)}")
-    path = Path(directory) / WEIGHTS
-    module = import_safetensors()
-    try:
-        reader = module.safe_open(path, framework="pt")
-    except (module.SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is missing or not a safetensors file: {error}") from error
-
-    # Strict both ways: no factor keeps its first values, and no stored one is lost.
-    # In an adapter of a multimodal model the language model's factors have other names, as its
-    # weights have in `open_checkpoint`. A vision tower is not loaded, nor are its factors.
-    files = {name: name.replace("language_model.", "") for name in reader.keys()}
-    if any("language_model." in name for name in files):
-        text = {name: own for name, own in files.items()
-                if name != own or ".lm_head." in name}
-        if len(text) < len(files):
-            warn(f"--lora-from {directory}: {len(files) - len(text)} tensors are not of the "
-                 f"language model, and are left out")  # fmt: skip
-        files = text
-    names = {own: name for name, own in files.items()}
-    stored = {own: tuple(reader.get_slice(names[own]).get_shape()) for own in names}
-    with torch.device("meta"):  # all factors, whichever this rank has
-        whole = AdaptedTransformer(model.config, model.lora)
-    own = {name_in_peft(name): tuple(p.shape) for name, p in whole.named_parameters()
-           if is_factor(name)}  # fmt: skip
-    for name in sorted(stored.keys() | own.keys()):
-        if stored.get(name) != own.get(name):
-            raise ValueError(f"{path}: {name} is {stored.get(name, 'absent')} there and "
-                             f"{own.get(name, 'absent')} here; give its --lora-targets")
-    for name, place in part_of(model).places.items():
-        if is_factor(name):
-            p = local(model.get_parameter(name))
-            p.copy_(reader.get_slice(names[name_in_peft(name)])[place.region])
+def conflicts(c) -> list:
+    """Return (is it wrong?, the error) pairs about the flags of LoRA."""
+    return [
+        *c.needs(c.lora_rank, "--lora-rank", "lora_targets"),
+        (c.lora_rank and c.kl_coef and c.demos,
+         "--lora-rank has its base as the reference of --kl-coef, and --demos would want the model "
+         "that they have taught: leave one of the two out"),
+    ]

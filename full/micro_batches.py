@@ -36,10 +36,9 @@ def padded(vectors, like):
     return torch.from_numpy(out_BT).to(like)
 
 
-def masked_attention(mask, group, method, debug=False, attend_alone=attend):
+def masked_attention(mask, group, attend_alone=attend):
     """Return what a layer calls: attention under a mask of the whole row, or on a group's ring.
 
-    method, debug: of `ring_attention`.
     attend_alone: `attend`, or `attend_short` for trees, whose paths are often short.
     """
 
@@ -48,8 +47,7 @@ def masked_attention(mask, group, method, debug=False, attend_alone=attend):
         narrowed = mask.with_window(window)
         if group is None:
             return attend_alone(q, k, v, narrowed, scale=scale)[0]
-        options = dict(group=group, method=method, debug=debug and f"layer {layer}")
-        return ring_attention(q, k, v, mask=narrowed, scale=scale, **options)
+        return ring_attention(q, k, v, group=group, mask=narrowed, scale=scale)
 
     return attention
 
@@ -79,7 +77,7 @@ class RowBatches(PackedBatches):
         # The block-diagonal mask of the whole row. Tiles between documents cost nothing, and a ring
         # cuts the mask to what each pair of ranks needs.
         mask = Mask.documents(doc_ids=document_1S)
-        return masked_attention(mask, group, self.config.cp_method, self.config.debug)
+        return masked_attention(mask, group)
 
     def pack_micro_batches(self, sequences, masks, routes=None):
         self.tokens_run = sum(map(len, sequences))
@@ -112,8 +110,7 @@ class TreeBatches(RowBatches):
         # row. So a tree crosses ranks like any sequence: keys and values travel, queries stay.
         trie, length = tree
         mask = trie.mask(0, len(trie), padding=length - len(trie))
-        how = self.config.cp_method, self.config.debug
-        return masked_attention(mask, group, *how, attend_alone=attend_short)
+        return masked_attention(mask, group, attend_alone=attend_short)
 
     def pack_micro_batches(self, sequences, masks, routes=None):
         """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""

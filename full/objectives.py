@@ -129,6 +129,16 @@ OBJECTIVES = {
 }  # fmt: skip
 
 
+# Which of the flags of objectives each reads. A run refuses the others, because it would ignore
+# them. An objective that is not listed may read them all.
+OBJECTIVE_FLAGS = "clip_low", "clip_high", "dual_clip", "cispo_bound"
+READS = {
+    "reinforce": (), "clip": ("clip_low", "clip_high", "dual_clip"), "cispo": ("cispo_bound",),
+    "gspo": ("clip_low", "clip_high", "dual_clip"), "sapo": (), "gmpo": ("clip_low", "clip_high"),
+    "dppo": ("clip_low", "clip_high"),
+}  # fmt: skip
+
+
 # Aggregations are w and Z of (7). Of sequences with count_B sampled tokens, each returns the weight
 # of a token of each sequence, and each sequence's term of Z. Two sequences, one of one token with
 # loss a and one of three with losses b, c, d, sum to
@@ -234,6 +244,35 @@ def value_loss(value_N, old_N, return_N):
     """Return the critic's error of (6) for each token, the larger of two squares, halved."""
     near_N = old_N + (value_N - old_N).clamp(-VALUE_CLIP, VALUE_CLIP)
     return torch.maximum((value_N - return_N).square(), (near_N - return_N).square()) / 2
+
+
+# The keyword arguments of `grpo_loss` that are settings of a run.
+LOSS_SETTINGS = (
+    "aggregation", "objective", "clip_low", "clip_high", "dual_clip", "cispo_bound", "importance",
+    "importance_of", "importance_low", "importance_cap", "kl", "kl_coef", "kl_in", "entropy_coef",
+    "value_coef",
+)  # fmt: skip
+
+
+def conflicts(c) -> list:
+    """Return (is it wrong?, the error) pairs about the flags of the loss."""
+    wrong = []
+    for name in OBJECTIVE_FLAGS:
+        readers = [x for x in OBJECTIVES if name in READS.get(x, OBJECTIVE_FLAGS)]
+        wrong += c.needs(c.objective in readers, f"--objective {' or '.join(readers)}", name)
+    old_is_own = c.proximal or (c.minibatches == 1 and not c.staleness)
+    return wrong + [
+        *c.needs(c.kl_coef, "--kl-coef", "kl", "kl_in"),
+        *c.needs(c.importance_cap, "--importance-cap",
+                 "importance", "importance_of", "importance_low"),
+        *c.needs(old_is_own, "--proximal, or --minibatches 1 and no --staleness: else old is the "
+                 "sampler itself", "importance_cap"),
+        (c.importance_low > c.importance_cap > 0,
+         f"--importance-low {c.importance_low} is over --importance-cap"),
+        (c.clip_low >= 1, f"--clip-low must be less than 1, got {c.clip_low}"),
+        (0 < c.dual_clip <= 1 + c.clip_high,
+         f"--dual-clip must be over 1 + clip_high (papers: 3), got {c.dual_clip}"),
+    ]  # fmt: skip
 
 
 def grpo_loss(

@@ -310,3 +310,8 @@ class Messages(TorchDispatchMode):
         for x, old in zip(filled, brought, strict=True):
             x.copy_(old)
         return work
+
+
+def conflicts(c) -> list:
+    """Return (is it wrong?, the error) pairs about the flags of parallelism."""
+    return c.needs(c.trainer_plan.pp > 1, "a --plan with p", "pp_schedule")

@@ -13,11 +13,11 @@ from decimal import Decimal
 from typing import NamedTuple
 
 import train_grpo
-from full.config import TASKS, Config, _flag
+from full.config import Config
 from full.directory import read_json_lines
 from full.tasks import (
-    Task, TaskError, bare, file_of, from_file, is_finite_number, is_held_out, naming_the_task,
-    refuse_object, require_code,
+    TASKS, Task, TaskError, bare, file_of, from_file, is_finite_number, is_held_out,
+    naming_the_task, require_code,
 )  # fmt: skip
 from full.text import text_of
 
@@ -28,24 +28,21 @@ def require_task(config):
         require_code("--task", config.task, f"{', '.join(TASKS)} or FILE.py:Class")
 
 
-def make_task(config, objects=None) -> Task:
-    """Make the task of `--task`: one of TASKS, or a class from a file; ValueError for neither.
-
-    objects: {field: what full.api was given where the field of Config names a file}. Default: none.
-    """
-    objects = objects or {}
+def make_task(config) -> Task:
+    """Make the task of `--task`: one of TASKS, or a class from a file; ValueError for neither."""
     if config.task == "jsonl":
-        return Jsonl(config, objects=objects)
+        return Jsonl(config)
     if config.task in TASKS:
         return train_grpo.Guess(config)
-    if "task" in objects:
-        task = objects["task"]
-    else:
-        require_task(config)
-        file, make = from_file(config.task, "class")
-        with naming_the_task(file, config.task.rpartition(":")[2]):
-            task = make(config)
+    require_task(config)
+    file, make = from_file(config.task, "class")
+    with naming_the_task(file, config.task.rpartition(":")[2]):
+        task = make(config)
+    return require_usable(task)
 
+
+def require_usable(task) -> Task:
+    """Return a task of a user's code. ValueError if it has no tokens to play with."""
     # A task need not derive from Task, so nothing can be taken for granted.
     name = type(task).__name__
     size = getattr(task, "vocab_size", 0)
@@ -83,7 +80,8 @@ class Jsonl(Task):
         {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "answer": "7"}
 
     --template says how a question is put. `chat`: the user's turn, in the checkpoint's own chat
-    template, is the question and on the next line --instruction; --system is the system's message.
+    template, is the question and on the next line --instruction. `system` of --template-args is the
+    system's message.
     `raw`: the same two lines as plain text. A text with {question}: that is the whole prompt.
 
     Messages are said as they stand, in the chat template. The policy answers the last message, and
@@ -105,26 +103,30 @@ class Jsonl(Task):
     A state is (line, texts of the policy's answers so far).
     """
 
-    def __init__(self, config, all_lines=False, objects=None):
+    def __init__(self, config, all_lines=False, *, data=None, eval_data=None, reward=None):
+        """Read and check all lines.
+
+        data, eval_data: lists of rows, in place of the files. reward: a function, in place of the
+        one that --reward names. Default: none of these.
+        """
         self.config = config
-        objects = objects or {}
         self.text = text_of(config)
         self.end = self.text.end
         self.vocab_size = self.text.vocab_size
         self.template = template_of(config, self.text)
         self.reward = None
         if config.reward:
-            self.reward_file, self.reward = reward_of(config.reward, objects.get("reward"))
+            self.reward_file, self.reward = reward_of(config.reward, reward)
         # Threads ask for rewards (see `Task`), unless the function says `threads = False`.
         self.threads = bool(config.reward) and getattr(self.reward, "threads", True)
         # A reward sees no special tokens, unless the function says `special_tokens = True`.
         self.special = getattr(self.reward, "special_tokens", False)
 
         # Every line is encoded and checked now, so that a bad one is named before the run starts.
-        lines = self._lines("data", objects)
+        lines = self._lines(config.data, data)
         self.rows = {False: [], True: []}  # by held out
         if config.eval_data:
-            self.rows = {False: lines, True: self._lines("eval_data", objects)}
+            self.rows = {False: lines, True: self._lines(config.eval_data, eval_data)}
         else:
             for line in lines:
                 self.rows[is_held_out(line.shown.encode())].append(line)
@@ -198,16 +200,10 @@ class Jsonl(Task):
 
     # How a row of a file becomes a Line.
 
-    def _lines(self, field, objects) -> list:
-        """Return the Lines of --data or --eval-data. ValueError names one that cannot be played."""
-        file = getattr(self.config, field)
-        if field in objects:
-            rows = enumerate(objects[field], 1)
-        else:
-            refuse_object(field, file)
-            rows = read_json_lines(file)
+    def _lines(self, file, rows=None) -> list:
+        """Return the Lines of a file, or of rows. ValueError names one that cannot be played."""
         lines = []
-        for number, row in rows:
+        for number, row in read_json_lines(file) if rows is None else enumerate(rows, 1):
             where = f"{file} line {number}"
             with naming_the_line(where):
                 lines.append(self._line(where, row))
@@ -362,9 +358,8 @@ def template_of(config, text) -> str:
     if template == "chat" and not has_own:
         raise ValueError(
             f"--template chat: {config.model} has no chat template; --template raw needs none")
-    for name in ("system", "template_args"):
-        if template != "chat" and getattr(config, name):
-            raise ValueError(f"{_flag(name)}: {config.model} has no chat template to put it in")
+    if template != "chat" and config.template_args:
+        raise ValueError(f"--template-args: {config.model} has no chat template to put them in")
     return template
 
 

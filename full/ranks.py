@@ -359,7 +359,5 @@ class Interrupted(Exception):
     """Raised to end the loop after a step in which a signal was seen. It holds the number."""
 
 
-# How the settings of a run name what full.api was given as an object: object:MyTask. The fields of
-# Config that may hold such a name.
-OBJECT = "object:"
-MAY_BE_OBJECTS = "task", "reward", "data", "eval_data"
+# What the task of a run begins with, in its settings, if full.api was given objects: python:MyTask.
+PYTHON = "python:"

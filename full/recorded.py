@@ -22,7 +22,7 @@ from conformance import definition
 from full.batches import Demonstrations, RolloutQueue, SampledBatch, pending_batches
 from full.build import build, build_teacher, empty_policy, shape_of
 from full.checkpoint import checkpoints, read_checkpoint
-from full.config import Config, resumed_config
+from full.config import resumed_config
 from full.directory import RunDirectory
 from full.export import ONE_PROCESS, policy_in
 from full.hf import load_hf
@@ -30,7 +30,7 @@ from full.logs import do_step, rollout_line
 from full.lora import plain
 from full.model_config import ModelConfig
 from full.rollouts import Trajectory, draw_prompts
-from full.tasks import asking, bare, names_of
+from full.tasks import asking, bare
 from full.trainer import Trainer, keep_wide
 from train_grpo import ROLLOUT
 
@@ -39,20 +39,20 @@ class RunFiles:
     """Read a run's directory: configuration, metrics, rollouts, checkpoints.
 
     No file that the run names is imported: the auditor gives the run's FILE.py:Class and
-    FILE.py:function again, as `task` and `reward`, and its objects, if it was made by full.api.
+    FILE.py:function again, as `task` and `reward`.
     """
 
-    def __init__(self, run, task="", reward="", objects=None):
+    def __init__(self, run, task="", reward=""):
         self.directory = RunDirectory(run)
         if not self.directory.config.exists():
             raise ValueError(f"expected the directory of a run, got {run}: it holds no config.json")
         given = {name: spec for name, spec in (("task", task), ("reward", reward)) if spec}
-        config = resumed_config(self.directory.config, given | names_of(objects))
+        config = resumed_config(self.directory.config, given)
 
         # One process needs no plan and no engine, and its sums have any order. It keeps the run's
         # tree.
         self.engine, self.exact = config.engine, config.exact
-        alone = dict(device="cpu", engine="", engine_timeout=Config.engine_timeout, exact=False)
+        alone = dict(device="cpu", engine="", exact=False)
         self.config = dataclasses.replace(config, **alone, **ONE_PROCESS).check()
 
         # A line a step, from 0. The last one may be torn, if the run was killed or is alive.

@@ -494,3 +494,13 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
         trajectories += episode.trajectories()
         trajectories[-1].supervised = True
     return trajectories
+
+
+def conflicts(c) -> list:
+    """Return (is it wrong?, the error) pairs about the flags of forks."""
+    leaves = c.forks ** min(c.fork_turns, 64)  # beyond any group, and quickly computed
+    return [
+        *c.needs(c.fork_turns, "--fork-turns", "forks"),
+        *c.needs(c.forks > 1, "--forks 2 or more", "fork_turns"),
+        (c.group % leaves, f"--group {c.group} must divide by forks^fork_turns {leaves}"),
+    ]

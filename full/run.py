@@ -7,7 +7,6 @@ only want the algorithm, skip this file; `run` here and `Log` in logs.py say wha
 import contextlib
 import dataclasses
 import datetime
-import importlib.util
 import signal
 import time
 from typing import NamedTuple
@@ -17,13 +16,14 @@ import torch.distributed as dist
 import train_grpo
 from full.batches import Demonstrations, RolloutQueue, pending_batches
 from full.build import build, prepare, require_exact, require_room
-from full.config import read_date
 from full.directory import RunDirectory
 from full.export import export_last
 from full.logs import Log, Logs, RolloutLog, Warnings
+from full.questions import make_task
 from full.ranks import Interrupted, Progress, Stop, agree, errors_on_all_ranks, say
 from full.rollouts import Unheard
 from full.saves import Checkpointer
+from full.tasks import read_date
 from full.trainer import Trainer
 
 
@@ -35,11 +35,11 @@ class Ended(NamedTuple):
     signal: int = 0  # the number of this signal
 
 
-def start_run(config, progress=None, *, objects=None, log=None, goes_on=False) -> Ended:
+def start_run(config, progress=None, *, make=make_task, log=None, goes_on=False) -> Ended:
     """Set up a run and do it.
 
     progress: of `naming_lost_ranks`.
-    objects: {field of Config: the object that its value names}, of full.api. Default: none.
+    make: a function that makes the task of a Config. Default: of the one that --task names.
     log: a function that gets each line of metrics.jsonl, a dict, on rank 0. Default: none.
     goes_on: bool. The process goes on after the run. Then signals get back their handlers, and all
         ranks return when rank 0 has written everything. Otherwise they leave before.
@@ -50,10 +50,8 @@ def start_run(config, progress=None, *, objects=None, log=None, goes_on=False) -
     if config.reads_text and not config.date:
         date = agree(lambda: read_date("").isoformat())
         config = dataclasses.replace(config, date=date)
-    if config.tensorboard and not importlib.util.find_spec("tensorboard"):
-        raise ImportError("--tensorboard: pip install tensorboard")
     with errors_on_all_ranks():
-        task, teacher = prepare(config, objects)
+        task, teacher = prepare(config, make)
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
         model, generator, reference = build(config, task)
@@ -63,7 +61,7 @@ def start_run(config, progress=None, *, objects=None, log=None, goes_on=False) -
             require_room(config, task, generator.positions, "the engine")
         trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
         # All that can be refused has been: only now is a directory claimed.
-        directory = RunDirectory(agree(lambda: RunDirectory.claim(config, stack, objects).path))
+        directory = RunDirectory(agree(lambda: RunDirectory.claim(config, stack).path))
         if config.engine:
             generator.begin(directory.engine)
             stack.callback(generator.worker.shutdown, wait=False, cancel_futures=True)

@@ -19,7 +19,7 @@ import models
 import train_grpo
 from full.build import require_room, require_rows
 from full.checkpoint import checkpoints
-from full.config import TASKS, Config, _flag, add_flags, resumed_config
+from full.config import Config, add_flags, resumed_config
 from full.directory import RunDirectory
 from full.exits import quietly
 from full.export import ONE_PROCESS, beside, one_process, policy_in, write_hf
@@ -27,9 +27,8 @@ from full.hf import load_hf
 from full.lora import save_factors
 from full.model_config import read_json
 from full.questions import Jsonl, make_task, plain_prompt, template_of
-from full.ranks import MAY_BE_OBJECTS
 from full.rollouts import Sampler, evaluate, play_held_out
-from full.tasks import asking
+from full.tasks import TASKS, asking
 from full.text import text_of
 from train_grpo import EVALUATION
 
@@ -51,7 +50,7 @@ def settings_of_run(run, given=None, imported=()) -> Config:
     given = given or {}
     path = Path(run) / "config.json"
     stored = read_json(path, what="the configuration of a run")
-    free = [name for name in MAY_BE_OBJECTS if name in given or name not in imported]
+    free = [name for name in ("task", "reward") if name in given or name not in imported]
     again = {name: f"{stored[name]}" for name in free if name in stored}
     return dataclasses.replace(resumed_config(path, again), **given)
 
@@ -119,9 +118,9 @@ def command_parser(name):
 
 # Flags of a run that an evaluation has too. All others would change nothing, and are refused.
 EVAL_FLAGS = (
-    "task", "data", "eval_data", "template", "instruction", "system", "template_args", "date",
+    "task", "data", "eval_data", "template", "instruction", "template_args", "date",
     "reward", "size", "turns", "eval_prompts", "max_new_tokens", "temperature", "batch_rows",
-    "seed", "device", "threads",
+    "seed", "device",
 )  # fmt: skip
 
 NORMAL_95 = 1.959964  # a normal number is within so many deviations 95 % of the time
@@ -282,15 +281,16 @@ class Answer(models.Row):
             self.printed = text
 
 
-def converse(sampler, positions, text, options, plain):
+def converse(sampler, positions, text, options, plain, system):
     """Answer every line of the standard input that is not blank, to its end.
 
     sampler: a Sampler, or an object with its methods.
     positions: the longest conversation that the model has been built for, in tokens.
     plain: makes a prompt of a line where no chat template is used. None: the chat template is.
+    system: the system's message, or "".
     """
     # What was said, as messages for the chat template and as the row that the model sees.
-    messages = [{"role": "system", "content": options.system}] if options.system else []
+    messages = [{"role": "system", "content": system}] if system else []
     row, turn = [], 0
     for line in lines_said():
         # Only what is new is encoded: tokens of answers stay as they were sampled. At a terminal a
@@ -347,9 +347,8 @@ def chat(argv) -> int:
     # Answers are drawn from the policy's own distribution at the temperature, as rollouts are: no
     # top-k, top-p or penalty of generation_config.json, so one sees what was trained.
     parser = command_parser("chat")
-    parser.add_argument("--system", help="the system's message, in a chat template [the run's]")
-    parser.add_argument("--template-args", help="a JSON object of the chat template's arguments "
-                        "[the run's]")  # fmt: skip
+    parser.add_argument("--template-args", help="a JSON object of the chat template's variables, "
+                        "and of `system`, the system's message [the run's]")  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy [0.7]")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer [512]")
     parser.add_argument("--seed", type=int, default=0, help="of sampling [0]")
@@ -377,19 +376,16 @@ def chat(argv) -> int:
             elif text.template is None:
                 how = "no chat template, so each line is plain text that the model goes on with"
                 plain = str
-            if options.system is None:
-                options.system = config.system
-            for name in ("system", "template_args"):
-                if getattr(options, name) and plain is not None:
-                    raise ValueError(f"{_flag(name)} needs a chat template, and {options.source} "
-                                     f"has none")  # fmt: skip
+            if options.template_args and plain is not None:
+                raise ValueError(f"--template-args needs a chat template, and {options.source} has "
+                                 f"none")  # fmt: skip
 
             # Only answers go to the standard output, for a program that reads a pipe.
             which = dict(step=options.step, dtype=options.dtype, device=device)
             model, name = load_policy(options.source, **which)
             print(f"{name}: {how}", file=sys.stderr)
             positions = model.config.max_position_embeddings
-            converse(Sampler(model), positions, text, options, plain)
+            converse(Sampler(model), positions, text, options, plain, config.system)
     except KeyboardInterrupt:
         print(flush=True)  # one leaves by Ctrl-C, or by Ctrl-D, which ends the input
     return 0

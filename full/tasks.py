@@ -4,9 +4,11 @@ A task of your own is a class in a file: `--task FILE.py:Class`.
 """
 
 import contextlib
+import datetime
 import importlib.machinery
 import importlib.util
 import inspect
+import json
 import math
 import sys
 import traceback
@@ -14,7 +16,36 @@ import zlib
 from pathlib import Path
 
 import train_grpo
-from full.ranks import OBJECT
+from full.ranks import PYTHON
+
+# Values of --task that name no file: `make_task` of text.py makes them.
+TASKS = "guess", "jsonl"
+
+# The flags that only the task jsonl reads.
+TEXT_FLAGS = (
+    "data", "eval_data", "template", "instruction", "template_args", "date", "reward",
+)  # fmt: skip
+
+
+def conflicts(c) -> list:
+    """Return (is it wrong?, the error) pairs about the flags of tasks."""
+    read_arguments(c.template_args)
+    read_date(c.date)
+    is_jsonl = c.task.removeprefix(PYTHON) == "jsonl"
+    lacks = ["--data FILE.jsonl"] * (not c.data)
+    lacks += ["--model DIR with a tokenizer.json"] * (not c.model)
+    return [
+        *c.needs(c.reads_text, "--task jsonl", *TEXT_FLAGS),
+        (not isinstance(c.system, str), f"expected `system` of --template-args to be a text, got "
+         f"{c.system!r}"),
+        *c.needs(c.task != "guess", "--task jsonl or FILE.py:Class", "reply_timeout"),
+        *c.needs(c.template in ("", "chat"), "--template chat", "template_args"),
+        *c.needs(not (c.has_whole_template and c.instruction),
+                 "a --template without {question}", "instruction"),
+        (is_jsonl and lacks, f"--task jsonl needs {' and '.join(lacks)}"),
+        (c.has_whole_template and "{question}" not in c.template,
+         f"--template must be chat, raw or a text with {{question}}, got {c.template!r}"),
+    ]  # fmt: skip
 
 
 def bare(x):
@@ -123,35 +154,13 @@ def file_of(code) -> str:
     return function.__code__.co_filename if hasattr(function, "__code__") else f"{code!r}"
 
 
-def names_of(objects) -> dict:
-    """Return {field: name} for objects of full.api: what a run's settings hold in their place.
-
-    objects: {field of Config: object}. Default: none.
-    """
-    names = {}
-    for field, thing in (objects or {}).items():
-        own = thing if hasattr(thing, "__name__") else type(thing)
-        called = {"data": "dataset", "eval_data": "eval_dataset"}.get(field, own.__name__)
-        names[field] = f"{OBJECT}{called}"
-    return names
-
-
 def is_held_out(data: bytes) -> bool:
     """Return whether a prompt is kept for evaluation: one in ten, by its hash."""
     return zlib.crc32(data) % 10 == 0
 
 
-def refuse_object(field, spec):
-    """Raise ValueError if a field of Config names an object of full.api, which is not there."""
-    if spec.startswith(OBJECT):
-        flag = f"--{field.replace('_', '-')}"
-        raise ValueError(f"{flag} {spec} is an object of a Python program, which no command has: "
-                         f"use full.api, or name a file")  # fmt: skip
-
-
 def require_code(flag, spec, expected):
     """Raise ValueError unless spec is FILE.py:NAME of a file that is there. expected: in words."""
-    refuse_object(flag.strip("-"), spec)
     file = spec.rpartition(":")[0]
     if not file.endswith(".py"):
         raise ValueError(f"expected {flag} {expected}, got {spec!r}")
@@ -200,3 +209,27 @@ def from_file(spec, kind):
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{file} has no {kind} {name!r}")
     return file, getattr(module, name)
+
+
+def read_arguments(text) -> dict:
+    """Return the arguments of --template-args; ValueError unless they are a JSON object."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"expected --template-args to be a JSON object, such as "
+                         f"{{\"enable_thinking\": false}}, got {text!r}")  # fmt: skip
+    return found
+
+
+def read_date(text) -> datetime.datetime:
+    """Return the date and time of --date, or of this moment if it is empty. ValueError for others.
+
+    A date without a time is midnight's.
+    """
+    try:
+        return datetime.datetime.fromisoformat(text) if text else datetime.datetime.now()
+    except ValueError as error:
+        raise ValueError(f"expected --date YYYY-MM-DD or YYYY-MM-DDTHH:MM:SS, got "
+                         f"{text!r}") from error

@@ -16,8 +16,8 @@ import json
 import re
 from pathlib import Path
 
-from full.config import read_arguments, read_date
 from full.model_config import ModelConfig, read_json
+from full.tasks import read_arguments, read_date
 
 # A chat template's `strftime_now`. transformers would give a template the moment, and takes no
 # function of ours, but a macro of the same name can be put before the template. The line break
@@ -269,6 +269,7 @@ def unused(words, messages) -> str:
 def text_of(config) -> Text:
     """Return the Text of --model, whose chat template gets what the settings say."""
     arguments = read_arguments(config.template_args)
+    arguments.pop("system", None)  # a message, and no variable of the template
     return Text(config.model, date=read_date(config.date), arguments=arguments)
 
 

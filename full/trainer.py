@@ -17,12 +17,12 @@ import torch.distributed as dist
 from full import lora
 from full.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
 from full.checkpoint import read_training, write_checkpoint
-from full.config import DEMO_LR, LOSS_SETTINGS
+from full.config import DEMO_LR
 from full.experts import ExpertLoads
 from full.hf import load_hf
 from full.metrics import METRICS, loss_metrics
 from full.micro_batches import BATCHES, padded
-from full.objectives import grpo_loss, loss_denominator
+from full.objectives import LOSS_SETTINGS, grpo_loss, loss_denominator
 from full.optimizer import (
     LocalOptimizer, clip_grad_norm, lr_factor, name_suspects, reduce_gradients,
     training_tensors,
@@ -84,14 +84,6 @@ def first_weights(model, directory, seed=0):
         buffer.zero_()
 
 
-def first_factors(config, model):
-    """Fill a model's factors, if it has any, with those of --lora-from, or with random ones."""
-    if config.lora_from:
-        lora.load_factors(config.lora_from, model)
-    elif config.lora_rank:
-        lora.draw_factors(model, config.seed)
-
-
 def build_optimizer(config, model):
     """Make AdamW of this rank's parameters; with `zero1` each rank has a share of the moments."""
     settings = dict(lr=config.lr, betas=(0.9, config.beta2), weight_decay=config.weight_decay)
@@ -131,13 +123,14 @@ class Trainer(AnyTrainer):
 
         # There is always a plan: n ranks with whole copies have d = n, and one process has d = 1.
         self.plan = plan_of(config)
-        self.grid = Grid(self.plan, self.device.type, shard=config.shard_ranks or None)
+        self.grid = Grid(self.plan, self.device.type)
 
         compute_dtype = getattr(torch, config.compute) if config.is_mixed else None
         self.model = self.shard_model(keep_wide(config, model), compute_dtype)
         if is_empty:
             first_weights(self.model, config.model, config.seed)
-            first_factors(config, self.model)
+            if config.lora_rank:
+                lora.draw_factors(self.model, config.seed)
         self.optimizer = build_optimizer(config, self.model)
         self.experts = ExpertLoads(config, self.model, self.device)
 
@@ -171,9 +164,10 @@ class Trainer(AnyTrainer):
         config = self.config
         is_empty = next(model.parameters()).is_meta
         model = parallelize(
-            model, self.plan, device_mesh=self.grid, mode=config.data_parallel,
-            attention=causal_attention, schedule=config.pp_schedule, ac=config.ac,
-            compile=config.compile, offload=config.offload, compute_dtype=compute_dtype,
+            model, self.plan, device_mesh=self.grid, mode=config.mode,
+            attention=causal_attention, schedule=config.pp_schedule,
+            ac="none" if config.recompute else config.ac, compile=config.compile,
+            offload=config.offload, compute_dtype=compute_dtype,
         )  # fmt: skip
         if is_empty:
             materialise(model)
@@ -350,7 +344,7 @@ class Trainer(AnyTrainer):
         if step < 0:
             lr = DEMO_LR[c.first_weights]
             return lr * lr_factor(c.demos + step, decay="constant", **how)
-        return c.lr * lr_factor(step, decay=c.lr_decay, first_step=c.lr_first_step, **how)
+        return c.lr * lr_factor(step, decay=c.lr_decay, **how)
 
     def forward_only(self, batch, model=None, column=0) -> list:
         """Return a model's scores of the sampled tokens, 0 elsewhere: (T,) for each trajectory.

@@ -52,26 +52,26 @@ case $name in
             --out "$out" --device "$device" --size "$size" ;;
 
     check-models) #: every path of a model, in float64, against the definition on the CPU
-        record "$python" -m full check models --device "$device" $check ;;
+        record "$python" "$here/tests/bench/measure_gpu.py" check models --device "$device" $check ;;
     check-ring) #: every mask, kernel and dtype of attention, on one rank, against the definition
-        record "$python" -m full check ring --device "$device" $check ;;
+        record "$python" "$here/tests/bench/measure_gpu.py" check ring --device "$device" $check ;;
     check-tree) #: every shape of tree and size of block against each sequence by itself
-        record "$python" -m full check tree --device "$device" $check ;;
+        record "$python" "$here/tests/bench/measure_gpu.py" check tree --device "$device" $check ;;
     check-parallel) #: ddp, zero1, fsdp, offloading, recomputation on one rank against the model
-        record "$python" -m full check parallel --device "$device" $check ;;
+        record "$python" "$here/tests/bench/measure_gpu.py" check parallel --device "$device" $check ;;
     check-grpo) #: steps against steps by hand, trees and families, whole runs against the CPU's
-        record "$python" -m full check grpo --device "$device" $check ;;
+        record "$python" "$here/tests/bench/measure_gpu.py" check grpo --device "$device" $check ;;
     ring) #: the kernel of one block of the ring against SDPA and flash, bfloat16, causal
-        record "$python" -m full bench ring --device "$device" $ring ;;
+        record "$python" "$here/tests/bench/measure_ring.py" --device "$device" $ring ;;
     tree-star) #: a 0.6B model on a prompt of 4096 and 8 answers of 1024, as a tree and flat
-        record "$python" -m full bench tree --device "$device" $tree --only GRPO ;;
+        record "$python" "$here/tests/bench/measure_tree.py" --device "$device" $tree --only GRPO ;;
     tree-chain) #: the same on a conversation of 8 turns of 1024, trained at each
-        record "$python" -m full bench tree --device "$device" $tree --only multi ;;
+        record "$python" "$here/tests/bench/measure_tree.py" --device "$device" $tree --only multi ;;
     step) #: a whole training step of the 0.6B model, and its share of the device's peak
-        record "$python" -m full bench grpo --device "$device" --steps "$steps" \
+        record "$python" "$here/tests/bench/measure_grpo.py" --device "$device" --steps "$steps" \
             --shape "$step" --peak-tflops "${PEAK:-989}" ;;
     generation) #: generation and training of the 0.6B model against transformers
-        record "$python" -m full bench models --device "$device" $generation ;;
+        record "$python" "$here/tests/bench/measure_models.py" --device "$device" $generation ;;
     memory-0.6b) #: peaks of three steps of a 0.6B model in mixed precision, beside the plan's
         record "$python" "$here/tests/bench/measure_gpu.py" memory 0.6b \
             --device "$device" --size "$size" ;;

@@ -28,7 +28,7 @@ TAU = 0.7
 
 
 def ordinary_attention(document_1S):
-    return masked_attention(Mask.documents(doc_ids=document_1S), None, "ring")
+    return masked_attention(Mask.documents(doc_ids=document_1S), None)
 
 
 def fork(row):

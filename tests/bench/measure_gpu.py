@@ -3,7 +3,7 @@
     python tests/bench/measure_gpu.py record NAME -- COMMAND ..  runs a command and keeps its rows
     python tests/bench/measure_gpu.py results NAME ..            the GPU section of full/RESULTS.md
     python tests/bench/measure_gpu.py memory 0.6b | 8b           peaks of steps beside the plan's
-    python -m full check SUBJECT --device cuda [--few]    each subject, on one device
+    python tests/bench/measure_gpu.py check SUBJECT --device cuda [--few]    each, on one device
 
 A record is a line of OUT/NAME.jsonl: the command, the device, the versions, the seconds, the exit
 code, all that was printed, and as `result` its last line, which every measurement prints as JSON.
@@ -269,7 +269,7 @@ def run_rows(device, few):
     Every token is a draw, so this says that the same tokens were drawn in every step.
     """
     ways = {"flat": "", "sparse": " --tree sparse", "fsdp": " --data-parallel fsdp",
-            "fsdp offload": " --data-parallel fsdp --offload"}  # fmt: skip
+            "fsdp offload": " --data-parallel fsdp-offload"}  # fmt: skip
     factors = " --lora-rank 4 --kl-coef 0.1"
     settings = {"": ways, factors: {"LoRA": "", "LoRA fsdp": ways["fsdp"]}}
     if few:
@@ -319,7 +319,7 @@ CHECKS = {
 
 def check(subject, argv) -> int:
     """`check SUBJECT --device D`: 1 if an error is over its bound, 2 if D is not there."""
-    parser = argparse.ArgumentParser(f"python -m full check {subject}")
+    parser = argparse.ArgumentParser(f"measure_gpu.py check {subject}")
     parser.add_argument("--device", choices=DEVICES, required=True)
     parser.add_argument("--few", action="store_true", help="some of the rows")
     options = parser.parse_args(argv)
@@ -358,21 +358,21 @@ def memory_case(name, size):
 
     A step has a prompt with 8 answers, 2048 tokens each, in micro-batches of two. Of 8B parameters
     the weights, gradients and moments alone are 122 GiB in float32: they stay on the host
-    (`--offload`), and the device has the generator, two layers and the activations.
+    (fsdp-offload), and the device has the generator, two layers and the activations.
     """
     from measure_models import QWEN3_06B
 
     settings = dict(
         dtype="float32", compute_dtype="bfloat16", generator_dtype="bfloat16", ac="full",
-        prompts=1, group=8, minibatches=1, entropy_coef=0.0, lr=1e-6, threads=os.cpu_count(),
+        prompts=1, group=8, minibatches=1, entropy_coef=0.0, lr=1e-6,
         size=1792, max_new_tokens=256, micro_tokens=4096,
     )  # fmt: skip
     shape = QWEN3_06B
     if name == "8b":
-        settings |= dict(data_parallel="fsdp", offload=True)
+        settings |= dict(data_parallel="fsdp-offload")
         shape = estimate.PUBLISHED["qwen3-8b"]
     if size == "toy":
-        settings |= dict(size=24, max_new_tokens=8, micro_tokens=64, threads=1)
+        settings |= dict(size=24, max_new_tokens=8, micro_tokens=64)
         shape = shape | dict(
             vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=3,
             num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -387,7 +387,7 @@ def planned(shape, settings) -> dict:
     plan = Plan.parse("d1")
     tokens = settings["group"] * (settings["size"] + settings["max_new_tokens"])
     step = estimate.Step(
-        mode=settings.get("data_parallel", "ddp"), tokens=tokens,
+        mode=settings.get("data_parallel", "ddp").removesuffix("-offload"), tokens=tokens,
         micros=tokens // settings["micro_tokens"], size=4 if settings["dtype"] == "float32" else 2,
         ac=settings["ac"], compute=2 if settings["compute_dtype"] else 0,
     )  # fmt: skip
@@ -397,7 +397,7 @@ def planned(shape, settings) -> dict:
     return parts | dict(generator=rank.generator(sampler, 2))
 
 
-ON_THE_HOST = "weights", "gradients", "moments"  # with --offload
+ON_THE_HOST = "weights", "gradients", "moments"  # with fsdp-offload
 
 
 def memory(name, device, size, steps=3) -> int:
@@ -409,18 +409,19 @@ def memory(name, device, size, steps=3) -> int:
     parts = planned(shape, settings)
     host = sum(parts[part] for part in ON_THE_HOST)
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # the machine's memory
-    if settings.get("offload") and host * 1.3 > room:
+    offload = settings.get("data_parallel") == "fsdp-offload"
+    if offload and host * 1.3 > room:
         print(f"float32 masters, gradients and moments are {host / 2**30:.0f} GiB, which is too "
               f"much for a host of {room / 2**30:.0f} GiB: all in bfloat16")  # fmt: skip
         settings |= dict(dtype="bfloat16", compute_dtype="")
         parts = planned(shape, settings)
-    if settings.get("offload") and device == "cuda":
+    if offload and device == "cuda":
         parts = {part: count for part, count in parts.items() if part not in ON_THE_HOST}
     config = Config(**settings, device=device).check()
     print(f"{name}, GiB as planned: " + ", ".join(f"{k} {v / 2**30:.3g}" for k, v in parts.items()))
 
     # A task of fixed lengths, and a random model of the shape: the rest is as in a run.
-    connect(device, threads=config.threads)
+    connect(device, threads=1 if size == "toy" else os.cpu_count())
     task = measure_grpo.Work(config, shape.vocab_size)
     build_py.own_shape = lambda config, task: shape
     peaks = dict(rollout=0, train=0)
@@ -456,9 +457,9 @@ def memory(name, device, size, steps=3) -> int:
 
     told = sum(parts.values())
     print(f"training is {peaks['train'] / told:.0%} of the {told / 2**30:.3g} GiB that plan says")
-    names = "dtype", "compute_dtype", "data_parallel", "offload", "ac"
+    names = "dtype", "compute_dtype", "data_parallel", "ac"
     flags = " ".join(f"--{key.replace('_', '-')} {settings[key]}" for key in names if
-                     settings.get(key)).replace("--offload True", "--offload")  # fmt: skip
+                     settings.get(key))  # fmt: skip
     row = dict(model=name, flags=f"`{flags}`", plan=told, parts=parts) | peaks
     print(json.dumps({"bench": "memory", "device": device, "rows": [row]}))
     dist.destroy_process_group()
@@ -469,13 +470,15 @@ def memory(name, device, size, steps=3) -> int:
 
 
 def main(argv) -> int:
+    if argv[:1] == ["check"] and argv[1:2] and argv[1] in CHECKS:
+        return check(argv[1], argv[2:])
     command = []
     if "--" in argv:
         at = argv.index("--")
         command = argv[at + 1 :]
         argv = argv[:at]
     parser = argparse.ArgumentParser("measure_gpu.py")
-    parser.add_argument("what", choices=("record", "results", "memory"))
+    parser.add_argument("what", choices=("record", "results", "memory", "check"))
     parser.add_argument(
         "names", nargs="+", help="record's name; of results, all that there are; 0.6b or 8b"
     )

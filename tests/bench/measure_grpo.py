@@ -1,4 +1,4 @@
-"""What `python -m full check grpo | bench` run.
+"""Whole steps: `python tests/bench/measure_grpo.py [bench | check [--all]]`.
 
 check: whole steps against byhand.py, the gradient's invariances, and the matrix: every plan, tree
 mode and family of models against one process that trains without trees, in float64. Cells that say
@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +23,10 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
+
 from oracles import LiveBytes
 from measure_models import QWEN3_06B
 
@@ -34,7 +39,7 @@ from full.config import LORA_TARGETS, Config
 from full.export import ONE_PROCESS
 from full.hf import save_hf
 from full.logs import do_step, rollout_line
-from full.lora import add_factors, is_factor
+from full.lora import add_factors, draw_factors, is_factor
 from full.model_config import ModelConfig
 from full.optimizer import clip_grad_norm, persistent_buffers, tensors_of, weights_to_store
 from full.places import full
@@ -44,7 +49,7 @@ from full.ranks import connect
 from full.recorded import Case
 from full.tasks import Task
 from full.tiny import tiny_model
-from full.trainer import Trainer, first_factors, first_weights
+from full.trainer import Trainer, first_weights
 from full.transformer import Transformer, draw_weights
 from full.trie import TokenTrie
 from full.weights import copy_weights
@@ -58,7 +63,8 @@ def built(config, task, device):
     """Policy, generator and reference of `build`, the policy in memory: on any device."""
     model, generator, reference = build(config, task)
     first_weights(model.to_empty(device=device), config.model, config.seed)
-    first_factors(config, model)
+    if config.lora_rank:
+        draw_factors(model, config.seed)
     return model, generator, reference
 
 
@@ -120,7 +126,7 @@ STEPS = {  # settings that between them reach every line of `loss_definition` an
     "replayed routes, 2 updates": dict(
         replay_routes=True, generator_dtype="bfloat16", balance_coef=0.5, router_bias_rate=0.05,
         kl_coef=0.1, proximal=True, minibatches=2),
-    "LoRA, KL, 2 updates": dict(lora_rank=3, lora_alpha=6.0, kl_coef=0.1, minibatches=2),
+    "LoRA, KL, 2 updates": dict(lora_rank=3, kl_coef=0.1, minibatches=2),
     "LoRA of experts, router and head": dict(
         lora_rank=2, lora_targets="k_proj,o_proj,gate_proj,down_proj,gate,lm_head", kl_coef=0.1,
         router_bias_rate=0.05, balance_coef=0.5, advantage="gae", proximal=True, minibatches=2),
@@ -243,7 +249,6 @@ PLANS = {  # name -> ranks, flags
     "t2": (2, dict(plan="t2")),
     "t2 ac": (2, dict(plan="t2", ac="op")),
     "c2": (2, dict(plan="c2")),
-    "c2 ulysses": (2, dict(plan="c2", cp_method="ulysses")),
     "p2": (2, dict(plan="p2")),
     "d2e2": (2, dict(plan="d2e2")),
     "d2t2": (4, dict(plan="d2t2")),
@@ -251,8 +256,7 @@ PLANS = {  # name -> ranks, flags
     "t2c2": (4, dict(plan="t2c2")),
     "d2p2 zero1": (4, dict(plan="d2p2", data_parallel="zero1")),
     "d2t2e4": (4, dict(plan="d2t2e4")),
-    "d2 fsdp offload": (2, dict(plan="d2", data_parallel="fsdp", offload=True)),
-    "4 ranks hsdp": (4, dict(data_parallel="fsdp", shard_ranks=2, ac="full")),
+    "d2 fsdp offload": (2, dict(plan="d2", data_parallel="fsdp-offload")),
     "c4": (4, dict(plan="c4")),
 }
 MIXED = {  # the same, in mixed precision
@@ -265,7 +269,7 @@ TREES = {
     "disabled": {},
     "sparse": dict(tree="sparse", micro_tokens=40),
     "dta": dict(tree="dta", chunk_tokens=9),
-    "dta again": dict(tree="dta", chunk_tokens=5, recompute=True),
+    "dta again": dict(tree="dta", chunk_tokens=5, ac="full"),
 }
 
 
@@ -654,7 +658,7 @@ TREE = {"flat": "disabled", "tree": "sparse"}
 
 def bench(argv):
     """A table, and a JSON line, of SHAPES: one process, one thread, or one GPU."""
-    parser = argparse.ArgumentParser("python -m full bench")
+    parser = argparse.ArgumentParser("measure_grpo.py")
     names = f"of {', '.join(SHAPES)}; default: all but {', '.join(SLOW)}"
     parser.add_argument("--shape", nargs="+", choices=SHAPES, metavar="NAME", help=names)
     parser.add_argument("--steps", type=int, default=5)
@@ -676,7 +680,14 @@ def bench(argv):
     return 0
 
 
+COMMANDS = {"bench": bench, "check": lambda argv: 0 if check(every="--all" in argv) else 1}
+
+
 def main(argv) -> int:
-    if argv[0] == "bench":
-        return bench(argv[1:])
-    return 0 if check(every="--all" in argv) else 1
+    """Run a command, by default `bench`. Return its exit code."""
+    name, *rest = argv if argv and argv[0] in COMMANDS else ["bench", *argv]
+    return COMMANDS[name](rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

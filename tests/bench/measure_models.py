@@ -1,5 +1,6 @@
-"""What `python -m full bench models` runs, and the longer half of `check models`.
+"""Models and generation: `python tests/bench/measure_models.py [bench | check] ..`.
 
+check: the rows of `python -m full check models`, experts, RoPE types, and transformers' numbers.
 bench: tokens a second of generation and of training, against transformers if it is installed, and
 peak memory. One thread, CPU seconds, alternating; with --device cuda seconds of the wall, and with
 --size large a Qwen3-0.6B in bfloat16.
@@ -10,10 +11,15 @@ import json
 import math
 import resource
 import statistics
+import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 from full import check
 from full.check import path_errors, relative_error as relative
@@ -38,12 +44,11 @@ CASES = {
 }
 
 
-def rows(cases, transformers):
-    """(path, error, bound) of what `models.check` shows beside its own cases, None for all."""
-    mine = {} if cases else CASES
-    found = [(f"{name}: {path}", e, 1e-12) for name in mine for path, e in rope_errors(name)]
+def rows():
+    """(path, error, bound) of what `check` shows beside the cases of full/check.py."""
+    found = [(f"{name}: {path}", e, 1e-12) for name in CASES for path, e in rope_errors(name)]
     found += [(f"experts: {path}", error, bound) for path, error, bound in expert_errors()]
-    return found + [*transformers_errors((cases or check.CASES) | mine if transformers else {})]
+    return found + [*transformers_errors(check.CASES | CASES)]
 
 
 def rope_errors(name, device="cpu"):
@@ -238,10 +243,16 @@ def bench(repeats, device="cpu", size="default"):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser("python -m full", description=__doc__)
-    parser.add_argument("command", choices=["bench"])
+    parser = argparse.ArgumentParser("measure_models.py", description=__doc__)
+    parser.add_argument("command", nargs="?", choices=("bench", "check"), default="bench")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="bench's")
     parser.add_argument("--size", default="default", choices=SIZES, help="of bench's model")
     args = parser.parse_args(argv)
-    return bench(args.repeats, args.device, args.size)
+    if args.command == "bench":
+        return bench(args.repeats, args.device, args.size)
+    return 0 if check.check_models(more=rows()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,7 @@
-"""What `python -m full check parallel | bench` run besides parallel.py's own rows.
+"""Plans: `python tests/bench/measure_parallel.py [bench | check]`.
 
-check: every plan of CASES against one process: loss, every gradient, clip norm, three AdamW steps.
+check: the rows of `python -m full check parallel`, and every plan of CASES against one process:
+loss, every gradient, clip norm, three AdamW steps.
 bench: tokens a second by plan, and the bytes handed over.
 """
 
@@ -9,7 +10,9 @@ import functools
 import json
 import math
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,8 +20,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
+
 from full import ring
 from full.attend import attend
+from full.check import check_parallel
 from full.estimate import WIRE
 from full.masks import Mask
 from full.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradients
@@ -370,7 +377,7 @@ def _timed(plan_text, rows, length, steps):
 
 def bench(argv):
     """Tokens a second by plan, against one process with as many threads; bytes sent a step."""
-    parser = argparse.ArgumentParser("python -m full bench parallel")
+    parser = argparse.ArgumentParser("measure_parallel.py")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
@@ -390,5 +397,19 @@ def bench(argv):
     return 0
 
 
-def main(argv):
-    return {"bench": bench}[argv[0]](argv[1:])
+def check(argv) -> int:
+    """Return 1 if an error is over its bound."""
+    return 0 if check_parallel(matrix) else 1
+
+
+COMMANDS = {"bench": bench, "check": check}
+
+
+def main(argv) -> int:
+    """Run a command, by default `bench`. Return its exit code."""
+    name, *rest = argv if argv and argv[0] in COMMANDS else ["bench", *argv]
+    return COMMANDS[name](rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

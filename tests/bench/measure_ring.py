@@ -1,5 +1,6 @@
-"""What `python -m full bench ring | memory | longest | stress` run, and half of check.
+"""Attention on a ring: `python tests/bench/measure_ring.py bench | memory | longest | stress`.
 
+The command `check` has the rows of `python -m full check ring`, and lower dtypes against SDPA.
 bench: CPU seconds against SDPA. memory: peak by sequence length. longest: the longest sequence that
 fits. stress: values at the limits; stress --model: training, see measure_vla.py.
 """
@@ -10,16 +11,21 @@ import math
 import resource
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from oracles import plain_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
+
+from oracles import plain_attention
+
 from full.attend import DTYPES, attend
-from full.check import by_way, compare
+from full.check import by_way, check_ring, compare
 from full.masks import CAUSAL, NEVER, Mask, Sizes, boxes
 from full.ring import METHODS, indices, ring_attention, ring_of, shard, unshard
 from ring_attention import launch
@@ -133,7 +139,7 @@ def _peak_rank(way, tokens, layer):
 
 def memory(argv):
     """Peak MB above the inputs by sequence length: attention alone, one layer, and the masks."""
-    parser = argparse.ArgumentParser("python -m full bench ring memory")
+    parser = argparse.ArgumentParser("measure_ring.py memory")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     tokens, rows = parser.parse_args(argv).tokens, {}
     print("MB above the inputs, float32, 8 heads, 2 key heads, D 64, causal, forward and backward")
@@ -175,7 +181,7 @@ def longest(argv):
 
     A rank that runs out of memory fails alone; the parent kills the others, so none hangs.
     """
-    parser = argparse.ArgumentParser("python -m full bench ring longest")
+    parser = argparse.ArgumentParser("measure_ring.py longest")
     parser.add_argument("--budget-mb", type=int, default=300, help="a rank's, inputs included")
     parser.add_argument("--world", type=int, nargs="+", default=[1, 2, 4])
     args, found = parser.parse_args(argv), {}
@@ -258,7 +264,7 @@ def _over_ranks(q, k, v, mask):
 
 def stress(argv):
     """Values at the limits, and the training of a VLA model; --model: the training alone."""
-    parser = argparse.ArgumentParser("python -m full bench ring stress")
+    parser = argparse.ArgumentParser("measure_ring.py stress")
     parser.add_argument("--model", action="store_true", help="only train: see measure_vla.py")
     if not parser.parse_args(argv).model and _failures_of_values():
         return 1
@@ -339,7 +345,7 @@ def bench_kernel(device, tokens, repeats, dtype=torch.bfloat16):
 
 def bench(argv):
     """CPU seconds of 2 ranks, one thread each, against one process that does the same by SDPA."""
-    parser = argparse.ArgumentParser("python -m full bench ring")
+    parser = argparse.ArgumentParser("measure_ring.py")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--repeats", type=int, default=3, help="the median of so many, alternating")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="one device's kernel alone")
@@ -365,9 +371,19 @@ def bench(argv):
     return 0
 
 
-COMMANDS = {command.__name__: command for command in (bench, memory, longest, stress)}
+def check(argv) -> int:
+    """Return 1 if an error is over its budget."""
+    return 0 if check_ring(check_rows) else 1
 
 
-def main(argv):
-    """Run the command in argv[0]; its exit code."""
-    return COMMANDS[argv[0]](argv[1:])
+COMMANDS = {command.__name__: command for command in (bench, memory, longest, stress, check)}
+
+
+def main(argv) -> int:
+    """Run a command, by default `bench`. Return its exit code."""
+    name, *rest = argv if argv and argv[0] in COMMANDS else ["bench", *argv]
+    return COMMANDS[name](rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,5 +1,6 @@
-"""What `python -m full bench tree | plan` run, and rows of its `check`.
+"""Trees of tokens: `python tests/bench/measure_tree.py [bench | plan FILE | check]`.
 
+check: the rows of `python -m full check tree`, and every family of models.
 plan: the tree of a list of token lists, its chunks, its partition. bench: training on trees against
 the flat batch. One thread, CPU seconds, alternating; a model of models.py from random weights.
 Flat: one sequence a call, no padding. Percent of the bound: of the FLOPs that `stats_of`
@@ -10,14 +11,19 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
+
 from measure_grpo import costs, peak, stats_of
 from measure_models import QWEN3_06B, seconds_of
 
-from full.check import _tree_rows, forests
+from full.check import _tree_rows, check_tree, forests
 from full.chunks import PAIR, partition, partition_tree, tree_backward
 from full.tiny import TINY, tiny, tiny_model
 from full.transformer import Transformer
@@ -88,7 +94,7 @@ def compare(model, sequences, repeats, budgets=(4, 8)):
 
 def bench(argv):
     """The rows of RESULTS.md."""
-    parser = argparse.ArgumentParser("python -m full bench tree")
+    parser = argparse.ArgumentParser("measure_tree.py")
     parser.add_argument("--data", help="a JSON file, a list of lists of token lists: groups")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
@@ -175,7 +181,7 @@ def draw(trie, most=40) -> str:
 
 def describe(argv) -> int:
     """plan FILE.json: the tree of a list of token lists, its chunks, and its partition."""
-    parser = argparse.ArgumentParser("python -m full bench tree")
+    parser = argparse.ArgumentParser("measure_tree.py")
     parser.add_argument("file")
     parser.add_argument("--chunk-tokens", type=int)
     parser.add_argument("--world", type=int, default=2)
@@ -202,5 +208,19 @@ def describe(argv) -> int:
     return 0
 
 
-def main(argv):
-    return {"bench": bench, "plan": describe}[argv[0]](argv[1:])
+def check(argv) -> int:
+    """Return 1 if an error is over its budget."""
+    return 0 if check_tree({"families": family_rows()}) else 1
+
+
+COMMANDS = {"bench": bench, "plan": describe, "check": check}
+
+
+def main(argv) -> int:
+    """Run a command, by default `bench`. Return its exit code."""
+    name, *rest = argv if argv and argv[0] in COMMANDS else ["bench", *argv]
+    return COMMANDS[name](rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

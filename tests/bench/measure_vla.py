@@ -1,4 +1,4 @@
-"""What `python -m full bench ring stress --model` runs: pi0.7's training in small, rings x data.
+"""What `measure_ring.py stress --model` runs: pi0.7's training in small, rings x data.
 
 A tiny Gemma 3 reads a prefix (two cameras, an instruction, an answer that it also learns to say);
 an action expert reads its keys and values and learns the actions. Four ranks are two rings of 2: a

@@ -207,7 +207,8 @@ def test_each_row_of_the_stress_table_can_fail():
 
 @pytest.mark.slow
 def test_fifty_steps_in_bf16(tmp_path):
-    code, out, err = as_script(ROOT / "ring_attention.py", "stress", "--model", cwd=tmp_path)
+    code, out, err = as_script(
+        ROOT / "tests/bench/measure_ring.py", "stress", "--model", cwd=tmp_path)  # fmt: skip
     assert code == 0, out + err
     line = json.loads(out.splitlines()[-1])
     assert line["ok"] and line["loss"]["bf16"][1] < 0.7 * line["loss"]["bf16"][0]

@@ -121,7 +121,7 @@ def test_a_task_object_gives_the_run_of_its_file(straight, flags, task):
     with left_as_it_was():
         result = run(config, task=task(config))
     same_run(Path("run"), straight(flags))
-    assert json.loads(Path("run/config.json").read_text())["task"] == f"object:{task.__name__}"
+    assert json.loads(Path("run/config.json").read_text())["task"] == f"python:{task.__name__}"
     assert audit(result, task=task(config)).wrong is None
 
 
@@ -285,21 +285,22 @@ def test_a_run_with_objects_goes_on_from_python_alone(capsys, straight):
     said = capsys.readouterr().out
     assert "full.api.run(Config(out='run', resume=True), ..) goes on" in said
     before = contents(Path("run"))
-    for command in ("--out run --resume", "--out run --resume --task object:Sort", "audit run",
-                    "eval run", "export run hf", "--task object:Sort"):  # fmt: skip
-        assert main(command.split()) == 2
+    for command in ("--out run --resume", f"--out run --resume --task {SORT}", "audit run",
+                    f"audit run --task {SORT}", "eval run", "export run hf"):  # fmt: skip
+        assert main(shlex.split(command)) == 2
         said = capsys.readouterr().err
-        assert said.count("\n") == 1 and "object:Sort" in said and "full.api" in said, command
+        assert said.count("\n") == 1 and "python:Sort: full.api has made it" in said, command
+    assert main(["--task", "python:Sort"]) == 2
+    assert "or FILE.py:Class, got 'python:Sort'" in capsys.readouterr().err
     wrong = functools.partial(complaint_of, run, Config(out="run", resume=True))
-    assert "give the object again" in wrong()
-    assert "give the object again" in wrong(task=Lookup(config))
+    assert "has to give them again" in wrong()
+    assert "has to give them again" in wrong(task=Lookup(config))
     assert contents(Path("run")) == before
 
-    # More steps: what was given wins, and all else is the run's own. An own file will do as well.
+    # More steps: what was given wins, and all else is the run's own.
     again = Config(out=Path("run"), resume=True, steps=6)
     assert "layers" not in again.given() and run(again, task=Sort(config)).metrics[5]
     same_run(Path("run"), straight(f"{STEPS} --steps 6 --size 6 --task {SORT!r}"))
-    assert main(["audit", "run", "--task", SORT]) == 0
 
 
 def test_a_run_of_the_command_line_goes_on_from_python(straight):
@@ -308,7 +309,6 @@ def test_a_run_of_the_command_line_goes_on_from_python(straight):
     run(config, task=Sort(config))
     same_run(Path("run"), straight(f"{STEPS} --steps 6 --size 6 --task {SORT!r}"))
     assert audit("run", task=Sort(config), step=4).wrong is None
-    assert audit("run", task=f"{SORT}", step=4).wrong is None
 
 
 def test_what_was_given_is_known():
@@ -361,10 +361,11 @@ WRONG = {  # a run that raises before it writes anything: what it is given, and 
     "no end": ((CONFIG,), dict(task=Endless(CONFIG)), "Endless needs vocab_size and end"),
     "two tasks": ((dataclasses.replace(CONFIG, task="x.py:X"),), dict(task=Sort(CONFIG)),
                   "expected one task"),
-    "the name of an object": ((Config(task="object:Sort"),), {}, "object:Sort is an object"),
+    "the name of an object": ((Config(task="python:Sort"),), {}, "got 'python:Sort'"),
     "no file": ((Config(task="x.py:X"),), {}, "x.py: no such file"),
     "no function": ((JSONL,), dict(reward=3), "expected reward to be a function"),
-    "a reward for guess": ((CONFIG,), dict(reward=max), "for the task jsonl"),
+    "a reward for a file": ((dataclasses.replace(CONFIG, task="x.py:X"),), dict(reward=max),
+                            "expected one task"),
     "a reward for a task": ((CONFIG,), dict(task=Sort(CONFIG), reward=max), "gives its own"),
     "a file for a dataset": ((CONFIG,), dict(dataset="rows.jsonl"), "expected dataset to be rows"),
     "no dataset": ((CONFIG,), dict(dataset=5), "expected dataset to be rows"),
@@ -468,7 +469,7 @@ def test_an_audit_needs_the_runs_own_objects(monkeypatch):
         assert report.verdict == "audit of step 3: ok" and report.group == 1 and told
         assert audit("run", task=Other(CONFIG)).wrong == "rollouts/rewards"
         for options in ({}, dict(task=Lookup(CONFIG)), dict(task="x.py:X")):
-            assert "object:Sort" in complaint_of(audit, "run", **options)
+            assert "python:Sort" in complaint_of(audit, "run", **options)
         late = complaint_of(audit, "run", task=Sort(CONFIG), step=9)
         assert "metrics.jsonl has no step 9" in late
         assert "no config.json" in complaint_of(audit, "nowhere")
@@ -526,17 +527,13 @@ def test_a_dataset_and_a_reward_give_the_run_of_their_files(model, flags, capsys
     assert main(f"{files} --steps 2".split()) == 0
     same_run(result.out, Path("files"))
     assert {line["reward/mean"] for line in result.metrics} != {0}
-    assert Path("run/data.json").read_text() == Path("files/data.json").read_text()
     assert given["dataset"][3] == {"question": "3 + 3?", "answer": "6"}
 
-    # It goes on and is audited with the same rows, and with no others.
+    # It goes on and is audited with the same rows.
     if "eval_dataset" in given:
         given["eval_dataset"] = HELD_OUT
     longer = Config(out="run", resume=True, steps=3)
-    others = given | dict(dataset=QUESTIONS[:-1])
-    assert "object:dataset (--data) is not what it was" in complaint_of(run, longer, **others)
-    del others["dataset"]
-    assert "the data of this run is object:dataset" in complaint_of(run, longer, **others)
+    assert "has to give them again" in complaint_of(run, longer)
     run(longer, **given)
     assert main("--out files --resume --reward rewards.py:share --steps 3".split()) == 0
     same_run(Path("run"), Path("files"))
@@ -545,7 +542,7 @@ def test_a_dataset_and_a_reward_give_the_run_of_their_files(model, flags, capsys
     for command in ("--out run --resume --reward rewards.py:share", "audit run",
                     "eval run --reward rewards.py:share"):  # fmt: skip
         assert main(command.split()) == 2
-        assert "object:" in capsys.readouterr().err
+        assert "python:jsonl: full.api has made it" in capsys.readouterr().err
 
 
 def test_a_reward_that_fails_is_named_by_its_line(model):
@@ -553,7 +550,7 @@ def test_a_reward_that_fails_is_named_by_its_line(model):
     bad = [*QUESTIONS[:-1], {"answer": "2"}]
     with left_as_it_was():
         said = complaint_of(run, config, dataset=bad)
-        assert said.startswith("object:dataset line 40: it holds no question")
+        assert said.startswith("dataset line 40: it holds no question")
         wrong = complaint_of(run, config, dataset=QUESTIONS, reward=lambda text: 1)
         assert "cannot be called with (text, row)" in wrong
         named = r"KeyError: 'gold' \(.*test_api.py, line \d+, in .*<lambda>\)"

@@ -525,8 +525,6 @@ CHANGES = {  # what is changed, and the first row that must be outside
     "--entropy-coef": (in_config("entropy_coef", 0.021), "loss/token_mean_first"),
     "--clip-low": (in_config("clip_low", 0.01), "ratio/clipped_fraction"),
     "--kl": (in_config("kl", "k1"), "kl/token_mean_first"),
-    "--max-grad-norm": (in_config("max_grad_norm", 1e-3), "parameters"),
-    "--beta2": (in_config("beta2", 0.98), "parameters"),
     "a weight": (in_tensor(2, "model.lm_head.weight", 1.001), "logprob_gap/max"),
     "a moment": (in_tensor(2, "optimizer.lm_head.weight.exp_avg", 1.01), "parameters"),
     "a weight behind": (in_tensor(3, "model.lm_head.weight", 1.001), "parameters"),

@@ -142,7 +142,9 @@ def task_of(directory, tmp_path, monkeypatch):
     for name, source in FILES.items():
         Path(name).write_text(source)
 
-    def make(model="qwen2", rows=QUESTIONS, *, base=False, **options):
+    def make(model="qwen2", rows=QUESTIONS, *, base=False, system="", **options):
+        if system:
+            options["template_args"] = json.dumps({"system": system})
         how = dict(task="jsonl", data=write(Path("rows.jsonl"), rows), max_new_tokens=60)
         how["model"] = str(model if isinstance(model, Path) else directory(model, base))
         return make_task(Config(**how | options).check())
@@ -551,7 +553,6 @@ def rows(*first, **options):
 
 LINE, DEMO = "rows.jsonl line 41: ", r"rows.jsonl line \d+: "
 LATE = "message 3 is the assistant's, after an answer that the policy has to give"
-SYSTEM = "--system needs --template chat"
 REFUSED = [
     # Lines that cannot be played.
     ("rows.jsonl line 41 holds no JSON object: Expecting property name", line("{")),
@@ -600,7 +601,6 @@ REFUSED = [
     ("--instruction follows a question; .*rows.jsonl has none",
      rows(*numbered(HISTORY), instruction="Go.")),
     ("--template chat: .*DIR has no chat template", dict(base=True, template="chat")),
-    ("--system: .*DIR has no chat template", dict(base=True, system="Be kind.")),
     ("--reward gone.py:f: gone.py: no such file", dict(reward="gone.py:f")),
     ("rewards.py has no function 'gone'", dict(reward="rewards.py:gone")),
     ("one.py:one cannot be called with .text, row.: too many", dict(reward="one.py:one")),
@@ -615,8 +615,8 @@ REFUSED = [
     ("expected --date YYYY-MM-DD or .*, got 'today'", dict(date="today")),
     ("--date needs --task jsonl", dict(task="guess", data="", date="2026-01-01")),
     ("--template must be chat, raw or a text with {question}, got 'hello'", dict(template="hello")),
-    (SYSTEM, dict(template="{question}", system="Be kind.")),
-    (SYSTEM, dict(template="raw", system="Be kind.")),
+    ("--template-args needs --template chat", dict(template="{question}", system="Be kind.")),
+    ("expected `system` of --template-args to be a text, got 5", dict(system=5)),
     ("--instruction needs a --template without {question}",
      dict(template="{question}", instruction="Go.")),
     ("--reward needs --task jsonl", dict(task="guess", data="", reward="a.py:f")),

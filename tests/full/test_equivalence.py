@@ -76,7 +76,7 @@ def test_each_name_and_each_way_to_share_the_work_is_in_a_row():
     assert {row.run for row in rows} | {"plain", "lora"} == {*equivalence.RUNS}
     told = " ".join(row.how for row in rows)
     fields = config.Config.__dataclass_fields__
-    for name in ("tree", "data_parallel", "pp_schedule", "cp_method", "ac"):
+    for name in ("tree", "data_parallel", "pp_schedule", "ac"):
         for value in {*get_args(fields[name].type)} - {fields[name].default}:
             assert f"--{name.replace('_', '-')} {value}" in told
     assert all(f"{letter}2" in told for letter in "pdcte")
@@ -216,7 +216,7 @@ SLIPS = {  # name -> a patch, and the row of two ranks that finds it
     "a rank's bias stays": (
         lambda: nothing(experts.ExpertLoads, "update_bias"), "routers", "biased", "--plan d2e2"),
     "the generator's weights stay": (
-        one_push, "tied", "sequences", "--data-parallel fsdp --offload --ac full"),
+        one_push, "tied", "sequences", "--data-parallel fsdp-offload --ac full"),
     "a rank draws by its number": (
         lambda: after(train_grpo, "uniforms", lambda draws: draws[::-1]), "dense",
         "filtered", "--plan d2"),

@@ -140,7 +140,7 @@ def test_check_passes_and_sees_a_planted_fault(fault, monkeypatch):
         monkeypatch.setattr(fault, FAULTS[fault])
         monkeypatch.setattr("full.check.CHECK_FAMILIES", CHECK_FAMILIES[:1])
     try:
-        passed = check_models(FEW, transformers=False)
+        passed = check_models(FEW)
     except AssertionError:  # models.check_family stops where tokens differ
         passed = False
     assert passed == (fault is None)

@@ -383,7 +383,7 @@ PLACES = {  # where rank 1 is stopped: the function, and before which call
 }
 UNDER = {
     "d2": "--plan d2", "zero1": "--plan d2 --data-parallel zero1", "c2": "--plan c2",
-    "c2 ulysses": "--plan c2 --cp-method ulysses", "p2": "--plan p2 --layers 2",
+    "p2": "--plan p2 --layers 2",
     "sparse": "--plan d2 --tree sparse", "t2": "--plan t2 --heads 4",
 }  # fmt: skip
 STOPS = [f"{plan}: {place}" for plan in UNDER for place in PLACES]
@@ -759,7 +759,7 @@ def test_a_full_disk_in_the_last_export_says_what_it_says_elsewhere(tmp_path):
 
 def test_no_rank_waits_for_the_last_export(tmp_path):
     late = (0, "full.export.save_hf", 1, sleep, 5)
-    codes, _, err = run(tmp_path, f"{FLAGS} 2 --timeout 3 --threads 1", late)
+    codes, _, err = run(tmp_path, f"{FLAGS} 2 --timeout 3", late)
     assert codes == [0, 0], err
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
 

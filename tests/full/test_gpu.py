@@ -110,11 +110,11 @@ def test_whole_runs_on_a_device_are_the_cpus():
 @pytest.mark.quick
 @pytest.mark.parametrize("name, on_the_host", [("0.6b", ()), ("8b", measure_gpu.ON_THE_HOST)])
 def test_what_memory_trains_fits_on_80_gb_by_the_plan(name, on_the_host):
-    """And the 8B model does not without --offload, which is why it is there."""
+    """And the 8B model does not without fsdp-offload, which is why it is there."""
     shape, settings = measure_gpu.memory_case(name, "full")
     parts = measure_gpu.planned(shape, settings)
     assert 5e9 < sum(x for part, x in parts.items() if part not in on_the_host) < 70e9
-    assert settings.get("offload", False) == (sum(parts.values()) > 80e9)
+    assert (settings.get("data_parallel") == "fsdp-offload") == (sum(parts.values()) > 80e9)
 
 
 # A device that is none ------------------------------------------------------------------------

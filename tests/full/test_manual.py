@@ -26,6 +26,7 @@ from full.check import SUBJECTS
 from full.config import Config, parse_config
 from full.metrics import METRICS
 
+MEASURED = *SUBJECTS, "grpo"
 MANUAL = Page("full/README.md")
 RECIPES = Page("full/RECIPES.md")
 RESULTS = Page("full/RESULTS.md")
@@ -37,7 +38,7 @@ JSONL = " --max-new-tokens 8 --template {question}" + TINY
 RUN = "python -m full"
 TRAIN = "torchrun --nproc-per-node 2 -m full"
 EXAMPLE = f"{RUN} --task tests/example_tasks.py"
-BENCH = f"{RUN} bench"
+BENCH = "python tests/bench/measure"
 ROAD = "commands::a_released_checkpoint_from_the_first_step_to_a_conversation"
 GPU = "gpu::the_list_names_each_command"
 SECTION = RECIPES.text.split("## A released model")[1].split("\n## ")[0]
@@ -63,7 +64,7 @@ TABLE = {
     f"{RUN} --task jsonl --data questions.jsonl --model DIR --lora-rank 16 "
     "--compute-dtype bfloat16 --lr 1e-3 --out runs/lora": JSONL,
     f"{RUN} export RUN DIR --adapters":
-        "lora::export_merges_and_an_adapter_is_read_by_peft_and_by_lora_from",
+        "lora::export_merges_and_an_adapter_is_read_by_peft",
     "torchrun --nproc-per-node 2 mine.py":
         "api::a_script_under_torchrun_gives_the_run_of_the_command_line",
     f"{RUN} inspect DIR": " ",
@@ -86,8 +87,7 @@ TABLE = {
     # Checks.
     **dict.fromkeys(("grep NUMERICS *.py full/*.py", "grep COMM *.py full/*.py"),
                     "house::every_tag_ends_in_a_test_that_exists"),
-    **dict.fromkeys((f"{RUN} check", *(f"{RUN} check {subject}" for subject in SUBJECTS)),
-                    "manual::a_check_finds_the_error_of_the_results"),
+    f"{RUN} check": "manual::a_check_finds_the_error_of_the_results",
     "python tests/adapters.py table":
         "conformance::the_losses_of_other_code_bases_are_what_the_table_says",
     "python conformance/loss.py tests/adapters.py:ours objective=gspo aggregation=sequence_mean":
@@ -103,13 +103,14 @@ TABLE = {
     "python tests/bench/measure_head.py DIR --device cuda --rollouts 64 --tokens 64":
         "head::the_measurement_prints_its_tables",
     "python tests/bench/measure_routes.py": "routes::the_measurement_prints_a_row_for_each_dtype",
-    BENCH: "grpo_matrix::bench_runs_at_toy_size",
-    f"{BENCH} ring --repeats 5": " --repeats 1 --tokens 64",
-    f"{BENCH} ring memory": " --tokens 64",
-    f"{BENCH} ring longest --budget-mb 100": " --budget-mb 5 --world 1",
-    f"{BENCH} ring stress --model": "action::fifty_steps_in_bf16",
-    f"{BENCH} tree --repeats 7": "tree::bench_runs_at_toy_size",
-    f"{BENCH} models --repeats 7": " --repeats 1",
+    f"{BENCH}_ring.py --repeats 5": " --repeats 1 --tokens 64",
+    f"{BENCH}_ring.py memory": " --tokens 64",
+    f"{BENCH}_ring.py longest --budget-mb 100": " --budget-mb 5 --world 1",
+    f"{BENCH}_ring.py stress --model": "action::fifty_steps_in_bf16",
+    f"{BENCH}_tree.py --repeats 7": "tree::bench_runs_at_toy_size",
+    f"{BENCH}_models.py --repeats 7": " --repeats 1",
+    **{f"{BENCH}_{subject}.py check": "manual::a_check_finds_the_error_of_the_results"
+       for subject in MEASURED},
     "python tests/bench/bench_trl.py --model DIR --prompts 4 --completion 14 --rounds 3":
         "conformance::a_checkpoint_is_measured_on_its_own_prompts",
     "python tests/bench/bench_trl.py --rounds 7":
@@ -125,14 +126,15 @@ TABLE = {
     **dict.fromkeys(PLAN, "plan::the_rows_of_the_results_are_what_plan_prints"),
     **dict.fromkeys(("torchrun --max-restarts 3", "torchrun --max-restarts 3 .. --resume"),
                     "faults::a_killed_rank_is_started_again_and_the_run_goes_on"),
-    **dict.fromkeys(("sh tests/gpu.sh", f"{RUN} check models --device cuda"), GPU),
+    **dict.fromkeys(("sh tests/gpu.sh",
+                     "python tests/bench/measure_gpu.py check models --device cuda"), GPU),
     "sh tests/gpu.sh results": "gpu::results_shows_what_was_run_and_names_what_was_not",
     **dict.fromkeys(("sh tests/gpu.sh ring", "sh tests/gpu.sh step"), "gpu::each_command_runs"),
 }  # fmt: skip
 # Those with vLLM: the test starts one by the same flags, if it finds a vLLM.
 VLLM = "vllm::a_run_samples_by_the_weights_that_it_has_pushed"
 TABLE |= {command: VLLM for command in PAGES.commands if re.search(r"\bvllm(/bin/|$)", command)}
-SLOW = (f"{BENCH} models", f"{BENCH} ring memory", f"{BENCH} ring longest")
+SLOW = (f"{BENCH}_models", f"{BENCH}_ring.py memory", f"{BENCH}_ring.py longest")
 COMMANDS_RUN = [pytest.param(command, marks=[pytest.mark.slow] * command.startswith(SLOW))
                 for command, how in TABLE.items() if how.startswith(" ")]  # fmt: skip
 
@@ -155,6 +157,10 @@ def test_a_command_runs_at_toy_size(folder, command):  # noqa: F811
     line = re.sub(r"\[.*\]", "", command + TABLE[command])
     words = shlex.split(line)
     words = [x.replace("tests/example_tasks", f"{ROOT}/tests/example_tasks") for x in words]
+    if words[1].endswith(".py"):
+        code, out, err = as_script(ROOT / words[1], *words[2:], cwd=folder)
+        assert code == 0 and json.loads(out.splitlines()[-1]), err
+        return
     flags = words[words.index("full") + 1 :]
     if not flags or flags[0].startswith("--"):
         codes, out, err = cli(folder, shlex.join(flags), 2 if words[0] == "torchrun" else 1)
@@ -168,7 +174,6 @@ def test_a_command_runs_at_toy_size(folder, command):  # noqa: F811
     else:
         code, out, err = as_script("full", *flags, cwd=folder)
         assert code == 0 and out, err
-        assert flags[0] != "bench" or json.loads(out.splitlines()[-1])
 
 
 @pytest.mark.parametrize("flags", shortened(["--steps 1", ""], "--steps 1"))
@@ -234,18 +239,20 @@ def test_the_example_of_a_model_is_one_process_and_needs_its_sum(tmp_path):
 # Numbers -------------------------------------------------------------------------------------
 
 ERRORS = {subject: float(error) for error, subject in re.findall(
-    r"^\|.*\| (\S+e-\d+) \| `python -m full check (\w+)` \|$", RESULTS.text, re.M)}  # fmt: skip
+    r"^\|.*\| (\S+e-\d+) \| `python tests/bench/measure_(\w+)\.py check` \|$",
+    RESULTS.text, re.M)}  # fmt: skip
 
 
 @pytest.mark.quick
 def test_the_results_have_an_error_of_every_check():
-    assert {*ERRORS} == {*SUBJECTS}
+    assert {*ERRORS} == {*MEASURED}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", MEASURED)
 def test_a_check_finds_the_error_of_the_results(subject, tmp_path):
-    code, out, err = as_script("full", "check", subject, cwd=tmp_path)
+    """It has the rows of `python -m full check`, and more."""
+    code, out, err = as_script(ROOT / f"tests/bench/measure_{subject}.py", "check", cwd=tmp_path)
     assert code == 0, out + err
     last = json.loads(out.splitlines()[-1])
     assert last["ok"] and last["check"] == subject

@@ -298,39 +298,6 @@ def test_a_nan_on_one_rank_is_skipped_and_named_by_all(tmp_path, mode, where, na
     assert "3 optimizer steps in a row" in last and not moved and version == 0
 
 
-# --debug ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tree", shortened(["", "--tree sparse"], "--tree sparse"))
-def test_a_run_with_debug_is_the_run_without(tmp_path, tree):
-    plain, checked = (
-        trained(tmp_path, 2, f"{TINY} --steps 2 --prompts 3 --plan c2 {tree} {debug}")
-        for debug in ("", "--debug")
-    )  # fmt: skip
-    assert learns_something(plain) and largest_difference(checked, plain) == 0
-
-
-def _spoil(rank, flags, culprit):
-    """Plant a NaN in a weight of one rank; the error of its next step."""
-    trainer, batch = _trainer(flags)
-    if rank == culprit:
-        with torch.no_grad():
-            trainer.model.model.layers[1].self_attn.v_proj.weight[0, 0] = np.nan
-    try:
-        trainer.forward_backward(batch, trainer.total(trainer.loss_denominator(batch)))
-    except FloatingPointError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize("more, culprit", [
-    ("", 0), ("--tree sparse", 1), ("--cp-method ulysses", 1)])  # fmt: skip
-def test_debug_names_layer_rank_and_tensor(tmp_path, more, culprit):
-    errors = ranks(tmp_path, 2, _spoil, f"--plan c2 --debug {more}", culprit)
-    assert errors == [f"layer 1, ring attention: not finite: rank {culprit}: v"] * 2
-    assert ranks(tmp_path, 2, _spoil, f"--plan c2 {more}", 1) == [None] * 2
-
-
 # The clip ------------------------------------------------------------------------------------
 
 

@@ -53,7 +53,7 @@ def disagreements(function, files):
 
 def models_check():
     few = {name: CASES[name] for name in ("qwen3", "qwen3_moe", "gemma3_text")}
-    assert check_models(few, transformers=False)
+    assert check_models(few)
     model = tiny_model("gemma3_text")
     for prompts in ([[1, 2, 3], [4], [1, 2, 3]], [[1, 2, 3], [4], [5]]):
         generate(model, prompts, max_new_tokens=9, seed=0, end=range(0, 53, 4), slots=2)

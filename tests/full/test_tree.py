@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import complaint_of, shortened
 from measure_grpo import stats_of
-from measure_tree import draw, modeled_time
+from measure_tree import draw, main, modeled_time
 from oracles import FLASH, LiveBytes, Watch, plain_attention, worst
 from oracles import draw as draw_qkv
 from test_ranks import ranks
@@ -23,7 +23,6 @@ from torch.autograd import grad as grad_of
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from full.__main__ import main
 from full.attend import attend
 from full.check import TinyModel, check_tree, example_loss, forests, relative
 from full.chunks import (
@@ -1061,7 +1060,6 @@ def test_check_fails_where_a_gradient_is_wrong(monkeypatch, capsys):
 
     monkeypatch.setattr("full.check.tree_backward", slightly_wrong)
     monkeypatch.setattr("full.check.forests", lambda: {"a star": SHAPES["star"]})
-    monkeypatch.setitem(sys.modules, "measure_tree", None)  # an ImportError: no families
     assert not check_tree()
     line = next(x for x in capsys.readouterr().out.splitlines() if "a star" in x)
     assert line.endswith("FAILED")
@@ -1083,7 +1081,7 @@ def test_check_fails_where_a_gradient_is_wrong(monkeypatch, capsys):
 def test_plan_prints_tree_chunks_and_partition(tmp_path, capsys, sequences, words):
     (tmp_path / "x.json").write_text(json.dumps(sequences))
     flags = ["--chunk-tokens", "3", "--world", "2"]
-    assert main(["bench", "tree", "plan", str(tmp_path / "x.json"), *flags]) == 0
+    assert main(["plan", str(tmp_path / "x.json"), *flags]) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in words), out
 
@@ -1091,8 +1089,8 @@ def test_plan_prints_tree_chunks_and_partition(tmp_path, capsys, sequences, word
 @pytest.mark.slow  # test_gpu.py runs one of its shapes by default
 def test_bench_runs_at_toy_size(tmp_path, capsys):
     (tmp_path / "x.json").write_text(json.dumps([[[1, 2, 3], [1, 2, 4]]]))
-    assert main(["bench", "tree", "--repeats", "1", "--scale", "0.02", "--only", "GRPO"]) == 0
-    assert main(["bench", "tree", "--repeats", "1", "--data", str(tmp_path / "x.json")]) == 0
+    assert main(["--repeats", "1", "--scale", "0.02", "--only", "GRPO"]) == 0
+    assert main(["--repeats", "1", "--data", str(tmp_path / "x.json")]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {row["way"] for row in last["rows"]} == {"flat", "sparse", "dta N/4", "dta N/8"}
 

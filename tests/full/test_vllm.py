@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="VLLM_PYTH
 # vLLM's attention on CPUs needs heads of at least 32 numbers.
 SHAPE = dict(layers=2, hidden=128, heads=4)
 FLAGS = "--layers 2 --hidden 128 --heads 4 --prompts 4 --group 4 --eval-prompts 4 --lr-warmup 0 "
-FLAGS += "--device cpu --out run --engine-timeout 300"
+FLAGS += "--device cpu --out run"
 SETTINGS = dict(VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1",
                 VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo", HF_HUB_OFFLINE="1",
                 VLLM_CPU_OMP_THREADS_BIND="nobind")  # fmt: skip
