@@ -5,7 +5,7 @@
     PYTHONPATH=DIR python conformance/findings.py m2po   # DIR: see the first lines of its subject
 
 Each function computes a number with a package and by its definition, on tiny random models in
-float64, and returns pairs of a text and a number. The kits use other sizes, so some numbers differ.
+float64, and gives pairs of a text and a number. The kits use other sizes, so some numbers differ.
 """
 
 import functools
@@ -40,7 +40,7 @@ def on_ranks(world, function, *given):
         torch.set_default_dtype(torch.float64)
         dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
         torch.manual_seed(0)
-        torch.save(function(*given), f"{folder}/{rank}")
+        torch.save([*function(*given)], f"{folder}/{rank}")
         dist.destroy_process_group()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -155,12 +155,11 @@ def auxiliary_loss():
     trainer, world, found, numbers = trainer_stub(), dist.get_world_size(), {}, []
     for parts in (1, 2, 4):
         for coefficient in (0.1, 0.0):
-            model = mixture(coefficient)
-            rows, ddp = torch.arange(8).expand(8 // world, 8), DistributedDataParallel(model)
-            for part in rows.chunk(parts):
+            ddp = DistributedDataParallel(mixture(coefficient))
+            for part in torch.arange(8).expand(8 // world, 8).chunk(parts):
                 given = dict(input_ids=part, labels=part, use_cache=False)
                 trainer.compute_loss(ddp, given, num_items_in_batch=torch.tensor(56)).backward()
-            found[coefficient] = model.model.layers[0].mlp.gate.weight.grad
+            found[coefficient] = ddp.module.model.layers[0].mlp.gate.weight.grad
         numbers.append((f"norm, {parts} micro-batch(es)", (found[0.1] - found[0.0]).norm()))
     return numbers
 
@@ -246,18 +245,17 @@ def subject(name):
 
 def m2po():
     """Finding 5: the gradient of the same 24 tokens in 1, 2 and 4 micro-batches."""
-    loss, found = subject("areal_losses").AREAL.grpo_loss_fn, []
+    loss = subject("areal_losses").AREAL.grpo_loss_fn
     lp, old = -torch.rand(2, 4, 6, generator=torch.manual_seed(0), dtype=torch.float64)
+    engine, A = old + 0.5 * torch.sin(7 * lp), torch.sin(9 * old).sign()
     for parts in (1, 2, 4):
         now = lp.clone().requires_grad_()
         for rows in torch.arange(4).chunk(parts):
-            ones, A = torch.ones(len(rows), 6).double(), torch.tensor([[1.0], [-1], [2], [-2]])
-            data = dict(logprobs=old[rows] + 0.5 * torch.sin(7 * lp[rows]), prox_logp=old[rows],
-                        advantages=A[rows] * ones, loss_mask=ones)  # fmt: skip
-            value = loss(now[rows], 0 * ones, data, 0.2, 0.28, None, m2_threshold=0.04)
+            batch = dict(prox_logp=old, logprobs=engine, advantages=A, loss_mask=torch.ones(4, 6))
+            batch = {name: x[rows] for name, x in batch.items()}
+            value = loss(now[rows], 0 * now[rows], batch, 0.2, 0.28, None, m2_threshold=0.04)
             (value * len(rows) / 4).backward()  # the engine's weight: its share of the tokens
-        found.append((f"norm, {parts} micro-batch(es)", now.grad.norm()))
-    return found
+        yield f"norm, {parts} micro-batch(es)", now.grad.norm()
 
 
 def undivided_kl():
