@@ -118,6 +118,7 @@ def prepare(config, make=make_task):
     if config.reply_timeout and not getattr(task, "threads", True):
         raise ValueError(f"--reply-timeout: {type(task).__name__} has threads = False, so its "
                          f"replies are waited for by no other thread: leave one of the two out")
+    # A teacher scores the run's prompts and answers under the run's plan, so it must fit as well.
     shape = shape_of(config, task)
     teacher = build_teacher(config, task)
     for one in [shape] if teacher is None else [shape, teacher.config]:

@@ -172,6 +172,8 @@ class RunDirectory:
         firsts = dict.fromkeys((self.METRICS, self.SAMPLES, self.ROLLOUTS), max(0, first_step))
         if demos:
             firsts[self.DEMOS] = demos + min(0, first_step)
+        # Each file is replaced by its beginning. A kill in between leaves the old file, with lines
+        # that the next start cuts, and a .tmp that is never read.
         for name, step in firsts.items():
             lines = self.lines(name)
             for line in lines:
@@ -191,6 +193,8 @@ class RunDirectory:
 
         kind: "demos" or "step".
         """
+        # An older checkpoint goes only now that the new one is whole. So a disk that is full loses
+        # nothing: the error says what there is, and how to go on from it.
         try:
             write(f"{self}/{kind}-{step:08d}")
         except OSError as error:

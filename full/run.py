@@ -61,6 +61,7 @@ def start_run(config, progress=None, *, make=make_task, log=None, goes_on=False)
             require_room(config, task, generator.positions, "the engine")
         trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
         # All that can be refused has been: only now is a directory claimed.
+        # Rank 0 alone looks and writes, and holds the lock: the other ranks get the path.
         directory = RunDirectory(agree(lambda: RunDirectory.claim(config, stack).path))
         if config.engine:
             generator.begin(directory.engine)
@@ -119,6 +120,7 @@ def run(config, task, trainer, directory, progress, stop, tell=None) -> Ended:
     introduce(config, task, trainer, directory, first_step, origin)
     # Lines after the checkpoint belong to steps that are now done again.
     agree(lambda: directory.cut(first_step, config.demos))
+    # A signal ends either loop after a step, in which all ranks have saved.
     try:
         if first_step < 0:
             supervise(config, task, trainer, directory, stop, first_step)
@@ -144,6 +146,8 @@ def loop(config, task, trainer, queue, directory, stop, tell, is_new) -> float:
             solved = train_grpo.train(config, queue, trainer, logs.step, queue.first_step)
             if solved is None:  # resumed at its last step
                 solved = queue.evaluate()
+    # A reply that did not come: the state before the step is saved, and the batch is lost. It was a
+    # signal that ended the wait, or --reply-timeout, which is an error.
     except Unheard as unheard:
         text, number = unheard.args
         said = f"{text}: {saves.rescue()}; {directory.advice}"
