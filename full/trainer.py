@@ -76,6 +76,8 @@ def first_weights(model, directory, seed=0):
     if directory:
         load_hf(directory, model=model, whole=whole)
         return
+    # Every rank draws all tensors, since the draws of one follow those of the one before it, and
+    # keeps its part of those that it has.
     places = part_of(model).places
     for name, weight in drawn_weights(whole, seed):
         if name in places:
