@@ -36,6 +36,7 @@ from full.build import build, build_teacher, own_shape
 from full.byhand import Step, metrics_by_hand
 from full.checkpoint import write_checkpoint
 from full.config import LORA_TARGETS, Config
+from full.directory import RunDirectory
 from full.export import ONE_PROCESS
 from full.hf import save_hf
 from full.logs import do_step, rollout_line
@@ -177,7 +178,7 @@ def step_error(device="cpu", **changes) -> float:
         source = SimpleNamespace(get=lambda step: batch)
         found = do_step(config, source, trainer, 1)
         alone = dataclasses.replace(config, device="cpu", **ONE_PROCESS)
-        files = SimpleNamespace(path=folder, config=alone)
+        files = SimpleNamespace(directory=RunDirectory(folder), config=alone)
         case = Case(files, task, 1, folder, lines, before=folder / "step-00000001")
         step = Step(case)
         truth = metrics_by_hand(case, step, batch.sampled_by)
