@@ -407,6 +407,7 @@ class Turns:
                 forks = self.after(row) if self.after else []
                 found = [((*place, n), fork) for n, fork in enumerate(forks)]
                 self.done += [] if forks else [(place, row)]
+            # Who has no token left goes on no more, a fork that has just begun neither.
             for _, follower in found:
                 follower.truncated = follower.new >= self.limit
             self.done += [entry for entry in found if entry[1].truncated]

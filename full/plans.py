@@ -158,7 +158,7 @@ class Plan:
         """Return the plan of the sampler of a trainer with this plan.
 
         The sampler has the trainer's t and e. All other ranks hold replicas: under p2d2t2 each pair
-        of t ranks has all layers, d4t2. A token is decoded after the other, so ranks with other
+        of t ranks has all layers, d4t2. Tokens are decoded one after the other, so ranks with other
         layers, or with other tokens of a sequence, would only wait for each other.
         """
         return dataclasses.replace(self, dp=self.world // self.tp, pp=1, cp=1)
