@@ -37,7 +37,7 @@ from test_ranks import join, largest_difference, read_metrics  # noqa: E402
 from test_run import _main, begin  # noqa: E402
 
 CHOICES = {f.name: choices_of(f) for f in dataclasses.fields(Config)}
-SLACK = 1e-8  # of metrics against one process, as in test_plan_run.py
+SLACK = 1e-8  # of metrics against one process
 ROUNDING = 1e-6  # a gradient of a smaller norm, other than 0, is rounding
 BATCH = 100  # combinations between two lines of a long run
 LIMIT = 60  # seconds after which a run has hung; its own --timeout is shorter, so that it can tell
