@@ -38,7 +38,8 @@ Parallel:
     full/checkpoint.py: write_checkpoint, read_checkpoint, checkpoints
 
 Training:
-    full/config.py: Config, parse_config
+    full/config.py: Config
+    full/flags.py: parse_config
     full/tasks.py: Task
     full/questions.py: make_task
     full/trainer.py: Trainer

@@ -18,7 +18,8 @@ if __name__ == "__main__" and __package__ != "full":
 import torch.distributed as dist  # noqa: E402
 
 from full import audit, check, contents, estimate, talk  # noqa: E402
-from full.config import Config, parse_config  # noqa: E402
+from full.config import Config  # noqa: E402
+from full.flags import parse_config  # noqa: E402
 from full.exits import leave, quietly, replacing_characters, report  # noqa: E402
 from full.plot import plot  # noqa: E402
 from full.questions import require_task  # noqa: E402

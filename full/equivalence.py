@@ -24,7 +24,8 @@ import torch.distributed as dist
 import train_grpo
 from full.batches import Demonstrations, RolloutQueue, pending_batches
 from full.build import empty_model, empty_policy, require_plan
-from full.config import LORA_TARGETS, parse_config
+from full.config import LORA_TARGETS
+from full.flags import parse_config
 from full.logs import step_metrics
 from full.optimizer import persistent_buffers, training_tensors
 from full.places import full

@@ -19,7 +19,8 @@ import models
 import train_grpo
 from full.build import require_room, require_rows
 from full.checkpoint import checkpoints
-from full.config import Config, add_flags, resumed_config
+from full.config import Config, resumed_config
+from full.flags import add_flags
 from full.directory import RunDirectory
 from full.exits import quietly
 from full.export import ONE_PROCESS, beside, one_process, policy_in, write_hf

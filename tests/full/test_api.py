@@ -33,7 +33,7 @@ from full import ranks as ranks_py
 from full.__main__ import main
 from full.api import Config, Interrupted, Task, TaskError, audit, run
 from full.checkpoint import checkpoints
-from full.config import parse_config
+from full.flags import parse_config
 from full.directory import RunDirectory
 
 from full.tasks import file_of

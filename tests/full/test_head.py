@@ -12,7 +12,8 @@ from test_run import good, refused
 
 from full.audit import audited
 from full.build import build, build_teacher
-from full.config import Config, parse_config
+from full.config import Config
+from full.flags import parse_config
 from full.export import policy_in
 from full.generate import forward_with_cache, prefill
 from full.hf import load_hf, save_hf

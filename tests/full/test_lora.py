@@ -17,7 +17,8 @@ from full import lora
 from full.audit import audited
 from full.batches import RolloutQueue
 from full.build import build
-from full.config import LORA_TARGETS, Config, parse_config
+from full.config import LORA_TARGETS, Config
+from full.flags import parse_config
 from full.directory import RunDirectory
 from full.export import policy_in
 from full.hf import load_hf, save_hf

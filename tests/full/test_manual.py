@@ -23,7 +23,8 @@ from test_rollout import checkpoint, folder  # noqa: F401, fixtures
 from test_run import cli
 
 from full.check import SUBJECTS
-from full.config import Config, parse_config
+from full.config import Config
+from full.flags import parse_config
 from full.metrics import METRICS
 
 MEASURED = *SUBJECTS, "grpo"

@@ -17,7 +17,7 @@ from conftest import ROOT
 import measure_objectives
 from full.advantages import ADVANTAGES, advantages, overlong_penalty
 from full.config import Config
-from full.objectives import OBJECTIVES, SampledTokens, grpo_loss, sampler_weights
+from full.objectives import OBJECTIVES, READS, SampledTokens, grpo_loss, sampler_weights
 from full.rollouts import Trajectory
 
 pytestmark = pytest.mark.quick
@@ -134,3 +134,29 @@ def test_a_row_of_runs_that_are_there_is_printed(tmp_path, capsys):
             (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert measure_objectives.main([f"{tmp_path}", "2"]) == 0
     assert "| clip | 0.950 | 0.900 | 11, 11 |" in capsys.readouterr().out
+
+
+def test_each_objective_reads_the_flags_that_its_table_says():
+    one_N = torch.ones(1)
+    for name, objective in OBJECTIVES.items():
+        read = set()
+
+        class Watched:
+            def __getattr__(self, flag, read=read):
+                read.add(flag)
+                return getattr(Config, flag)
+
+        objective(Watched(), one_N, one_N, one_N, lambda x_N: x_N)
+        assert read == {*READS[name]}
+
+
+def test_a_flag_that_its_objective_does_not_read_is_refused():
+    others = {"clip_low": 0.1, "clip_high": 0.5, "dual_clip": 3.0, "cispo_bound": 3.0}
+    for name in OBJECTIVES:
+        for flag, value in others.items():
+            config = Config(objective=name, **{flag: value})
+            if flag in READS[name]:
+                config.check()
+                continue
+            with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} needs --objective"):
+                config.check()

@@ -17,7 +17,7 @@ from test_ranks import ranks
 
 import ring_attention as ring
 from full.__main__ import main
-from full.config import parse_config
+from full.flags import parse_config
 from full.estimate import PUBLISHED, Rank, Step, memory
 from full.hf import save_hf
 from full.model_config import ModelConfig

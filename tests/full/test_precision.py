@@ -27,7 +27,8 @@ from full.audit import audited
 from full.batches import RolloutQueue
 from full.build import build
 from full.check import relative_error as relative
-from full.config import Config, parse_config
+from full.config import Config
+from full.flags import parse_config
 from full.hf import load_hf
 from full.optimizer import LocalOptimizer, reduce_gradients, training_tensors
 from full.parallelize import parallelize

@@ -31,7 +31,7 @@ from blocks import copied
 from conftest import ROOT, batch_of, shortened, slow
 
 from full.build import build
-from full.config import parse_config
+from full.flags import parse_config
 from full.optimizer import clip_grad_norm
 from full.places import full
 from full.questions import make_task

@@ -29,7 +29,8 @@ from conftest import LOOKUP, ROOT, SORT, shortened, slow
 import train_grpo
 from full import __main__
 from full.checkpoint import checkpoints, sealed
-from full.config import Config, choices_of, parse_config
+from full.config import Config, choices_of
+from full.flags import parse_config
 from full.metrics import METRICS
 from test_ranks import join, read_metrics, start
 

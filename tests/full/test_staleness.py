@@ -20,7 +20,7 @@ from full.audit import audited
 from full.batches import SampledBatch, collect
 from full.build import build
 from full.checkpoint import checkpoints, sealed
-from full.config import parse_config
+from full.flags import parse_config
 from full.logs import do_step
 from full.questions import make_task
 from full.rollouts import Sampler, evaluate

@@ -25,7 +25,8 @@ from test_run import (
 )  # fmt: skip
 
 from full.audit import audited
-from full.config import Config, parse_config
+from full.config import Config
+from full.flags import parse_config
 from full.directory import RunDirectory
 from full.hf import load_hf, save_hf
 from full.logs import DEMO_METRICS, Log, Warnings
