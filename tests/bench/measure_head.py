@@ -29,7 +29,7 @@ HEADS = {"bfloat16": None, "float32": torch.float32}
 
 
 def attention_of(document_1S, group):
-    return masked_attention(Mask.documents(doc_ids=document_1S), None, "ring")
+    return masked_attention(Mask.documents(doc_ids=document_1S), None)
 
 
 def spread(gap_N) -> str:

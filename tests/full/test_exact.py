@@ -117,7 +117,7 @@ def test_gradients_are_the_ordinary_ones(name):
     results = []
 
     def ordinary(document):
-        return masked_attention(Mask.documents(doc_ids=document), None, "ring")
+        return masked_attention(Mask.documents(doc_ids=document), None)
 
     for make in (ordinary, packed_attention):
         model = tiny_model(name)
