@@ -205,7 +205,7 @@ def drawn(model, seed, device):
     return model
 
 
-def trainer_of(config, family) -> Trainer:
+def trainer_of(config, family, device="cpu") -> Trainer:
     """Return a trainer of a family's model, with a generator and, for a KL, another reference."""
     model_type, changes = FAMILIES[family]
     shape = tiny(model_type, vocab_size=TwoTurns.vocab_size, eos_token_id=(1,), **changes)
@@ -213,9 +213,9 @@ def trainer_of(config, family) -> Trainer:
     generator = empty_model(config, shape, config.rollout_dtype).requires_grad_(False)
     reference = None
     if config.kl_coef and config.lora is None:
-        reference = drawn(empty_model(config, shape, config.compute), 2, config.device)
+        reference = drawn(empty_model(config, shape, config.compute), 2, device)
         reference.requires_grad_(False)
-    policy = drawn(empty_policy(config, shape), 1, config.device)
+    policy = drawn(empty_policy(config, shape), 1, device)
     return Trainer(config, policy, generator=generator, reference=reference)
 
 
@@ -229,13 +229,13 @@ class Outcome:
     tensors: dict = field(default_factory=dict)  # at the end: weights, moments, buffers
 
 
-def outcome(row, folder) -> Outcome:
+def outcome(row, folder, device="cpu") -> Outcome:
     """Do a row's run on these ranks. folder: for a checkpoint."""
     found = Outcome()
     legs = row.how.split(" then ")
     for n, how in enumerate(legs):
         config = parse_config(f"{BASE} {RUNS[row.run]} {how}".split()).check()
-        trainer = trainer_of(config, row.family)
+        trainer = trainer_of(config, row.family, device)
         pending = {}
         if n > 0:
             state = trainer.load_checkpoint(folder)
@@ -306,12 +306,12 @@ def errors(found, truth) -> dict:
     }
 
 
-def row_errors(row, truth) -> dict | str:
+def row_errors(row, truth, device="cpu") -> dict | str:
     """Do a row. Return the largest error of all ranks by part, or what it was refused with."""
     with tempfile.TemporaryDirectory() as own:
         folder = Path(all_gather_objects(own)[0]) / "step-00000001"
         try:
-            found = outcome(row, folder)
+            found = outcome(row, folder, device)
         except ValueError as error:
             return f"{error}"
         except Exception as error:

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,17 +28,18 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from full import check as check_py  # noqa: E402
-from full import estimate  # noqa: E402
+from full import check_attention, equivalence, estimate  # noqa: E402
 from full import build as build_py  # noqa: E402
 from full.build import build  # noqa: E402
-from full.check import CASES, TinyModel, _tree_rows, path_errors  # noqa: E402
-from full.check import rows_of_rank  # noqa: E402
+from full.check import CASES, path_errors  # noqa: E402
+from full.check_attention import TinyModel, tree_rows  # noqa: E402
+from full.check_attention import rows_of_rank  # noqa: E402
 from full.config import Config  # noqa: E402
 from full.generate import generate  # noqa: E402
 from full.model_config import ModelConfig  # noqa: E402
 from full.plans import Plan  # noqa: E402
 from full.ranks import connect  # noqa: E402
+from full.steps import STEPS, step_error  # noqa: E402
 from full.tiny import tiny_model  # noqa: E402
 from full.trainer import Trainer  # noqa: E402
 
@@ -184,9 +186,6 @@ def model_rows(device, few):
         there = tiny_model(model_type, **changes).to(device)
         for path, error in path_errors(model, mine=there):
             yield f"{name}: {path}", error, 1e-12
-    for name in () if few else measure_models.CASES:
-        for path, error in measure_models.rope_errors(name, device):
-            yield f"{name}: {path}", error, 1e-12
     for path, error, bound in measure_models.expert_errors(device):
         yield f"experts: {path}", error, bound
 
@@ -213,14 +212,13 @@ def ring_rows_of_check(device, few):
 
 def tree_rows_of_check(device, few):
     """(row, error, bound) of tree_attention.py: every shape of tree, every size of chunk."""
-    import measure_tree
-    forests = check_py.forests()
+    forests = check_attention.forests()
     if few:
         forests = {name: forests[name] for name in ("prefixes", "star")}
     there = TinyModel().to(device)
-    tables = {"by max_tokens": dict(_tree_rows(TinyModel(), forests, there))}
+    tables = {"by max_tokens": dict(tree_rows(TinyModel(), forests, there))}
     if not few:
-        tables["families"] = measure_tree.family_rows(device)
+        tables["families"] = check_attention.family_rows(device)
     for rows in tables.values():
         for row, line in rows.items():
             for column, error in line.items():
@@ -228,39 +226,22 @@ def tree_rows_of_check(device, few):
 
 
 def parallel_rows(device, few):
-    """(row, error, bound) of parallel.py: one rank, in every mode, against the model itself."""
-    import measure_parallel
-
-    modes = {"ddp": {}, "zero1": dict(mode="zero1")}
-    if device != OTHER:
-        modes |= {"fsdp": dict(mode="fsdp"), "fsdp offload": dict(mode="fsdp", offload=True)}
-        modes |= {"activations again": dict(ac="full"), "some of them again": dict(ac="op")}
-    for kind in ("dense",) if few else ("dense", "tied", "bias", "moe"):
-        truth = measure_parallel.truth_of(kind, 3)
-        for mode, options in modes.items():
-            worst = measure_parallel.compare(0, "d1", kind, options, truth=truth, device=device)
-            yield f"{kind}, {mode}", max(worst), 1e-10
+    """(row, error, bound) of the runs of one rank: each mode and tree, the truth on the CPU."""
+    rows = [row for row in equivalence.ROWS if row.ranks == 1]
+    if device == OTHER:  # it has no FSDP, and no checkpointing by torch
+        rows = [row for row in rows if not re.search("fsdp|--ac", row.how)]
+    rows = rows[:2] if few else rows
+    truths = equivalence.truths(rows)
+    for row in rows:
+        found = equivalence.row_errors(row, truths[row.family, row.run], device)
+        yield row.name, max(found.values()), row.bound
 
 
 def grpo_rows(device, few):
-    """(row, error, bound) of train_grpo.py: steps by hand, trees and families, whole runs."""
-    import measure_grpo
-
-    steps = measure_grpo.STEPS
-    if few:
-        steps = {name: steps[name] for name in (
-            "per_branch, CISPO, TIS", "balanced experts, filter")}
-    for name, error in measure_grpo.invariances(device, steps).items():
-        yield name, error, 1e-12
-
-    # The matrix of one rank: every family with every kind of tree, the truth on the CPU.
-    families = ("qwen3",) if few else tuple(measure_grpo.FAMILIES)
-    truths, batch = measure_grpo.truths(families)
-    for plan, tree, family in measure_grpo.all_cells(("d1",), families=families):
-        config = measure_grpo.cell_setting((plan, tree, family))
-        if not measure_grpo.refused(config, family, 1):
-            found = measure_grpo.three_steps(config, family, batch, device)
-            yield f"{family}, {tree}", measure_grpo.errors(found, truths[family]), 1e-10
+    """(row, error, bound) of steps by hand."""
+    some = "per_branch, CISPO, TIS", "balanced experts, filter"
+    for name in some if few else STEPS:
+        yield f"a step by hand: {name}", step_error(device, **STEPS[name]), 1e-12
 
 
 def run_rows(device, few):

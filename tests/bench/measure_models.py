@@ -1,6 +1,6 @@
 """Models and generation: `python tests/bench/measure_models.py [bench | check] ..`.
 
-check: the rows of `python -m full check models`, experts, RoPE types, and transformers' numbers.
+check: the rows of `python -m full check models`, experts, and transformers' numbers.
 bench: tokens a second of generation and of training, against transformers if it is installed, and
 peak memory. One thread, CPU seconds, alternating; with --device cuda seconds of the wall, and with
 --size large a Qwen3-0.6B in bfloat16.
@@ -22,7 +22,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 from full import check
-from full.check import path_errors, relative_error as relative
+from full.check import relative_error as relative
 from full.experts import Balance, grouped_linear
 from full.generate import generate
 from full.hf import load_hf, save_hf
@@ -30,32 +30,12 @@ from full.contents import parameters
 from full.model_config import ModelConfig
 from full.tiny import tiny_model
 from full.transformer import Transformer
-from models import FULL
-
-ROPES = {  # one of each type that mixes, short enough that a few tokens tell them apart
-    "qwen3": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
-              "beta_fast": 2.0},
-    "llama": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-              "original_max_position_embeddings": 64},
-}  # fmt: skip
-CASES = {
-    f"{family} {rope['rope_type']}": (family, dict(rope_parameters={FULL: rope}))
-    for family, rope in ROPES.items()
-}
 
 
 def rows():
     """(path, error, bound) of what `check` shows beside the cases of full/check.py."""
-    found = [(f"{name}: {path}", e, 1e-12) for name in CASES for path, e in rope_errors(name)]
-    found += [(f"experts: {path}", error, bound) for path, error, bound in expert_errors()]
-    return found + [*transformers_errors(check.CASES | CASES)]
-
-
-def rope_errors(name, device="cpu"):
-    """(path, error) of one of CASES. Its frequencies are compared by `transformers_errors`."""
-    model_type, changes = CASES[name]
-    model, there = (tiny_model(model_type, **changes) for _ in range(2))
-    return [*path_errors(model, mine=there.to(device))]
+    found = [(f"experts: {path}", error, bound) for path, error, bound in expert_errors()]
+    return found + [*transformers_errors(check.CASES)]
 
 
 def expert_errors(device="cpu"):

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 from oracles import plain_attention
 
 from full.attend import DTYPES, attend
-from full.check import by_way, check_ring, compare
+from full.check_attention import by_way, check_ring, compare
 from full.masks import CAUSAL, NEVER, Mask, Sizes, boxes
 from full.ring import METHODS, indices, ring_attention, ring_of, shard, unshard
 from ring_attention import launch

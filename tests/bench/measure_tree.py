@@ -1,6 +1,5 @@
-"""Trees of tokens: `python tests/bench/measure_tree.py [bench | plan FILE | check]`.
+"""Trees of tokens: `python tests/bench/measure_tree.py [bench | plan FILE]`.
 
-check: the rows of `python -m full check tree`, and every family of models.
 plan: the tree of a list of token lists, its chunks, its partition. bench: training on trees against
 the flat batch. One thread, CPU seconds, alternating; a model of models.py from random weights.
 Flat: one sequence a call, no padding. Percent of the bound: of the FLOPs that `stats_of`
@@ -23,21 +22,12 @@ if __name__ == "__main__":
 from measure_grpo import costs, peak, stats_of
 from measure_models import QWEN3_06B, seconds_of
 
-from full.check import _tree_rows, check_tree, forests
+from full.check_attention import tree_rows, check_tree, forests
 from full.chunks import PAIR, partition, partition_tree, tree_backward
 from full.tiny import TINY, tiny, tiny_model
 from full.transformer import Transformer
 from full.trie import TokenTrie
 from tree_attention import definition
-
-def family_rows(device="cpu"):
-    """{family of models.py: the worst of each column of check} over a few trees."""
-    few, found = {name: forests()[name] for name in ("prefixes", "binary", "forest")}, {}
-    for kind in TINY:
-        there = tiny_model(kind).to(device)
-        lines = [line for _, line in _tree_rows(tiny_model(kind), few, there)]
-        found[kind] = {column: max(line[column] for line in lines) for column in lines[0]}
-    return found
 
 
 def shapes(seed=0, scale=1.0):
@@ -208,12 +198,7 @@ def describe(argv) -> int:
     return 0
 
 
-def check(argv) -> int:
-    """Return 1 if an error is over its budget."""
-    return 0 if check_tree({"families": family_rows()}) else 1
-
-
-COMMANDS = {"bench": bench, "plan": describe, "check": check}
+COMMANDS = {"bench": bench, "plan": describe}
 
 
 def main(argv) -> int:

@@ -35,7 +35,7 @@ from example_action_expert import Prefix, control_batch, control_case, flow_matc
 
 from full import ring as ring_py
 from full.attend import attend
-from full.check import relative
+from full.check_attention import relative
 from full.masks import Mask
 from full.ring import indices, unshard
 from ring_attention import launch

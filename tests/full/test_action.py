@@ -19,7 +19,7 @@ from example_action_expert import (
 from measure_ring import unshard_replicated
 from test_ranks import as_script, ranks
 
-from full.check import relative
+from full.check_attention import relative
 from full.masks import Mask
 from full.ring import indices
 from full.tiny import tiny

@@ -201,7 +201,7 @@ def test_a_loose_bound_has_a_cause(honest, process_group):
     assert row.why in text and "update: " in text
 
 
-# Settings that a file or a precision has a part in; measure_grpo.STEPS has all the others.
+# Settings that a file or a precision has a part in; STEPS of full/steps.py has all the others.
 SETTINGS = {
     "critic, long warm-up": "--advantage gae --kl-coef 0.05 --kl-in reward --kl k1 --lr-warmup 9",
     "forks": "--forks 2 --fork-turns 2 --advantage per_branch --dtype float64",

@@ -6,7 +6,6 @@ one process counts, skips and refuses, and the audit of whole runs.
 
 import json
 
-import measure_grpo
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,14 +13,17 @@ from conftest import shortened
 from test_audit import rows_of
 from test_ranks import TASK, _train, ranks, trained
 
+from full import equivalence
 from full.__main__ import main
+from full.batches import RolloutQueue
 from full.build import build
-from full.config import Config
+from full.config import Config, parse_config
+from full.equivalence import BASE, trainer_of
 from full.experts import Balance
 from full.hf import save_hf
 from full.optimizer import persistent_buffers
 from full.questions import make_task
-from full.tiny import tiny, tiny_model
+from full.tiny import TwoTurns, tiny, tiny_model
 from full.trainer import Trainer
 from full.transformer import Transformer
 
@@ -44,9 +46,11 @@ def test_by_default_experts_are_only_counted():
 def batch():
     """Trajectories, and two Trainers that balance experts alike."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    config = measure_grpo.setting(**measure_grpo.BALANCED["balanced moe"]).check()
-    trainers = [Trainer(config, measure_grpo.model_of("balanced moe")) for _ in range(2)]
-    yield measure_grpo.rollouts(measure_grpo.setting().check())[1], *trainers
+    config = parse_config(f"{BASE} {equivalence.RUNS['balanced']}".split()).check()
+    trainers = [trainer_of(config, "routers") for _ in range(2)]
+    played = RolloutQueue(config, TwoTurns(), trainers[0]).get(0)
+    trainers[0].prepare(played)
+    yield played.trained(), *trainers
     dist.destroy_process_group()
 
 

@@ -6,8 +6,10 @@ import json
 import measure_grpo
 import pytest
 from conftest import shortened
-from measure_grpo import SHAPES, STEPS
+from measure_grpo import SHAPES
 from torch.utils.flop_counter import FlopCounterMode
+
+from full.steps import STEPS, step_error
 
 # Settings whose parts are in no other setting of the default suite, or in none of test_audit.py.
 BY_DEFAULT = (
@@ -21,7 +23,7 @@ BY_DEFAULT = (
 @pytest.mark.parametrize("name", shortened(STEPS, *BY_DEFAULT))
 def test_a_step_is_the_step_by_hand(process_group, name):
     """Its metrics and weights after the second step of a run, of every kind of setting."""
-    assert measure_grpo.step_error(**STEPS[name]) <= 1e-12
+    assert step_error(**STEPS[name]) <= 1e-12
 
 
 @pytest.mark.parametrize("shape", ["guess branching", "256 + 8 x 64"])

@@ -6,12 +6,12 @@ full/equivalence.py hold packed batches under plans to it.
 
 import re
 
-import measure_parallel
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 from conftest import complaint_of as _fails
+from plan_training import build
 from test_ranks import ranks
 
 from full import ring
@@ -49,7 +49,7 @@ def user_loss(weights_B, mask_BT, logprobs_BT, entropies_BT):
 
 def truth_of(kind):
     """Loss, gradients by name, and scores of each sequence, by the definition."""
-    model = measure_parallel.build(kind, torch.float64)
+    model = build(kind, torch.float64)
     sequences, masks, weights = draw()
     loss, scores = 0.0, []
     for i, (tokens, mask) in enumerate(zip(sequences, masks, strict=True)):
@@ -92,7 +92,7 @@ def errors(model, truth, micro_tokens):
 @pytest.mark.quick
 @pytest.mark.parametrize("micro_tokens", [1, 12, 1000])
 def test_an_unsplit_model_needs_no_group(micro_tokens):
-    model, truth = measure_parallel.build("dense", torch.float64), truth_of("dense")
+    model, truth = build("dense", torch.float64), truth_of("dense")
     assert max(errors(model, truth, micro_tokens).values()) < 1e-12
     # Nothing has zeroed .grad: twice the gradient is as wrong as none, and is seen.
     assert errors(model, truth, micro_tokens)["gradient"] == pytest.approx(1.0)
@@ -101,7 +101,7 @@ def test_an_unsplit_model_needs_no_group(micro_tokens):
 def _refused_batches(rank):
     built = {}
     for text in ("t2", "c2"):
-        plan, model = Plan.parse(text), measure_parallel.build("dense", torch.float64)
+        plan, model = Plan.parse(text), build("dense", torch.float64)
         place = dict(device_mesh=Grid(plan), attention=causal_attention)
         built[text] = parallelize(model, plan, **place)
     call = PackedBatches(built["t2"], attention=attention).forward_backward
@@ -137,7 +137,7 @@ def _by_the_recipe(rank, plans):
     masks = [[True] * (len(tokens) - 1) for tokens in sequences]
     found = []
     for text in plans:
-        model = measure_parallel.build("dense", torch.float64)
+        model = build("dense", torch.float64)
         found.append(RECIPE["train"](model, Plan.parse(text), sequences, masks, 3))
     return torch.tensor(found, dtype=torch.float64)
 

@@ -11,7 +11,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from measure_parallel import ROWS, Training, batch, build
+from plan_training import ROWS, Training, batch, build
 from oracles import bytes_of
 from test_ranks import ranks
 from torch.utils._python_dispatch import TorchDispatchMode

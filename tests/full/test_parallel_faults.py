@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from conftest import complaint_of as _fails
 from conftest import shortened
-from measure_parallel import LENGTH, ROWS, Training, backward, batch, build
+from plan_training import LENGTH, ROWS, Training, backward, batch, build
 from test_ranks import ranks
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh

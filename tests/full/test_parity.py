@@ -16,7 +16,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from measure_parallel import LENGTH, ROWS, TEMPERATURE, Batch, Training, errors, read_cases
+from plan_training import LENGTH, ROWS, TEMPERATURE, Batch, Training, errors, read_cases
 from test_ranks import ranks
 
 from full.hf import load_hf

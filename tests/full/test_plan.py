@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, slow
-from measure_parallel import LENGTH, build, read_cases
+from plan_training import LENGTH, build, read_cases
 from oracles import bytes_of
 from test_ranks import ranks
 

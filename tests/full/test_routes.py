@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import shortened
-from measure_grpo import truths
 from test_ranks import TASK, read_metrics, trained
 from test_run import good, refused
 

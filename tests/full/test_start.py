@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import LOOKUP, shortened, slow
-from measure_parallel import read_cases
+from plan_training import read_cases
 from oracles import LiveBytes
 from test_precision import tensors_of
 from test_ranks import ranks, read_metrics

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from full.attend import attend
-from full.check import TinyModel, check_tree, example_loss, forests, relative
+from full.check_attention import TinyModel, check_tree, example_loss, forests, relative
 from full.chunks import (
     NonFiniteLoss, partition, partition_tree, redistribute, tree_backward, tree_scores,
 )  # fmt: skip
@@ -1058,8 +1058,8 @@ def test_check_fails_where_a_gradient_is_wrong(monkeypatch, capsys):
         next(model.parameters()).grad *= 1 + 1e-8
         return result
 
-    monkeypatch.setattr("full.check.tree_backward", slightly_wrong)
-    monkeypatch.setattr("full.check.forests", lambda: {"a star": SHAPES["star"]})
+    monkeypatch.setattr("full.check_attention.tree_backward", slightly_wrong)
+    monkeypatch.setattr("full.check_attention.forests", lambda: {"a star": SHAPES["star"]})
     assert not check_tree()
     line = next(x for x in capsys.readouterr().out.splitlines() if "a star" in x)
     assert line.endswith("FAILED")

@@ -1,0 +1,149 @@
+"""Steps by hand in every kind of setting: adds a table to byhand.py.
+
+It is for `python -m full check grpo` and for tests. Each setting is a run of two steps in memory.
+The second is done again from its definition, in float64, and must have the same metrics and
+weights. If you only train, skip this file.
+"""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch.distributed as dist
+
+from full.batches import RolloutQueue
+from full.build import build, build_teacher, own_shape
+from full.byhand import Step, metrics_by_hand
+from full.config import Config
+from full.directory import RunDirectory
+from full.export import ONE_PROCESS
+from full.hf import save_hf
+from full.logs import do_step, rollout_line
+from full.lora import draw_factors
+from full.optimizer import persistent_buffers
+from full.questions import make_task
+from full.ranks import connect
+from full.recorded import Case
+from full.tiny import tiny_model
+from full.trainer import Trainer, first_weights
+from full.transformer import Transformer, draw_weights
+
+SMALL = dict(dtype="float64", prompts=4, group=4, hidden=32, minibatches=1, forks=2, fork_turns=1)
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, sparse_layers=(0, 1))
+STEPS = {  # settings that between them reach every line of conformance/definition.py
+    "group_mean, 2 updates": dict(minibatches=2),
+    "group_std, GSPO, KL": dict(
+        advantage="group_std", objective="gspo", aggregation="sequence_mean", kl_coef=0.1,
+        clip_low=3e-4, clip_high=4e-4, minibatches=2),
+    "per_branch, CISPO, TIS": dict(
+        advantage="per_branch", objective="cispo", cispo_bound=1.001,
+        aggregation="constant", proximal=True, importance_cap=1.0, minibatches=2),
+    "gae, KL in the reward": dict(
+        advantage="gae", kl_coef=0.1, kl_in="reward", kl="k1", minibatches=2, lr_decay="cosine"),
+    "gae by trees": dict(advantage="gae", aggregation="constant", tree="dta", chunk_tokens=8),
+    "leave_one_out, dual clip, filter": dict(
+        advantage="leave_one_out", dual_clip=1.5, overlong="filter", max_new_tokens=8,
+        temperature=0.8, weight_decay=0.1, minibatches=2),
+    "constant, filter": dict(
+        aggregation="constant", overlong="filter", max_new_tokens=8, kl_coef=0.1),
+    "balanced experts, filter": dict(
+        balance_coef=0.5, router_bias_rate=0.05, overlong="filter", max_new_tokens=8,
+        minibatches=2),
+    "dynamic sampling, 3 updates": dict(
+        dynamic_sampling=True, max_rounds=3, entropy_coef=0.0, minibatches=3, group=8, size=3),
+    "staleness 1, TIS": dict(staleness=1, minibatches=2, proximal=True, importance_cap=1.0),
+    "staleness 1, the sampler's old": dict(staleness=1),
+    "REINFORCE++, geometric mask": dict(
+        objective="reinforce", advantage="none_batch", staleness=1, minibatches=2,
+        proximal=True, importance="mask", importance_of="geometric", importance_low=0.99,
+        importance_cap=1.01),
+    "GMPO, sequence mask": dict(
+        objective="gmpo", clip_low=1e-3, clip_high=2e-3, aggregation="sequence_mean", staleness=1,
+        minibatches=2, proximal=True, importance="mask", importance_of="sequence",
+        importance_low=0.95, importance_cap=1.02),
+    "SAPO, LitePPO, soft overlong, IcePop": dict(
+        objective="sapo", advantage="batch_std", overlong_buffer=3, max_new_tokens=8, minibatches=2,
+        staleness=1, proximal=True, importance="mask", importance_low=0.98, importance_cap=1.01),
+    "DPPO by trees": dict(
+        objective="dppo", clip_low=1e-4, clip_high=2e-4, minibatches=2, tree="sparse",
+        micro_tokens=60),
+    "DPPO, leave_one_out": dict(
+        objective="dppo", clip_low=1e-7, clip_high=2e-7, minibatches=2,
+        advantage="leave_one_out"),
+    "replayed routes, 2 updates": dict(
+        replay_routes=True, generator_dtype="bfloat16", balance_coef=0.5, router_bias_rate=0.05,
+        kl_coef=0.1, proximal=True, minibatches=2),
+    "LoRA, KL, 2 updates": dict(lora_rank=3, lora_alpha=6.0, kl_coef=0.1, minibatches=2),
+    "LoRA of experts, router and head": dict(
+        lora_rank=2, lora_targets="k_proj,o_proj,gate_proj,down_proj,gate,lm_head", kl_coef=0.1,
+        router_bias_rate=0.05, balance_coef=0.5, advantage="gae", proximal=True, minibatches=2),
+    "GSPO, a teacher": dict(objective="gspo", clip_low=1e-3, clip_high=1e-3, teacher="tiny"),
+}  # fmt: skip
+
+
+def built(config, task, device):
+    """Return policy, generator and reference of `build`, the policy in memory on a device."""
+    model, generator, reference = build(config, task)
+    first_weights(model.to_empty(device=device), config.model, config.seed)
+    if config.lora_rank:
+        draw_factors(model, config.seed)
+    return model, generator, reference
+
+
+def step_error(device="cpu", **changes) -> float:
+    """Do two steps of a run with some settings, and the second one by hand.
+
+    Returns the largest difference of metrics and parameters. The run's steps are done on the
+    device, the step by hand on the CPU.
+    """
+    config = Config(**SMALL | dict(lr=0.01, lr_warmup=0) | changes).check()
+    if not dist.is_initialized():
+        connect(device)
+    task = make_task(config)
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        if config.router_bias_rate:  # experts are those of a checkpoint, with the task's vocabulary
+            shape = EXPERTS | dict(vocab_size=task.vocab_size, eos_token_id=tuple(task.end))
+            experts = tiny_model("qwen3_moe", seed=2, **shape)
+            save_hf(experts, folder / "hf")
+            config = dataclasses.replace(config, model=f"{folder}/hf")
+        if config.teacher:
+            teacher = Transformer(own_shape(dataclasses.replace(config, hidden=16), task))
+            draw_weights(teacher.double(), 5)
+            save_hf(teacher, folder / "hf")
+            config = dataclasses.replace(config, teacher=f"{folder}/hf")
+        model, generator, reference = built(config, task, device)
+        trainer = Trainer(config, model, generator=generator, reference=reference,
+                          teacher=build_teacher(config, task))  # fmt: skip
+        directory = RunDirectory(folder)
+        directory.write_reference(trainer)
+        trainer.push_weights()
+        queue = RolloutQueue(config, task, trainer)
+        found = do_step(config, queue, trainer, 0)
+
+        # The state before step 1 goes through a checkpoint, as in an audit.
+        trainer.save_checkpoint(folder / "step-00000001", step=1)
+        batch = queue.get(1)
+        lines = {n: [rollout_line(task, 1, i, t) for i, t in enumerate(batch.groups[n])]
+                 for n in batch.groups}  # fmt: skip
+        source = SimpleNamespace(get=lambda step: batch)
+        found = do_step(config, source, trainer, 1)
+        alone = dataclasses.replace(config, device="cpu", **ONE_PROCESS)
+        files = SimpleNamespace(directory=directory, config=alone)
+        case = Case(files, task, 1, folder, lines, before=folder / "step-00000001")
+        step = Step(case)
+        truth = metrics_by_hand(case, step, batch.sampled_by)
+    missing = found.keys() ^ truth.keys()
+    not_by_hand = {"logprob_gap/identical", "seconds/rollout", "seconds/wait_train"}
+    if config.tree != "disabled":
+        not_by_hand.add("tokens/trained")
+    assert missing <= not_by_hand, missing
+    truncated = [t for group in batch.groups.values() for t in group if t.truncated]
+    assert trainer.policy_version > 1 and (config.overlong != "filter" or truncated)
+    worst = [abs(found[name] - x) / max(1.0, abs(x)) for name, (x, *_) in truth.items()]
+    hand = step.weights | persistent_buffers(step.policy)
+    tensors = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    tensors |= persistent_buffers(model)
+    worst += [(x.cpu() - hand[name]).abs().max().item() for name, x in tensors.items()]
+    return float(max(worst))
