@@ -22,9 +22,8 @@ if __name__ == "__main__":
 from measure_grpo import costs, peak, stats_of
 from measure_models import QWEN3_06B, seconds_of
 
-from full.check_attention import tree_rows, check_tree, forests
 from full.chunks import PAIR, partition, partition_tree, tree_backward
-from full.tiny import TINY, tiny, tiny_model
+from full.tiny import tiny
 from full.transformer import Transformer
 from full.trie import TokenTrie
 from tree_attention import definition

@@ -87,7 +87,8 @@ TABLE = {
     # Checks.
     **dict.fromkeys(("grep NUMERICS *.py full/*.py", "grep COMM *.py full/*.py"),
                     "house::every_tag_ends_in_a_test_that_exists"),
-    f"{RUN} check": "manual::a_check_finds_the_error_of_the_results",
+    **dict.fromkeys((f"{RUN} check", *(f"{RUN} check {subject}" for subject in SUBJECTS)),
+                    "manual::a_check_finds_the_error_of_the_results"),
     "python tests/adapters.py table":
         "conformance::the_losses_of_other_code_bases_are_what_the_table_says",
     "python conformance/loss.py tests/adapters.py:ours objective=gspo aggregation=sequence_mean":
@@ -109,8 +110,6 @@ TABLE = {
     f"{BENCH}_ring.py stress --model": "action::fifty_steps_in_bf16",
     f"{BENCH}_tree.py --repeats 7": "tree::bench_runs_at_toy_size",
     f"{BENCH}_models.py --repeats 7": " --repeats 1",
-    **{f"{BENCH}_{subject}.py check": "manual::a_check_finds_the_error_of_the_results"
-       for subject in MEASURED},
     "python tests/bench/bench_trl.py --model DIR --prompts 4 --completion 14 --rounds 3":
         "conformance::a_checkpoint_is_measured_on_its_own_prompts",
     "python tests/bench/bench_trl.py --rounds 7":
