@@ -198,7 +198,7 @@ def test_a_loose_bound_has_a_cause(honest, process_group):
     assert row.is_loose and "on the other side of the clip's edge" in row.why
     assert all(bool(row.why) == row.is_loose for row in report.rows if row.key != "eval/solved")
     text = as_text(report, everything=False, tokens=False)
-    assert row.why in text and "update: " in text
+    assert row.why in text and "update: " in text and "the loosest bound is that of" in text
 
 
 # Settings that a file or a precision has a part in; STEPS of full/steps.py has all the others.
@@ -326,6 +326,7 @@ def test_a_summary_has_the_rows_that_are_outside(process_group, copied, capsys):
     assert main(["audit", str(run), "--step", "2"]) == 0
     out, err = capsys.readouterr()
     assert re.search(r"^loss: (\d+) of \1 numbers agree; the nearest to its bound is", out, re.M)
+    assert "the loosest bound is that of" in out
     assert not rows_of(out) and "rollout 0" not in out and out.endswith("audit of step 2: ok\n")
     assert re.fullmatch(r"16 rollouts of \d+ tokens, by hand in float64\n", err)
     edit_line(run, 2, "grad_norm", digit)
@@ -525,6 +526,8 @@ CHANGES = {  # what is changed, and the first row that must be outside
     "--entropy-coef": (in_config("entropy_coef", 0.021), "loss/token_mean_first"),
     "--clip-low": (in_config("clip_low", 0.01), "ratio/clipped_fraction"),
     "--kl": (in_config("kl", "k1"), "kl/token_mean_first"),
+    "--max-grad-norm": (in_config("max_grad_norm", 1e-3), "parameters"),
+    "--beta2": (in_config("beta2", 0.98), "parameters"),
     "a weight": (in_tensor(2, "model.lm_head.weight", 1.001), "logprob_gap/max"),
     "a moment": (in_tensor(2, "optimizer.lm_head.weight.exp_avg", 1.01), "parameters"),
     "a weight behind": (in_tensor(3, "model.lm_head.weight", 1.001), "parameters"),
