@@ -471,7 +471,7 @@ def test_an_audit_needs_the_runs_own_objects(monkeypatch):
         for options in ({}, dict(task=Lookup(CONFIG)), dict(task="x.py:X")):
             assert "python:Sort" in complaint_of(audit, "run", **options)
         late = complaint_of(audit, "run", task=Sort(CONFIG), step=9)
-        assert "metrics.jsonl has no step 9" in late
+        assert "expected one of the 4 steps of metrics.jsonl" in late
         assert "no config.json" in complaint_of(audit, "nowhere")
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert "an audit is one process" in complaint_of(audit, "run", task=Sort(CONFIG))
