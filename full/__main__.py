@@ -5,7 +5,7 @@
     python -m full audit runs/guess-0 [--step N]              # a step from its definition
     python -m full eval | chat | export runs/guess-0 ..       # pass@k; talk; Hugging Face
     python -m full inspect DIR                                # what of a checkpoint is loaded
-    python -m full plan d2t2 ..                               # what each rank holds and sends
+    python -m full plan d2t2 ..                               # what each rank holds
     python -m full check [ring | tree | models | parallel | grpo]    # against definitions, float64
 """
 

@@ -372,10 +372,8 @@ def planned(shape, settings) -> dict:
         micros=tokens // settings["micro_tokens"], size=4 if settings["dtype"] == "float32" else 2,
         ac=settings["ac"], compute=2 if settings["compute_dtype"] else 0,
     )  # fmt: skip
-    rank = estimate.Rank(plan, shape, step)
-    sampler = estimate.Rank(plan, shape, step._replace(tokens=0))
     parts = estimate.memory(plan, shape, step)
-    return parts | dict(generator=rank.generator(sampler, 2))
+    return parts | dict(generator=estimate.generator(plan, shape, step, 2))
 
 
 ON_THE_HOST = "weights", "gradients", "moments"  # with fsdp-offload

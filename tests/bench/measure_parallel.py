@@ -16,11 +16,10 @@ import time  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from plan_training import LENGTH, Batch, Training, build  # noqa: E402
+from plan_training import Batch, Training  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from full.estimate import WIRE  # noqa: E402
 from full.plans import Grid, Plan  # noqa: E402
 from full.tiny import tiny_model  # noqa: E402
 from ring_attention import launch  # noqa: E402
@@ -31,7 +30,9 @@ BENCH = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, head_d
 
 class Sent(TorchDispatchMode):
     """Bytes that this rank hands to each collective and each P2P send inside: of a gather its part,
-    of a scatter-add and an all-to-all all parts. `WIRE` says what a ring then puts on the wire."""
+    of a scatter-add and an all-to-all all parts."""
+
+    OPS = "allgather", "reducescatter", "allreduce", "alltoall", "send"
 
     def __init__(self):
         super().__init__()
@@ -39,7 +40,7 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.name().split("::")[1].replace("_", "")
-        op = next((op for op in WIRE if name.startswith(op)), None)
+        op = next((op for op in self.OPS if name.startswith(op)), None)
         if "c10d" in function.namespace and op is not None:
             first = op in ("send", "allreduce") or "functional" in function.namespace
             given = (x for x in tree_leaves(args[0 if first else 1]) if torch.is_tensor(x))
@@ -53,19 +54,6 @@ def training_of(plan, model, options, rows, length, micros):
     tokens = torch.randint(model.config.vocab_size, (rows, length), generator=generator)
     whole = Batch.of(tokens, torch.ones(rows, length), torch.zeros_like(tokens))
     return Training(model, Grid(plan), whole, micros=micros, **options)
-
-
-def handed_over(text, kind, options, micros, rows=8):
-    """What `Sent` counts in a step and its update, of a model of KINDS with 56 words."""
-    model = build(kind, torch.float32, vocab_size=56)
-    if options.get("compute_dtype"):
-        model.residual_dtype = torch.float32
-    training = training_of(Plan.parse(text), model, options, rows, LENGTH, micros)
-    training.backward()  # what only the first step sends, the shapes of a pipeline, say
-    with Sent() as sent:
-        training.backward()
-        training.optimizer.step()
-    return sent.bytes
 
 
 def _timed(plan_text, rows, length, steps):

@@ -1,17 +1,16 @@
-"""parallel.py's plans (grammar, groups, what is refused and how), the model of what a rank holds
-and sends, and the learning-rate schedule."""
+"""parallel.py's plans (grammar, groups, what is refused and how), the model of what a rank
+holds, and the learning-rate schedule."""
 
 import dataclasses
 import itertools
 import re
 import shlex
 
-import measure_parallel
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, slow
-from plan_training import LENGTH, build, read_cases
+from plan_training import build
 from oracles import bytes_of
 from test_ranks import ranks
 
@@ -209,68 +208,7 @@ def test_lr_factors_are_these(options, factors):
     assert found == pytest.approx(factors, abs=5e-5 if "decay" in options else 1e-15)
 
 
-# What a rank sends and holds -------------------------------------------------------------------
-
-SENDS = {  # a case of read_cases: micro-batches of a replica
-    "d2 dense": 2, "d2 dense zero1": 1, "d2 dense fsdp": 2, "t2 dense": 2, "t2 dense full": 1,
-    "t2 tied full": 1, "t2 moe full": 1, "c2 dense": 2, "c2 dense full": 1, "d2e2 moe": 2,
-    "d2e2 moe fsdp full": 2, "p2 dense": 4, "p2 tied": 2, "d2 dense zero1 mixed": 1,
-    "d2 dense fsdp mixed": 2, "t2 moe full mixed": 1, "c2 dense mixed": 2, "d2e2 moe mixed": 2,
-    "p2 tied mixed": 2,
-}  # fmt: skip
-SENDS_4 = {
-    "c4 dense": 1, "d2t2 dense fsdp": 2, "t2c2 dense full": 1, "d2t2e4 moe": 2, "etp moe full": 1,
-    "d2p2 dense zero1": 2, "d2p2 dense fsdp": 4, "p2t2 dense": 2, "p4 deep": 4,
-    "d2t2 dense fsdp mixed": 2,
-}  # fmt: skip
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SENDS_4]
-
-
-def _handed_over(rank, cases):
-    return [measure_parallel.handed_over(*case) for case in cases]
-
-
-@pytest.fixture(scope="module")
-def handed_over(tmp_path_factory):
-    """Case -> what each rank hands over; all cases of two ranks in one start of them."""
-    made = {}
-
-    def of_case(name):
-        names = SENDS if name in SENDS else [name]
-        if name not in made:
-            cases = [(*read_cases(case)[case], (SENDS | SENDS_4)[case]) for case in names]
-            world = Plan.parse(cases[0][0]).world
-            found = ranks(tmp_path_factory.mktemp("sends"), world, _handed_over, cases)
-            made.update(zip(names, zip(*found)))
-        return made[name]
-
-    return of_case
-
-
-def _total(sent):
-    sums = {op: sum(of_rank.get(op, 0) for of_rank in sent) for of_any in sent for op in of_any}
-    return {op: size for op, size in sums.items() if size}
-
-
-@pytest.mark.parametrize("name", [*SENDS, *SLOW])
-def test_the_bytes_that_plan_tells_are_what_ranks_hand_over(handed_over, name):
-    """Exactly, on average over ranks: experts' rows are as many as the tokens, wherever they go."""
-    text, kind, options = read_cases(name)[name]
-    plan, config = Plan.parse(text), build(kind, torch.float32, vocab_size=56).config
-    step = Step(
-        mode=options.get("mode", "ddp"), tokens=8 * LENGTH // plan.dp,
-        micros=(SENDS | SENDS_4)[name], ac=options.get("ac", "none"),
-        compute=2 if "compute_dtype" in options else 0,
-    )  # fmt: skip
-    told = []
-    for stage in range(plan.pp):
-        given = {}
-        for message in Rank(plan, config, step, stage).messages():
-            given[message.op] = given.get(message.op, 0) + message.given
-        told += [given] * (plan.world // plan.pp)
-    found = _total(handed_over(name))
-    assert found and _total(told) == pytest.approx(found, rel=1e-12)
-
+# What a rank holds -----------------------------------------------------------------------------
 
 def kept_shape(kind, layers):
     sparse = dict(sparse_layers=tuple(range(layers))) if kind == "moe" else {}
@@ -391,7 +329,7 @@ def test_plan_prints_groups_and_memory_and_refuses_what_does_not_divide(tmp_path
 
 def test_the_rows_of_the_results_are_what_plan_prints(capsys):
     page = (ROOT / "full" / "RESULTS.md").read_text()
-    page = page.split("## What a rank holds and sends")[1].split("\n## ")[0]
+    page = page.split("## What a rank holds")[1].split("\n## ")[0]
     found = re.findall(r"python -m full (plan .*)", page.replace("\\\n", " "))
     assert len(found) > 1
     for command in found:
