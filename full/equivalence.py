@@ -105,7 +105,6 @@ ordinary 2 routers balanced --compute-dtype float32 --plan d2e2 --ac full
 ordinary 4 dense lone --plan c4 --tree sparse
 ordinary 4 tied critic --plan c2p2
 ordinary 4 routers biased --plan d2t2e4 --data-parallel zero1
-ordinary 4 experts balanced --plan (attn:d2t2|ffn:e2t2) --data-parallel fsdp
 ordinary 2 dense old --plan d2e2 = expected a model with experts
 ordinary 2 dense old --tree dta --chunk-tokens 9 --plan c2 = --tree dta has no c
 ordinary 2 routers routes --plan c2 = --replay-routes has no c in --plan
@@ -121,7 +120,7 @@ slow 2 dense,deep sequences,demos,dynamic,reward --data-parallel fsdp | --plan t
 slow 2 experts,routers lora,plain --plan d2e2 | --plan t2 | --plan (attn:t2|ffn:t2)
 slow 2 experts routes,lora-all --plan t2 --tree sparse | --plan d2e2 --tree sparse
 slow 2 experts,routers biased,lora-all --plan c2 | --plan c2e2 --tree sparse
-slow 2 dense,tied lora,lora-head --plan c2 --tree sparse | --data-parallel fsdp-offload --ac full
+slow 2 dense,biases lora,lora-head --plan c2 --tree sparse | --data-parallel fsdp-offload --ac full
 slow 2 dense,tied,experts rounded --compute-dtype float32 --plan c2 --tree sparse
 slow 2 dense,experts rounded --compute-dtype float32 --plan t2 --tree dta --chunk-tokens 5
 slow 4 dense,tied old,forks,critic --plan d2t2 | --plan d2c2 --data-parallel zero1 | --plan t2c2
@@ -129,7 +128,7 @@ slow 4 dense,tied old,critic,lora --plan p2t2 --tree sparse | --plan d2p2 --data
 slow 4 deep,deep-tied old,stale --plan d2p2 --data-parallel fsdp --pp-schedule interleaved1f1b
 slow 4 deep-tied old,critic --plan p2t2 --pp-schedule zbv | --plan c2t2 --tree sparse
 slow 4 routers biased,lora --plan d2t2 --tree dta --chunk-tokens 16 --data-parallel zero1
-slow 4 experts,routers biased,balanced --plan d4e4 --data-parallel fsdp | --plan t2c2 --ac full
+slow 4 experts,routers biased,balanced --plan (attn:d2t2|ffn:e2t2) --data-parallel fsdp | --plan t2c2
 slow 4 experts,routers biased,routes --plan p2d2e2 --tree sparse | --plan d2t2e4 --tree sparse
 slow 4 routers lora-all,stale --plan d2t2e4 --data-parallel fsdp then --plan p2d2e2
 slow 4 tied rounded --compute-dtype float32 --plan d2t2 --data-parallel fsdp
