@@ -17,9 +17,10 @@ from full import equivalence
 from full.__main__ import main
 from full.batches import RolloutQueue
 from full.build import build
-from full.config import Config, parse_config
+from full.config import Config
 from full.equivalence import BASE, trainer_of
 from full.experts import Balance
+from full.flags import parse_config
 from full.hf import save_hf
 from full.optimizer import persistent_buffers
 from full.questions import make_task
