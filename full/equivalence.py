@@ -115,7 +115,7 @@ slow 2 dense old,rounded --plan d2 --compile | --data-parallel fsdp --compile --
 slow 2 dense,biases,tied forks,critic --plan d2 | --plan t2 | --plan t2 --ac full | --plan c2
 slow 2 dense,biases,tied old,forks,critic --data-parallel fsdp --ac op | --plan t2 --tree sparse
 slow 2 tied,experts old --plan t2 --tree dta --chunk-tokens 5 --ac full | --plan t2 --compile
-slow 2 deep,deep-tied forks,filtered,lora --plan p2 --pp-schedule interleaved1f1b --tree sparse
+slow 2 deep,deep-tied forks,sequences,lora --plan p2 --pp-schedule interleaved1f1b --tree sparse
 slow 2 dense,deep sequences,demos,dynamic,reward --data-parallel fsdp | --plan t2 | --plan p2
 slow 2 experts,routers lora,plain --plan d2e2 | --plan t2 | --plan (attn:t2|ffn:t2)
 slow 2 experts routes,lora-all --plan t2 --tree sparse | --plan d2e2 --tree sparse
@@ -133,7 +133,7 @@ slow 4 experts,routers biased,routes --plan p2d2e2 --tree sparse | --plan d2t2e4
 slow 4 routers lora-all,stale --plan d2t2e4 --data-parallel fsdp then --plan p2d2e2
 slow 4 tied rounded --compute-dtype float32 --plan d2t2 --data-parallel fsdp
 slow 8 dense,tied old,forks --plan p2d2t2 --data-parallel fsdp | --plan d2t2c2 --data-parallel zero1
-slow 8 routers balanced,lora-all --plan (attn:p2d2t2|ffn:p2e2t2) | --plan d2t2c2e4
+slow 8 routers balanced,lora --plan (attn:p2d2t2|ffn:p2e2t2) | --plan d2t2c2e4
 """
 MIXED = "--compute-dtype float32"
 BOUND, MIXED_BOUND = 1e-10, 3e-4
