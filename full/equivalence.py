@@ -128,7 +128,7 @@ slow 4 dense,tied old,critic,lora --plan p2t2 --tree sparse | --plan d2p2 --data
 slow 4 deep,deep-tied old,stale --plan d2p2 --data-parallel fsdp --pp-schedule interleaved1f1b
 slow 4 deep-tied old,critic --plan p2t2 --pp-schedule zbv | --plan c2t2 --tree sparse
 slow 4 routers biased,lora --plan d2t2 --tree dta --chunk-tokens 16 --data-parallel zero1
-slow 4 experts,routers biased,balanced --plan (attn:d2t2|ffn:e2t2) --data-parallel fsdp | --plan t2c2
+slow 4 experts,routers biased,balanced --plan (attn:d2t2|ffn:e2t2) --data-parallel fsdp
 slow 4 experts,routers biased,routes --plan p2d2e2 --tree sparse | --plan d2t2e4 --tree sparse
 slow 4 routers lora-all,stale --plan d2t2e4 --data-parallel fsdp then --plan p2d2e2
 slow 4 tied rounded --compute-dtype float32 --plan d2t2 --data-parallel fsdp
