@@ -264,18 +264,18 @@ class Replay:
 
 @torch.no_grad()
 def update_router_bias(model, counts, /):
-    """Move the routers' biases by (11), after an optimizer step.
+    """Move the routers' biases by (11), after an optimizer step. ValueError if there are none.
 
-    counts: {layer: (E,)}, the tokens of each expert in the whole step, over all ranks.
+    counts: {layer: (E,)}, the tokens of each expert in the whole step, over all ranks. A stage of
+        a pipeline has only some of the layers.
     """
-    # By the numbers of the layers: a stage of a pipeline has only some of them.
-    routers = {module.layer: module for module in model.modules() if hasattr(module, "votes")}
-    for layer, counts_E in counts.items():
-        if layer not in routers:
-            raise ValueError(f"layer {layer} has no router bias; set config.router_bias_rate")
-        counts_E = counts_E.double()
-        step_E = (counts_E.mean() - counts_E).sign().long()  # (11)
-        routers[layer].votes += step_E.to(routers[layer].votes.device)
+    if not model.config.router_bias_rate:
+        raise ValueError("expected a model with a router_bias_rate, got one without")
+    for module in model.modules():
+        if isinstance(module, SparseMLP):
+            counts_E = counts[module.layer].double()
+            step_E = (counts_E.mean() - counts_E).sign().long()  # (11)
+            module.votes += step_E.to(module.votes.device)
 
 
 class ExpertLoads:
@@ -352,11 +352,8 @@ class ExpertLoads:
 
     def update_bias(self, model):
         """Move the routers' biases by (11), after an optimizer step."""
-        if not self.rate:
-            return
-        has = [module.layer for module in model.modules() if hasattr(module, "votes")]
-        counts = {layer: self.counts_LE[self.layers.index(layer)] for layer in has}
-        update_router_bias(model, counts)
+        if self.rate:
+            update_router_bias(model, dict(zip(self.layers, self.counts_LE)))
 
 
 def conflicts(c) -> list:
