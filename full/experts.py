@@ -248,19 +248,6 @@ class Replay:
         self.changed[layer] = torch.stack([(counted_N * differs_N).sum(), counted_N.sum()])
         return torch.where(is_recorded_N[:, None], recorded_NK, own_NK)
 
-    def of_tokens(self, at_n, then=None) -> "Replay":
-        """Return the replay of some of the tokens, which counts into this one's `changed`.
-
-        at_n: which tokens, (n,). -1: padding, which no sequence holds. then: the callback.
-        """
-        at_n = at_n.to(self.routes_NLK.device)
-        is_padding_n = at_n < 0
-        routes_nLK = self.routes_NLK[at_n].masked_fill(is_padding_n[:, None, None], UNRECORDED)
-        sequences_n = self.sequences_N[at_n].masked_fill(is_padding_n, 0)
-        part = Replay(routes_nLK, self.layers, sequences_n, then)
-        part.changed = self.changed
-        return part
-
 
 @torch.no_grad()
 def update_router_bias(model, counts, /):

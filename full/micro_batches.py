@@ -16,11 +16,9 @@ import torch
 from full.attend import attend
 from full.chunks import redistribute, tree_backward
 from full.exact import packed_attention
-from full.experts import Replay
 from full.masks import Mask
 from full.packing import (
-    PackedBatches, PackedRow, PaddedTokens, agreed_micro_batches, pack, require_batch,
-    routes_of_tokens, row_lengths, speaks_for_replica,
+    PackedBatches, PackedRow, PaddedTokens, pack, pack_row, routes_of_tokens,
 )  # fmt: skip
 from full.ring import indices, ring_attention
 from full.tree import attend_short, wanted_edges
@@ -114,7 +112,7 @@ class TreeBatches(RowBatches):
 
     def pack_micro_batches(self, sequences, masks, routes=None):
         """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""
-        require_batch(self.model, sequences, masks)
+        self.require_batch(sequences, masks)
         # Sorted sequences share their beginnings with the sequence before them. A token whose
         # recorded experts differ has another state: there the tree forks.
         labels = routes and labels_of(routes)
@@ -124,31 +122,32 @@ class TreeBatches(RowBatches):
 
         # Other ranks may need more trees than this one, and a pipeline pads all trees to the
         # longest. So trees are cut as small as their number allows, which makes them about equal.
-        count = agreed_micro_batches(self.model, len(cut(self.micro_tokens)))
+        count = self.agreed_micro_batches(len(cut(self.micro_tokens)))
         most = bisect.bisect_left(
             range(self.micro_tokens), True, key=lambda tokens: len(cut(tokens)) <= count,
             lo=min(self.micro_tokens, len(trie) // max(1, count)),
             hi=min(self.micro_tokens, len(trie)),
         )  # fmt: skip
         micros = [sorted(trie.order[k] for k in run) for run in cut(most)]
-        micros += [[]] * (count - len(micros))
 
-        # A tree without a sequence is one token, and no sequence has a target in it.
         def of(values, indices):
             return values and [values[i] for i in indices]
 
-        tries = [
-            trie if len(indices) == len(sequences) > 0
-            else TokenTrie(of(sequences, indices), of(labels, indices)) if indices
-            else TokenTrie([[0]]) for indices in micros
-        ]  # fmt: skip
-        self.tokens_run = sum(len(trie) for indices, trie in zip(micros, tries) if indices)
-        lengths = row_lengths(self.plan, list(map(len, tries)))
+        tries = [trie]
+        if len(micros) != 1:
+            tries = [TokenTrie(of(sequences, run), of(labels, run)) for run in micros]
+        self.tokens_run = sum(map(len, tries))
+
+        # What is missing is padding alone, which is a tree of one token for the attention.
+        missing = count - len(micros)
+        lengths = self.row_lengths([*map(len, tries)] + [1] * missing)
         rows = [
-            tree_row(trie, of(masks, indices) or [[]], length, of(routes, indices))
-            for indices, trie, length in zip(micros, tries, lengths, strict=True)
+            tree_row(trie, of(masks, run), length, of(routes, run))
+            for run, trie, length in zip(micros, tries, lengths)
         ]
-        return micros, [row if held else row.without_sequences() for held, row in zip(micros, rows)]
+        for length in lengths[len(rows) :]:
+            rows.append(pack_row([], [], length)._replace(sees=(TokenTrie([[0]]), length)))
+        return micros + [[]] * missing, rows
 
 
 def labels_of(routes) -> list:
@@ -190,55 +189,37 @@ class ChunkBatches(TreeBatches):
 
     def forward_backward(self, sequences, masks, loss_fn, routes=None):
         """Add the loss's gradient to .grad. loss_fn gets sequences that end in a chunk."""
-        require_batch(self.model, sequences, masks)
+        self.require_batch(sequences, masks)
         trie = TokenTrie(sequences, routes and labels_of(routes))
         self.tokens_run = len(trie)
-        # A token counts once for each sequence that contains it: sequences_N[t] times.
-        layers = self.model.config.sparse_layers
-        sequences_N = torch.bincount(trie.paths, minlength=len(trie)).double()
-        sequences_N = sequences_N.to(self.device)
-        replay = None
-        if routes:
-            routes_NLK = routes_of_tokens(routes, trie.paths, len(trie)).to(self.device)
-            replay = Replay(routes_NLK, layers, sequences_N)
-        parts = {}  # by chunk: one that runs again overwrites its own
+        model = PaddedTokens(self.model) if self.plan.tp > 1 else self.model
+        row = tree_row(trie, masks, len(trie) + self.plan.tp, routes)
+        made = {}  # by chunk: one that runs again fills in the same
 
         def routing(chunk):
-            tokens_n = torch.arange(chunk.start, chunk.stop)
-            counts = {}
-
-            def count(probs_nE, topk_ids_nK, /, *, layer):
-                weights_nK = sequences_N[tokens_n, None].expand_as(topk_ids_nK)
-                ids, weights = topk_ids_nK.flatten(), weights_nK.flatten()
-                counts[layer] = torch.bincount(ids, weights, probs_nE.shape[1])
-
-            part = count
-            changed = {}
-            if replay is not None:
-                part = replay.of_tokens(tokens_n, count)
-                part.changed = changed
-            parts[chunk.start] = {}, counts, changed
-            return part
+            if chunk.start not in made:
+                # The chunk's tokens as a row, padded as PaddedTokens does.
+                is_here_J = (trie.paths >= chunk.start) & (trie.paths < chunk.stop)
+                length = -(-(chunk.stop - chunk.start) // self.plan.tp) * self.plan.tp
+                part = row._replace(
+                    sequence_J=row.sequence_J[is_here_J],
+                    token_J=trie.paths[is_here_J] - chunk.start,
+                    routes_SLK=row.routes_SLK[chunk.start :] if routes else None,
+                )
+                made[chunk.start] = self.routing(part, torch.arange(length), self.balance)
+            return made[chunk.start]
 
         def loss_of_chunk(ended, *scores):
             mask_BT = padded([masks[i] for i in ended], scores[0]).bool()
             return loss_fn(ended, mask_BT, *scores)
 
         # check_finite=False: a NaN is optim_step's to find, on all ranks at once.
-        model = PaddedTokens(self.model) if self.plan.tp > 1 else self.model
         config = self.config
         tree_backward(
             model, trie, loss_of_chunk, max_tokens=config.chunk_tokens, recompute=config.recompute,
             temperature=config.temperature, masks=masks, batched=True, check_finite=False,
-            routing=routing if layers else None,
+            routing=routing if self.balance else None,
         )  # fmt: skip
-
-        # Tensor ranks have walked the same tree and found the same numbers: one of them counts.
-        # But each has replayed the routes of the tokens that its layers see.
-        speaks = speaks_for_replica(self.model)
-        for _, counts, changed in parts.values():
-            changed = changed if speaks or self.plan.etp == 1 else {}
-            self.experts.parts.append(({}, counts if speaks else {}, changed))
 
 
 BATCHES = {"disabled": RowBatches, "exact": ExactBatches, "sparse": TreeBatches,

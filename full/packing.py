@@ -60,13 +60,11 @@ class PackedRow(NamedTuple):
     token_J: torch.Tensor
     routes_SLK: torch.Tensor | None = None  # recorded experts; see `experts.Replay`
 
-    def without_sequences(self) -> "PackedRow":
-        """Return a row that only fills up: its tokens are in no sequence."""
-        return self._replace(sequence_J=self.sequence_J[:0], token_J=self.token_J[:0])
-
 
 def pack_row(sequences, masks, length, routes=None) -> PackedRow:
     """Lay sequences end to end and pad the row to `length`. masks: which of tokens[1:] count.
+
+    Without sequences the row is padding alone.
 
     routes: for each sequence the recorded experts of all tokens but the last, (L_i - 1, L, K).
     """
@@ -76,7 +74,7 @@ def pack_row(sequences, masks, length, routes=None) -> PackedRow:
     positions_S = np.concatenate([*map(np.arange, lengths), padding])
     document_S = np.repeat([*range(len(lengths)), -1], [*lengths, len(padding)])
 
-    mask_BT = np.zeros((len(masks), max(lengths) - 1), dtype=bool)
+    mask_BT = np.zeros((len(masks), max(lengths, default=1) - 1), dtype=bool)
     for b, mask in enumerate(masks):
         mask_BT[b, : len(mask)] = mask
 
@@ -89,7 +87,7 @@ def pack_row(sequences, masks, length, routes=None) -> PackedRow:
     token_J = np.arange(sum(lengths))  # each token is of one sequence
     holds = [document_S[token_J], token_J]
     row = PackedRow(*map(torch.from_numpy, [*in_row, *scored, *holds]))
-    if routes is None:
+    if not routes:
         return row
     return row._replace(routes_SLK=routes_of_tokens(routes, token_J, length))
 
@@ -241,21 +239,75 @@ class PackedBatches:
     def pack_micro_batches(self, sequences, masks, routes=None):
         """Return the micro-batches, as lists of indices, and a `PackedRow` of each. Collective.
 
-        A micro-batch without sequences has one token.
+        A micro-batch without sequences is padding alone.
         """
-        require_batch(self.model, sequences, masks)
-        # Other ranks may need more micro-batches than this one has data for.
+        self.require_batch(sequences, masks)
+        # A pipeline of p stages idles less the more micro-batches it has. This limit gives about
+        # 2 p of them, of about one size, since all are padded to the longest.
         lengths = [len(tokens) for tokens in sequences]
-        micro_batches = cut_into_micro_batches(self.model, lengths, self.micro_tokens)
-        counts = [sum(lengths[i] for i in indices) or 1 for indices in micro_batches]
+        micro_tokens = self.micro_tokens
+        if self.plan.pp > 1:
+            longest = max(lengths, default=0)
+            micro_tokens = min(micro_tokens, sum(lengths) // (2 * self.plan.pp) + longest)
+
+        # Other ranks may need more micro-batches than this one has data for.
+        micro_batches = pack(lengths, micro_tokens)
+        count = self.agreed_micro_batches(len(micro_batches))
+        micro_batches += [[]] * (count - len(micro_batches))
+        sizes = [sum(lengths[i] for i in indices) or 1 for indices in micro_batches]
         rows = []
-        for indices, length in zip(micro_batches, row_lengths(self.plan, counts), strict=True):
-            if indices:
-                own = [sequences[i] for i in indices], [masks[i] for i in indices]
-                rows.append(pack_row(*own, length, routes and [routes[i] for i in indices]))
-            else:
-                rows.append(pack_row([[0]], [[]], length).without_sequences())
+        for indices, length in zip(micro_batches, self.row_lengths(sizes), strict=True):
+            own = [sequences[i] for i in indices], [masks[i] for i in indices]
+            rows.append(pack_row(*own, length, routes and [routes[i] for i in indices]))
         return micro_batches, rows
+
+    def require_batch(self, sequences, masks):
+        """Raise a ValueError, on all ranks of a replica, for masks that do not fit their sequences,
+        or sequences that differ among the ranks."""
+        is_alone = self.plan.world == self.plan.dp
+        replica = None if is_alone else self.part.grid.group["pct"]
+        with errors_on_all_ranks(replica, alone=is_alone):
+            if len(sequences) != len(masks):
+                raise ValueError(f"expected a mask for each of {len(sequences)} sequences, got "
+                                 f"{len(masks)}")  # fmt: skip
+            for i, (tokens, mask) in enumerate(zip(sequences, masks)):
+                if len(tokens) == 0 or len(mask) != len(tokens) - 1:
+                    raise ValueError(f"sequence {i} has {len(tokens)} tokens and a mask of "
+                                     f"{len(mask)}; it needs a token, and a mask of tokens[1:]")
+        if is_alone:
+            return
+
+        # COMM: an all-gather of some bytes over the replica tells whether all of its ranks have the
+        # same batch. Pinned by
+        # tests/full/test_packed.py::test_a_batch_that_cannot_be_is_refused_on_every_rank.
+        batch = [[*map(int, x)] for x in (*sequences, *masks)]
+        if len({*all_gather_objects(zlib.crc32(repr(batch).encode()), replica)}) > 1:
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(replica)))
+            raise ValueError(
+                f"ranks {ranks} work on the same sequences in plan {self.plan}, but were given "
+                f"different ones or masks; gather_replica makes one batch of them")  # fmt: skip
+
+    def agreed_micro_batches(self, count) -> int:
+        """Return how many micro-batches a rank runs that has data for `count`. Collective."""
+        count = self.part.pipeline.micro_batches(count)
+        if self.part.mode == "fsdp" or self.plan.ep > 1:
+            # COMM: an all-reduce of one number over all ranks. A sharded forward gathers weights
+            # from all, and tokens go to all ranks' experts, so ranks run the same number of
+            # micro-batches. Pinned by
+            # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+            most = torch.tensor(count, device=self.device)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            count = int(most)
+        return count
+
+    def row_lengths(self, sizes) -> list:
+        """Return the lengths to which rows of these sizes are padded."""
+        # Sequence parallelism cuts a row in t, and a zigzag over c cuts it in 2 c first. A pipeline
+        # wants all rows of one length.
+        unit = self.plan.tp * (2 * self.plan.cp if self.plan.cp > 1 else 1)
+        if self.plan.pp > 1:
+            sizes = [max(sizes)] * len(sizes)
+        return [-(-size // unit) * unit for size in sizes]
 
     def own_tokens(self, row):
         """Return the places of a row that this rank of c has, ascending: all of them without c."""
@@ -269,11 +321,40 @@ class PackedBatches:
         # Attention and balance are about the whole row. Tokens and positions are this rank's.
         local_s = self.own_tokens(row)
         group = self.part.grid.group["c"] if self.plan.cp > 1 else None
-        made = None
-        if balance is not None or row.routes_SLK is not None:
-            made = routing_of_rank(self.model, row, local_s, balance)
         own = [x_1S[:, local_s].to(self.device) for x_1S in (row.tokens_1S, row.positions_1S)]
-        return Micro(*own, self.attention(row.sees, group), made)
+        return Micro(*own, self.attention(row.sees, group), self.routing(row, local_s, balance))
+
+    def routing(self, row, local_s, balance=None):
+        """Return the callback of the sparse layers for a row: of a loss, of a replay, or of both.
+
+        If the row has routes, it is a `Replay`, which `balance` is given as replay=.
+        local_s: the tokens that this rank is given, ascending.
+        """
+        if balance is None and row.routes_SLK is None:
+            return None
+        # A balance loss is a sum over tokens, so each token is counted on one rank, though several
+        # may see it. The ranks of c have different tokens already. The t ranks are given the same
+        # ones, and rank r takes the r-th chunk: with sequence parallelism its layers see no others.
+        # But around experts whose inner width is split, f and g gather all of them.
+        #
+        #     t2, 6 tokens, rank 1    takes 3 4 5    a layer sees them as 0 1 2, with etp 2 as 3 4 5
+        plan, group = self.plan, self.part.grid and self.part.grid.group
+        taken_s = parallel.own_chunk(local_s, group["t"]) if plan.tp > 1 else local_s
+        seen_s = local_s if plan.etp > 1 else taken_s
+        groups = [group[x] for x, degree in (("c", plan.cp), ("t", plan.tp)) if degree > 1]
+
+        # Tokens are numbered as the layer sees them, and sequences as in the whole row.
+        is_taken_J = torch.isin(row.token_J, taken_s)
+        token_j = torch.searchsorted(seen_s, row.token_J[is_taken_J])
+        num_sequences = int(row.sequence_J.max()) + 1 if len(row.sequence_J) else 0
+        pairs = row.sequence_J[is_taken_J].to(self.device), token_j.to(self.device)
+        options = dict(num_sequences=num_sequences, groups=groups)
+        if row.routes_SLK is not None:
+            sequences_s = torch.bincount(token_j, minlength=len(seen_s)).double()
+            routes_sLK = row.routes_SLK[seen_s].to(self.device)
+            layers = self.model.config.sparse_layers
+            options["replay"] = Replay(routes_sLK, layers, sequences_s)
+        return options["replay"] if balance is None else balance(*pairs, **options)
 
     def states_like(self, rows):
         """Return memory for the states that one stage sends to the next: rows have one length."""
@@ -338,75 +419,6 @@ def pack(lengths, micro_tokens, shared=None) -> list:
     return packed
 
 
-def cut_into_micro_batches(model, lengths, micro_tokens) -> list:
-    """Call `pack` for a model of any plan. Add [] if other ranks have more. Collective."""
-    # A pipeline of p stages idles less the more micro-batches it has. This limit gives about 2 p of
-    # them, of about one size, since all are padded to the longest.
-    plan = part_of(model).plan
-    if plan.pp > 1:
-        longest = max(lengths, default=0)
-        micro_tokens = min(micro_tokens, sum(lengths) // (2 * plan.pp) + longest)
-    packed = pack(lengths, micro_tokens)
-    count = agreed_micro_batches(model, len(packed))
-    return packed + [[]] * (count - len(packed))
-
-
-def agreed_micro_batches(model, count) -> int:
-    """Return how many micro-batches a rank runs that has data for `count` of them. Collective."""
-    part = part_of(model)
-    count = part.pipeline.micro_batches(count)
-    if part.mode == "fsdp" or part.plan.ep > 1:
-        # COMM: an all-reduce of one number over all ranks. A sharded forward gathers weights from
-        # all, and tokens go to all ranks' experts, so ranks run the same number of micro-batches.
-        # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        most = torch.tensor(count, device=part.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        count = int(most)
-    return count
-
-
-def row_lengths(plan, sizes) -> list:
-    """Return the lengths to which rows of these sizes are padded under a plan."""
-    # Sequence parallelism cuts a row in t, and a zigzag over c cuts it in 2 c first. A pipeline
-    # wants all rows of one length.
-    unit = plan.tp * 2 * plan.cp if plan.cp > 1 else plan.tp
-    if plan.pp > 1:
-        sizes = [max(sizes)] * len(sizes)
-    return [-(-size // unit) * unit for size in sizes]
-
-
-def routing_of_rank(model, row, local_s, balance=None):
-    """Return the callback of the sparse layers for a row: of a loss, of a replay, or of both.
-
-    row: a `PackedRow`. If it has routes, the callback is a `Replay`, which `balance` is given as
-        replay=.
-    local_s: the tokens that this rank is given, ascending.
-    """
-    # A balance loss is a sum over tokens, so each token is counted on one rank, though several may
-    # see it. The ranks of c have different tokens already. The t ranks are given the same ones, and
-    # rank r takes the r-th chunk: with sequence parallelism its layers see no others. But around
-    # experts whose inner width is split, f and g gather all of them.
-    #
-    #     t2, 6 tokens, rank 1     takes 3 4 5    a layer sees them as 0 1 2, with etp 2 as 3 4 5
-    part = part_of(model)
-    plan = part.plan
-    taken_s = parallel.own_chunk(local_s, part.grid.group["t"]) if plan.tp > 1 else local_s
-    seen_s = local_s if plan.etp > 1 else taken_s
-    groups = [part.grid.group[x] for x, degree in (("c", plan.cp), ("t", plan.tp)) if degree > 1]
-
-    # Tokens are numbered as the layer sees them, and sequences as in the whole row.
-    is_taken_J = torch.isin(row.token_J, taken_s)
-    token_j = torch.searchsorted(seen_s, row.token_J[is_taken_J])
-    num_sequences = int(row.sequence_J.max()) + 1 if len(row.sequence_J) else 0
-    pairs = row.sequence_J[is_taken_J].to(part.device), token_j.to(part.device)
-    options = dict(num_sequences=num_sequences, groups=groups)
-    if row.routes_SLK is not None:
-        sequences_s = torch.bincount(token_j, minlength=len(seen_s)).double()
-        routes_sLK = row.routes_SLK[seen_s].to(part.device)
-        options["replay"] = Replay(routes_sLK, model.config.sparse_layers, sequences_s)
-    return options["replay"] if balance is None else balance(*pairs, **options)
-
-
 def speaks_for_replica(model) -> bool:
     """Return whether this rank's measurements count, among ranks with the same sequences."""
     part = part_of(model)
@@ -434,64 +446,11 @@ def gather_replica(model, items):
     return [item for part in parts for item in part], first
 
 
-def require_batch(model, sequences, masks):
-    """Raise a ValueError, on all ranks of a replica, for masks that do not fit their sequences, or
-    sequences that differ among the ranks."""
-    part = part_of(model)
-    is_alone = part.plan.world == part.plan.dp
-    replica = None if is_alone else part.grid.group["pct"]
-    with errors_on_all_ranks(replica, alone=is_alone):
-        if len(sequences) != len(masks):
-            raise ValueError(f"expected a mask for each of {len(sequences)} sequences, got "
-                             f"{len(masks)}")  # fmt: skip
-        for i, (tokens, mask) in enumerate(zip(sequences, masks)):
-            if len(tokens) == 0 or len(mask) != len(tokens) - 1:
-                raise ValueError(f"sequence {i} has {len(tokens)} tokens and a mask of "
-                                 f"{len(mask)}; it needs a token, and a mask of tokens[1:]")
-    if is_alone:
-        return
-
-    # COMM: an all-gather of some bytes over the replica tells whether all of its ranks have the
-    # same batch. Pinned by
-    # tests/full/test_packed.py::test_a_batch_that_cannot_be_is_refused_on_every_rank.
-    batch = [[*map(int, x)] for x in (*sequences, *masks)]
-    if len({*all_gather_objects(zlib.crc32(repr(batch).encode()), replica)}) > 1:
-        ranks = ", ".join(map(str, dist.get_process_group_ranks(replica)))
-        raise ValueError(
-            f"ranks {ranks} work on the same sequences in plan {part.plan}, but were given "
-            f"different ones or masks; gather_replica makes one batch of them")  # fmt: skip
-
-
-def routing_of_all_tokens(on_routing, group, length, pad=0):
-    """Return a callback for layers that see this rank's part of `length` tokens, padded by `pad`.
-
-    on_routing: the callback that gets the experts of all tokens. It may be a `Replay`, whose routes
-        are of all tokens.
-    group: the ranks that have the parts. None: this layer sees all tokens, and the padding.
-    """
-
-    def told_of_all(*found, layer):
-        # COMM: an all-gather over the t ranks. Each has routed a part of the tokens.
-        # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        if group is not None:
-            found = [parallel.all_gather(x.detach(), group) for x in found]
-        return on_routing(*(x[:length] for x in found), layer=layer)
-
-    if not isinstance(on_routing, Replay):
-        return told_of_all
-
-    # Of a replay each layer needs the routes of the tokens that it sees.
-    at_n = F.pad(torch.arange(length), (0, pad), value=-1)
-    at_n = at_n if group is None else parallel.own_chunk(at_n, group)
-    return on_routing.of_tokens(at_n, told_of_all)
-
-
 class PaddedTokens(nn.Module):
     """A model under sequence parallelism for callers that know nothing of it, such as trees.
 
     It pads the tokens (1, S) to a multiple of t, runs the model, and drops the padding, which
-    attention never sees. `on_routing` gets the experts of all S tokens, and router probabilities
-    without a graph. The head is the model's.
+    attention never sees. `on_routing` gets what the layers see. The head is the model's.
     """
 
     def __init__(self, model):
@@ -501,22 +460,17 @@ class PaddedTokens(nn.Module):
         self.logprobs = model.logprobs
         self.values = model.values
 
-    def hidden(self, tokens_1S, /, *, positions, attention, on_routing=None):
+    def hidden(self, tokens_1S, /, *, positions, attention, **options):
         # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
         # rank without any still runs t, because the other ranks wait for it.
-        part = part_of(self.model)
+        tp = part_of(self.model).plan.tp
         length = tokens_1S.shape[1]
-        pad = -length % part.plan.tp if length else part.plan.tp
+        pad = -length % tp if length else tp
 
         def attention_without_padding(q, k, v, /, **options):
             out = attention(*(x[:, :, :length] for x in (q, k, v)), **options)
             return F.pad(out, (0, 0, 0, pad))
 
-        # With t inside the experts a layer has seen all tokens already.
-        options = {}
-        if on_routing is not None:
-            group = part.grid.group["t"] if part.plan.etp == 1 else None
-            options["on_routing"] = routing_of_all_tokens(on_routing, group, length, pad)
         x_1SM = self.model.hidden(
             F.pad(tokens_1S, (0, pad)), positions=F.pad(positions, (0, pad)),
             attention=attention_without_padding, **options,

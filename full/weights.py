@@ -12,7 +12,6 @@ from torch import nn
 import parallel
 from full.lora import factors_of, is_factor, merged
 from full.optimizer import persistent_buffers, weights_and_places
-from full.packing import routing_of_all_tokens
 from full.parallelize import shard_model, with_sequence
 from full.places import Part, local, part_of, place_of, set_tensor, whole_place
 from full.ranks import all_gather_objects
@@ -63,9 +62,13 @@ def share_out_rows(mlp, group):
         # to, its result is cut off.
         rows_NM = x_BSM.flatten(0, -2)
         padded_NM = F.pad(rows_NM, (0, 0, 0, -len(rows_NM) % group.size()))
-        if on_routing is not None:
-            on_routing = routing_of_all_tokens(on_routing, group, len(rows_NM))
-        out_1nM = run(parallel.own_chunk(padded_NM, group)[None], on_routing=on_routing)
+
+        def of_all_rows(*found, layer):
+            found = [parallel.all_gather(x, group)[: len(rows_NM)] for x in found]
+            return on_routing(*found, layer=layer)
+
+        own_1nM = parallel.own_chunk(padded_NM, group)[None]
+        out_1nM = run(own_1nM, on_routing=on_routing and of_all_rows)
         # COMM: an all-gather over the t ranks, which have the same number of rows. Pinned by
         # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         return parallel.all_gather(out_1nM[0], group)[: len(rows_NM)].view_as(x_BSM)
