@@ -193,21 +193,9 @@ class ChunkBatches(TreeBatches):
         trie = TokenTrie(sequences, routes and labels_of(routes))
         self.tokens_run = len(trie)
         model = PaddedTokens(self.model) if self.plan.tp > 1 else self.model
-        row = tree_row(trie, masks, len(trie) + self.plan.tp, routes)
-        made = {}  # by chunk: one that runs again fills in the same
-
-        def routing(chunk):
-            if chunk.start not in made:
-                # The chunk's tokens as a row, padded as PaddedTokens does.
-                is_here_J = (trie.paths >= chunk.start) & (trie.paths < chunk.stop)
-                length = -(-(chunk.stop - chunk.start) // self.plan.tp) * self.plan.tp
-                part = row._replace(
-                    sequence_J=row.sequence_J[is_here_J],
-                    token_J=trie.paths[is_here_J] - chunk.start,
-                    routes_SLK=row.routes_SLK[chunk.start :] if routes else None,
-                )
-                made[chunk.start] = self.routing(part, torch.arange(length), self.balance)
-            return made[chunk.start]
+        routing = None
+        if self.balance and sequences:
+            routing = self.routing_of_chunks(trie, masks, routes)
 
         def loss_of_chunk(ended, *scores):
             mask_BT = padded([masks[i] for i in ended], scores[0]).bool()
@@ -218,8 +206,25 @@ class ChunkBatches(TreeBatches):
         tree_backward(
             model, trie, loss_of_chunk, max_tokens=config.chunk_tokens, recompute=config.recompute,
             temperature=config.temperature, masks=masks, batched=True, check_finite=False,
-            routing=routing if self.balance else None,
+            routing=routing,
         )  # fmt: skip
+
+    def routing_of_chunks(self, trie, masks, routes):
+        """Return the `routing` of tree_backward: for a chunk the callback of the sparse layers."""
+        t = self.plan.tp
+        row = tree_row(trie, masks, len(trie) + t, routes)
+
+        @functools.cache  # a chunk that runs again fills in the same
+        def of_tokens(start, stop):
+            # The chunk as a row of its own, padded as PaddedTokens does.
+            is_here_J = (row.token_J >= start) & (row.token_J < stop)
+            part = row._replace(
+                sequence_J=row.sequence_J[is_here_J], token_J=row.token_J[is_here_J] - start,
+                routes_SLK=row.routes_SLK[start:] if routes else None,
+            )  # fmt: skip
+            return self.routing(part, torch.arange(-(-(stop - start) // t) * t), self.balance)
+
+        return lambda chunk: of_tokens(chunk.start, chunk.stop)
 
 
 BATCHES = {"disabled": RowBatches, "exact": ExactBatches, "sparse": TreeBatches,
