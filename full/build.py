@@ -136,7 +136,9 @@ def require_exact(model):
 
 def require_plan(config, shape):
     """Raise ValueError for a plan that does not fit the model's shape or the number of ranks."""
-    plan_of(config).require_fits(config=shape, world=dist.get_world_size())
+    plan_of(config).require_fits(
+        config=shape, world=dist.get_world_size(), ulysses=config.cp_method == "ulysses",
+    )  # fmt: skip
 
 
 def tell_of_router_loss(config, shape):

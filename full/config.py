@@ -34,6 +34,7 @@ Overlong = Literal["keep", "filter"]
 Ratio = Literal["token", "sequence", "geometric"]
 Decay = Literal["constant", "linear", "cosine"]
 Mode = Literal["ddp", "zero1", "fsdp", "fsdp-offload"]
+Method = Literal["ring", "allgather", "ulysses"]
 Schedule = Literal["1f1b", "interleaved1f1b", "zbv"]
 Tree = Literal["disabled", "sparse", "dta"]
 Recomputed = Literal["none", "full", "op"]
@@ -74,7 +75,8 @@ class Config(train_grpo.Config):
     data: str = flag("", 'jsonl: lines, {"question", "answer"} or {"messages", "answer"}')
     template: str = flag("", "jsonl: chat | raw | text with {question}; empty: chat, else raw")
     instruction: str = flag(INSTRUCTION, "jsonl: a line after each question")
-    template_args: str = flag("", "jsonl: JSON object of a chat template's variables, and `system`")
+    system: str = flag("", "jsonl: the system's message, in a chat template")
+    template_args: str = flag("", "jsonl: JSON object of a chat template's variables; empty: none")
     date: str = flag("", "jsonl: of strftime_now in a chat template; empty: when the run begins")
     reward: str = flag("", "jsonl: FILE.py:function of (text, row); empty: what follows ####")
     demos: int = flag(0, "supervised steps on the task's demonstrations before the loop")
@@ -134,11 +136,13 @@ class Config(train_grpo.Config):
 
     plan: str = flag("", "the letters below, such as d2t2 or p2c2", "parallelism")
     data_parallel: Mode = flag("ddp", "zero1: sharded moments; fsdp-offload: shards on the CPU")
+    cp_method: Method = flag("ring", "of the c ranks of --plan")
     pp_schedule: Schedule = flag("1f1b", "of the p ranks of --plan")
     timeout: int = flag(60, "seconds that a rank waits for another; for an engine ten times")
 
     tree: Tree = flag("disabled", "share prefixes; dta: chunk by chunk", "memory and speed")
     chunk_tokens: int = flag(0, "tokens of a chunk, with --tree dta")
+    recompute: bool = flag(False, "with --tree dta: run the chunks of a path again, not keep them")
     micro_tokens: int = flag(16384, "tokens of a micro-batch; a longer sequence runs alone")
     batch_rows: int = flag(1024, "rollouts that a rank decodes at a time; as one ends, one enters")
     ac: Recomputed = flag("none", "recompute activations; op: not products, messages")
@@ -176,7 +180,7 @@ class Config(train_grpo.Config):
     FREE = (
         "out", "resume", "steps", "eval_every", "save_every", "keep", "log_rollouts", "timeout",
         "reply_timeout", "micro_tokens", "batch_rows", "device", "plan", "data_parallel",
-        "pp_schedule", "tree", "chunk_tokens", "ac", "compile",
+        "cp_method", "pp_schedule", "tree", "chunk_tokens", "recompute", "ac", "compile",
     )  # fmt: skip
 
     # Numbers meet float32 tensors and int64 tensors, which cannot hold anything larger.
@@ -240,11 +244,6 @@ class Config(train_grpo.Config):
         return self.template not in ("", "chat", "raw")
 
     @property
-    def system(self) -> str:
-        """Return the system's message, which --template-args may hold."""
-        return read_arguments(self.template_args).get("system", "")
-
-    @property
     def mode(self) -> str:
         """Return how replicas of the weights are kept: a mode of `parallelize`."""
         return self.data_parallel.removesuffix("-offload")
@@ -253,11 +252,6 @@ class Config(train_grpo.Config):
     def offload(self) -> bool:
         """Return whether shards, their gradients and the optimizer stay on the CPU."""
         return self.data_parallel == "fsdp-offload"
-
-    @property
-    def recompute(self) -> bool:
-        """Return whether --tree dta runs the chunks of a path again, and does not keep them."""
-        return self.tree == "dta" and self.ac == "full"
 
     @property
     def threads(self) -> int:

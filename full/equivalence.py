@@ -81,12 +81,12 @@ quick 2 biases old --plan t2
 quick 2 tied forks --plan c2 --tree sparse
 quick 2 tied critic --plan p2
 quick 2 routers biased --plan d2e2
-ordinary 1 dense critic --tree dta --chunk-tokens 9 --ac full | --micro-tokens 1
+ordinary 1 dense critic --tree dta --chunk-tokens 9 --recompute | --micro-tokens 1
 ordinary 1 tied forks --tree sparse | --data-parallel fsdp
 ordinary 2 dense dynamic,demos,lone,stale,filtered,reward --plan d2
 ordinary 2 dense stale --plan d2 --data-parallel zero1 then --plan p2
 ordinary 2 routers lone --tree sparse --plan d2e2
-ordinary 2 tied old --plan c2
+ordinary 2 tied old --plan c2 --cp-method ulysses | --plan c2 --cp-method allgather
 ordinary 2 tied forks --tree dta --chunk-tokens 16 | --plan p2 --tree sparse
 ordinary 2 tied sequences --data-parallel fsdp-offload --ac full
 ordinary 2 deep-tied critic --plan p2 --pp-schedule zbv | --plan p2 --pp-schedule interleaved1f1b
@@ -109,12 +109,12 @@ ordinary 2 dense old --plan d2e2 = expected a model with experts
 ordinary 2 dense old --tree dta --chunk-tokens 9 --plan c2 = --tree dta has no c
 ordinary 2 routers routes --plan c2 = --replay-routes has no c in --plan
 ordinary 2 routers balanced --tree sparse = --tree has no --balance-coef
-slow 1 dense,tied,experts old --tree sparse | --tree dta --chunk-tokens 5 --ac full
+slow 1 dense,tied,experts old --tree sparse | --tree dta --chunk-tokens 5 --recompute
 slow 1 dense,tied,experts old --data-parallel fsdp-offload | --ac full | --ac op
 slow 2 dense old,rounded --plan d2 --compile | --data-parallel fsdp --compile --ac full
 slow 2 dense,biases,tied forks,critic --plan d2 | --plan t2 | --plan t2 --ac full | --plan c2
 slow 2 dense,biases,tied old,forks,critic --data-parallel fsdp --ac op | --plan t2 --tree sparse
-slow 2 tied,experts old --plan t2 --tree dta --chunk-tokens 5 --ac full | --plan t2 --compile
+slow 2 tied,experts old --plan t2 --tree dta --chunk-tokens 5 --recompute | --plan t2 --compile
 slow 2 deep,deep-tied forks,sequences,lora --plan p2 --pp-schedule interleaved1f1b --tree sparse
 slow 2 dense,deep sequences,demos,dynamic,reward --data-parallel fsdp | --plan t2 | --plan p2
 slow 2 experts,routers lora,plain --plan d2e2 | --plan t2 | --plan (attn:t2|ffn:t2)
@@ -123,7 +123,8 @@ slow 2 experts,routers biased,lora-all --plan c2 | --plan c2e2 --tree sparse
 slow 2 dense,biases lora,lora-head --plan c2 --tree sparse | --data-parallel fsdp-offload --ac full
 slow 2 dense,tied,experts rounded --compute-dtype float32 --plan c2 --tree sparse
 slow 2 dense,experts rounded --compute-dtype float32 --plan t2 --tree dta --chunk-tokens 5
-slow 4 dense,tied old,forks,critic --plan d2t2 | --plan d2c2 --data-parallel zero1 | --plan t2c2
+slow 4 dense,tied old,forks,critic --plan d2t2 | --plan d2c2 --data-parallel zero1
+slow 4 dense,tied old,forks,critic --plan t2c2 | --plan t2c2 --cp-method ulysses
 slow 4 dense,tied old,critic,lora --plan p2t2 --tree sparse | --plan d2p2 --data-parallel zero1
 slow 4 deep,deep-tied old,stale --plan d2p2 --data-parallel fsdp --pp-schedule interleaved1f1b
 slow 4 deep-tied old,critic --plan p2t2 --pp-schedule zbv | --plan c2t2 --tree sparse

@@ -34,9 +34,10 @@ def padded(vectors, like):
     return torch.from_numpy(out_BT).to(like)
 
 
-def masked_attention(mask, group, attend_alone=attend):
-    """Return what a layer calls: attention under a mask of the whole row, or on a group's ring.
+def masked_attention(mask, group, method="ring", attend_alone=attend):
+    """Return what a layer calls: attention under a mask of the whole row, by a group or alone.
 
+    method: how the ranks of the group share it, as in `ring_attention`.
     attend_alone: `attend`, or `attend_short` for trees, whose paths are often short.
     """
 
@@ -45,7 +46,7 @@ def masked_attention(mask, group, attend_alone=attend):
         narrowed = mask.with_window(window)
         if group is None:
             return attend_alone(q, k, v, narrowed, scale=scale)[0]
-        return ring_attention(q, k, v, group=group, mask=narrowed, scale=scale)
+        return ring_attention(q, k, v, group=group, mask=narrowed, method=method, scale=scale)
 
     return attention
 
@@ -75,7 +76,7 @@ class RowBatches(PackedBatches):
         # The block-diagonal mask of the whole row. Tiles between documents cost nothing, and a ring
         # cuts the mask to what each pair of ranks needs.
         mask = Mask.documents(doc_ids=document_1S)
-        return masked_attention(mask, group)
+        return masked_attention(mask, group, self.config.cp_method)
 
     def pack_micro_batches(self, sequences, masks, routes=None):
         self.tokens_run = sum(map(len, sequences))
@@ -108,7 +109,7 @@ class TreeBatches(RowBatches):
         # row. So a tree crosses ranks like any sequence: keys and values travel, queries stay.
         trie, length = tree
         mask = trie.mask(0, len(trie), padding=length - len(trie))
-        return masked_attention(mask, group, attend_alone=attend_short)
+        return masked_attention(mask, group, self.config.cp_method, attend_short)
 
     def pack_micro_batches(self, sequences, masks, routes=None):
         """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""

@@ -314,4 +314,6 @@ class Messages(TorchDispatchMode):
 
 def conflicts(c) -> list:
     """Return (is it wrong?, the error) pairs about the flags of parallelism."""
-    return c.needs(c.trainer_plan.pp > 1, "a --plan with p", "pp_schedule")
+    plan = c.trainer_plan
+    return [*c.needs(plan.cp > 1, "a --plan with c", "cp_method"),
+            *c.needs(plan.pp > 1, "a --plan with p", "pp_schedule")]  # fmt: skip

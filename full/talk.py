@@ -119,7 +119,7 @@ def command_parser(name):
 
 # Flags of a run that an evaluation has too. All others would change nothing, and are refused.
 EVAL_FLAGS = (
-    "task", "data", "eval_data", "template", "instruction", "template_args", "date",
+    "task", "data", "eval_data", "template", "instruction", "system", "template_args", "date",
     "reward", "size", "turns", "eval_prompts", "max_new_tokens", "temperature", "batch_rows",
     "seed", "device",
 )  # fmt: skip
@@ -348,8 +348,9 @@ def chat(argv) -> int:
     # Answers are drawn from the policy's own distribution at the temperature, as rollouts are: no
     # top-k, top-p or penalty of generation_config.json, so one sees what was trained.
     parser = command_parser("chat")
-    parser.add_argument("--template-args", help="a JSON object of the chat template's variables, "
-                        "and of `system`, the system's message [the run's]")  # fmt: skip
+    parser.add_argument("--system", help="the system's message, in a chat template [the run's]")
+    parser.add_argument("--template-args", help="a JSON object of the chat template's variables "
+                        "[the run's]")  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy [0.7]")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer [512]")
     parser.add_argument("--seed", type=int, default=0, help="of sampling [0]")
@@ -361,8 +362,9 @@ def chat(argv) -> int:
     # A directory in Hugging Face's format has no settings.
     is_of_run = is_run(options.source)
     config = settings_of_run(options.source) if is_of_run else Config(model=options.source)
-    if options.template_args is not None:
-        config = dataclasses.replace(config, template_args=options.template_args)
+    typed = {name: getattr(options, name) for name in ("system", "template_args")}
+    typed = {name: value for name, value in typed.items() if value is not None}
+    config = dataclasses.replace(config, **typed)
     if not config.model:
         raise ValueError(f"{options.source} has no tokenizer, because it began without --model")
     try:
@@ -377,9 +379,10 @@ def chat(argv) -> int:
             elif text.template is None:
                 how = "no chat template, so each line is plain text that the model goes on with"
                 plain = str
-            if options.template_args and plain is not None:
-                raise ValueError(f"--template-args needs a chat template, and {options.source} has "
-                                 f"none")  # fmt: skip
+            for name in typed if plain else ():
+                if typed[name]:
+                    raise ValueError(f"--{name.replace('_', '-')} needs a chat template, and "
+                                     f"{options.source} has none")  # fmt: skip
 
             # Only answers go to the standard output, for a program that reads a pipe.
             which = dict(step=options.step, dtype=options.dtype, device=device)

@@ -23,7 +23,7 @@ TASKS = "guess", "jsonl"
 
 # The flags that only the task jsonl reads.
 TEXT_FLAGS = (
-    "data", "eval_data", "template", "instruction", "template_args", "date", "reward",
+    "data", "eval_data", "template", "instruction", "system", "template_args", "date", "reward",
 )  # fmt: skip
 
 
@@ -36,10 +36,8 @@ def conflicts(c) -> list:
     lacks += ["--model DIR with a tokenizer.json"] * (not c.model)
     return [
         *c.needs(c.reads_text, "--task jsonl", *TEXT_FLAGS),
-        (not isinstance(c.system, str), f"expected `system` of --template-args to be a text, got "
-         f"{c.system!r}"),
         *c.needs(c.task != "guess", "--task jsonl or FILE.py:Class", "reply_timeout"),
-        *c.needs(c.template in ("", "chat"), "--template chat", "template_args"),
+        *c.needs(c.template in ("", "chat"), "--template chat", "system", "template_args"),
         *c.needs(not (c.has_whole_template and c.instruction),
                  "a --template without {question}", "instruction"),
         (is_jsonl and lacks, f"--task jsonl needs {' and '.join(lacks)}"),

@@ -269,7 +269,6 @@ def unused(words, messages) -> str:
 def text_of(config) -> Text:
     """Return the Text of --model, whose chat template gets what the settings say."""
     arguments = read_arguments(config.template_args)
-    arguments.pop("system", None)  # a message, and no variable of the template
     return Text(config.model, date=read_date(config.date), arguments=arguments)
 
 

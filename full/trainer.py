@@ -168,7 +168,7 @@ class Trainer(AnyTrainer):
         model = parallelize(
             model, self.plan, device_mesh=self.grid, mode=config.mode,
             attention=causal_attention, schedule=config.pp_schedule,
-            ac="none" if config.recompute else config.ac, compile=config.compile,
+            ac=config.ac, compile=config.compile,
             offload=config.offload, compute_dtype=compute_dtype,
         )  # fmt: skip
         if is_empty:

@@ -417,8 +417,8 @@ def test_a_pipe_is_answered_a_line_a_line(talker, chat):
     short = "--max-new-tokens", 4, "--seed"
     told = [chat(talker, "?\n?\n?\n", *short, seed)[1] for seed in (0, 0, *range(1, 5))]
     assert told[0] == told[1] and len(set(told)) > 2
-    code, out, err = chat(talker, "?\n", "--template-args", '{"system": "Be brief."}')
-    assert (code, out) == (2, "") and "--template-args needs a chat template" in err
+    code, out, err = chat(talker, "?\n", "--system", "Be brief.")
+    assert (code, out) == (2, "") and "--system needs a chat template" in err
 
 
 def test_what_is_no_text_ends_a_pipe_and_not_a_terminal(talker, chat, monkeypatch):

@@ -142,9 +142,7 @@ def task_of(directory, tmp_path, monkeypatch):
     for name, source in FILES.items():
         Path(name).write_text(source)
 
-    def make(model="qwen2", rows=QUESTIONS, *, base=False, system="", **options):
-        if system:
-            options["template_args"] = json.dumps({"system": system})
+    def make(model="qwen2", rows=QUESTIONS, *, base=False, **options):
         how = dict(task="jsonl", data=write(Path("rows.jsonl"), rows), max_new_tokens=60)
         how["model"] = str(model if isinstance(model, Path) else directory(model, base))
         return make_task(Config(**how | options).check())
@@ -615,8 +613,7 @@ REFUSED = [
     ("expected --date YYYY-MM-DD or .*, got 'today'", dict(date="today")),
     ("--date needs --task jsonl", dict(task="guess", data="", date="2026-01-01")),
     ("--template must be chat, raw or a text with {question}, got 'hello'", dict(template="hello")),
-    ("--template-args needs --template chat", dict(template="{question}", system="Be kind.")),
-    ("expected `system` of --template-args to be a text, got 5", dict(system=5)),
+    ("--system needs --template chat", dict(template="{question}", system="Be kind.")),
     ("--instruction needs a --template without {question}",
      dict(template="{question}", instruction="Go.")),
     ("--reward needs --task jsonl", dict(task="guess", data="", reward="a.py:f")),
