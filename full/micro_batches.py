@@ -52,10 +52,7 @@ def masked_attention(mask, group, method="ring", attend_alone=attend):
 
 
 class RowBatches(PackedBatches):
-    """Run micro-batches that are rows of sequences end to end: `--tree disabled`.
-
-    tokens_run is the number of tokens of the latest batch that the model has run on.
-    """
+    """Run micro-batches that are rows of sequences end to end: `--tree disabled`."""
 
     def __init__(self, model, config, experts):
         super().__init__(
@@ -65,7 +62,6 @@ class RowBatches(PackedBatches):
         )  # fmt: skip
         self.config = config
         self.experts = experts
-        self.tokens_run = 0
 
     def share_out(self, batch):
         """Return the trajectories that this rank trains on, given its own of the batch."""
@@ -77,10 +73,6 @@ class RowBatches(PackedBatches):
         # cuts the mask to what each pair of ranks needs.
         mask = Mask.documents(doc_ids=document_1S)
         return masked_attention(mask, group, self.config.cp_method)
-
-    def pack_micro_batches(self, sequences, masks, routes=None):
-        self.tokens_run = sum(map(len, sequences))
-        return super().pack_micro_batches(sequences, masks, routes)
 
 
 class ExactBatches(RowBatches):

@@ -136,6 +136,8 @@ def run_micro_batches(model, forward, number, like=None) -> None:
 class PackedBatches:
     """Run batches of sequences and a loss on a model: one call, the same under every plan.
 
+    tokens_run is the number of tokens of the latest batch that the model has run on.
+
     model: what `parallelize` returned, or an unsplit one with `hidden` and `logprobs`.
     attention: attention(document_1S, group) makes the callable of the layers for a `PackedRow`:
         tokens see earlier tokens of their own document. group: None, or the ranks of c.
@@ -163,6 +165,7 @@ class PackedBatches:
         self.indices = indices
         self.micro_tokens = micro_tokens
         self.temperature = temperature
+        self.tokens_run = 0
         if self.plan.cp > 1 and indices is None:
             raise ValueError(
                 f"plan {self.plan} splits rows: give indices=, e.g. ring_attention.indices")
@@ -186,7 +189,7 @@ class PackedBatches:
 
         def forward(root, k, x):
             x_1sM = self.micro(rows[k], self.balance).through(root, x)
-            if not self.part.has_head(root):
+            if not self.part.pipeline.has_head(root):
                 return x_1sM
             scores = self.score(rows[k], x_1sM)
             if not micro_batches[k]:  # a loss of 0 with a graph: others wait for its messages
@@ -216,7 +219,7 @@ class PackedBatches:
 
         def forward(root, k, x):
             x_1sM = self.micro(rows[k]).through(root, x)
-            if not self.part.has_head(root):
+            if not self.part.pipeline.has_head(root):
                 return x_1sM
             # Sequences go back to their places, without their padding.
             columns = [x_BT.cpu() for x_BT in self.score(rows[k], x_1sM)]
@@ -232,7 +235,7 @@ class PackedBatches:
         # COMM: the last stage has the scores; an all-gather over the replica gives them to its
         # other ranks.
         # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        found = found if self.part.has_head() else None
+        found = found if self.part.pipeline.has_head() else None
         parts = all_gather_objects(found, self.part.grid.group["pct"])
         return next(part for part in parts if part is not None)
 
@@ -245,6 +248,7 @@ class PackedBatches:
         # A pipeline of p stages idles less the more micro-batches it has. This limit gives about
         # 2 p of them, of about one size, since all are padded to the longest.
         lengths = [len(tokens) for tokens in sequences]
+        self.tokens_run = sum(lengths)
         micro_tokens = self.micro_tokens
         if self.plan.pp > 1:
             longest = max(lengths, default=0)
@@ -422,10 +426,13 @@ def pack(lengths, micro_tokens, shared=None) -> list:
 def speaks_for_replica(model) -> bool:
     """Return whether this rank's measurements count, among ranks with the same sequences."""
     part = part_of(model)
+    if part.grid is None:
+        return True
     # The first rank of its tensor group that is also the first of its context.
     #
     #     plan t2c2: tensor groups 0 1 | 2 3, contexts 0 2 | 1 3   ->   rank 0 alone
-    return part.has_head() and all(part.grid.group[x].rank() == 0 for x in "ct" if part.grid)
+    first = all(part.grid.group[letter].rank() == 0 for letter in "ct")
+    return first and part.pipeline.has_head()
 
 
 def gather_replica(model, items):

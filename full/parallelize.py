@@ -100,7 +100,7 @@ def parallelize(
         for layer in model.model.layers:
             layer.compile(dynamic=True)
     if mode == "fsdp":
-        for root in model.part.stages(model).values():
+        for root in model.part.pipeline.stages(model).values():
             apply_fsdp(root, model.part)
     return model
 
@@ -235,7 +235,7 @@ def materialise(model) -> None:
     Its content is undefined afterwards. The largest tensor that is ever made is a part's.
     """
     part = part_of(model)
-    for root in part.stages(model).values():
+    for root in part.pipeline.stages(model).values():
         root.to_empty(device="cpu" if part.offload else part.device)
 
 

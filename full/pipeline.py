@@ -36,13 +36,13 @@ class Pipeline:
         self.group = group
         self.rank_of = range(1 if group is None else group.size())
 
-    def own(self, model) -> dict:
+    def stages(self, model) -> dict:
         """Return {stage: the module whose `hidden` runs its layers} of this rank's stages."""
         return {0 if self.group is None else self.group.rank(): model}
 
-    def has_head(self, root) -> bool:
-        """Return whether a stage has the last norm. root: the stage. None: any of this rank's."""
-        found = self.own(root)
+    def has_head(self, root=None) -> bool:
+        """Return whether a stage computes log-probs. root: the stage. None: any of this rank's."""
+        found = self.stages(root)
         last = len(self.rank_of) - 1
         return last in found and root in (None, found[last])
 
@@ -65,7 +65,7 @@ class Pipeline:
         # COMM: the stages of a micro-batch run one after another, and all ranks take the
         # micro-batches in one order, so each send meets the receive that waits for it. Pinned by
         # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        own = self.own(model)
+        own = self.stages(model)
         for n in range(number):
             x = None
             for stage, root in own.items():
@@ -103,12 +103,12 @@ class TorchPipeline(Pipeline):
         self.rank_of = [*range(p)] * 2
         if schedule == "zbv":
             self.rank_of = [*range(p), *reversed(range(p))]
-        self.stages = len(self.rank_of)
+        count = len(self.rank_of)
         self.roots = {}
         for stage, rank in enumerate(self.rank_of):
             if rank == group.rank():
                 self.roots[stage] = copy_of_lists(model)
-                keep_stage_and_ends(self.roots[stage], stage, self.stages, is_tied)
+                keep_stage_and_ends(self.roots[stage], stage, count, is_tied)
 
         # The model keeps what one of its stages has: parameters have one name in it, in its stages
         # and in a checkpoint of any plan.
@@ -122,7 +122,7 @@ class TorchPipeline(Pipeline):
         self.run_for = None  # (shape, number) of the micro-batches of `made`, torch's schedule
         self.made = None
 
-    def own(self, model) -> dict:
+    def stages(self, model) -> dict:
         return self.roots
 
     def micro_batches(self, count) -> int:
@@ -147,20 +147,21 @@ class TorchPipeline(Pipeline):
         # tests/full/test_parallel.py::test_collectives_are_those_of_the_table.
         index = torch.arange(number, device=like.device)
         inputs = (index,) if 0 in self.roots else ()
-        options = dict(target=index, losses=[]) if self.has_head(None) else {}
+        options = dict(target=index, losses=[]) if self.has_head() else {}
         self.made.step(*inputs, index=index, return_outputs=False, **options)
         self.forward = None
 
     def make_schedule(self, like, number):
         """Return torch's schedule for micro-batches whose states between stages are as `like`."""
+        count = len(self.rank_of)
         states = torch.empty_like(like, requires_grad=True)
         index = torch.zeros(1, dtype=torch.int64, device=like.device)
         loss = torch.zeros((), device=like.device, requires_grad=True)
         stages = [
             pipelining.PipelineStage(
-                _Stage(self, root), stage, self.stages, like.device, group=self.group,
+                _Stage(self, root), stage, count, like.device, group=self.group,
                 input_args=index if stage == 0 else states,
-                output_args=loss if stage == self.stages - 1 else states,
+                output_args=loss if stage == count - 1 else states,
             )
             for stage, root in self.roots.items()
         ]  # fmt: skip

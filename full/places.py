@@ -167,14 +167,6 @@ class Part:
     compute_dtype: torch.dtype | None = None
     pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
 
-    def stages(self, model) -> dict:
-        """Return {stage: the module whose `hidden` runs its layers} of this rank's stages."""
-        return self.pipeline.own(model)
-
-    def has_head(self, root=None) -> bool:
-        """Return whether one of `stages`, or any of them, can compute log-probs."""
-        return self.pipeline.has_head(root)
-
 
 def part_of(model) -> Part:
     """Return a model's Part: what `parallelize` made, or a new one if every rank has it whole."""
@@ -236,7 +228,7 @@ def full(tensor, place=None):
 
 def reshard(model) -> None:
     """Drop what FSDP gathered: a forward without a backward leaves the root's weights whole."""
-    for root in part_of(model).stages(model).values():
+    for root in part_of(model).pipeline.stages(model).values():
         if isinstance(root, fsdp.FSDPModule):
             root.reshard()
 

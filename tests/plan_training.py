@@ -91,7 +91,7 @@ def backward(model, parts, attentions, total):
 
     def forward(root, k, x):
         hidden = micros[k].through(root, x)
-        if not part.has_head(root):
+        if not part.pipeline.has_head(root):
             return hidden
         targets = parts[k].targets_BS.flatten()
         scored = model.logprobs(hidden.flatten(0, 1), targets, temperature=TEMPERATURE)

@@ -55,7 +55,7 @@ def _counts(rank, text, kind, options):
 
     def forward(root, k, x):
         hidden = root.hidden(tokens if x is None else x)
-        if not model.part.has_head(root):
+        if not model.part.pipeline.has_head(root):
             return hidden
         logprobs, entropies = model.logprobs(hidden.flatten(0, 1), tokens.flatten())
         return (logprobs + entropies).sum()
@@ -135,7 +135,7 @@ def _lengths(rank, text, schedule):
 
     def forward(root, k, x):
         hidden = root.hidden(tokens[k] if x is None else x, positions=torch.arange(length)[None])
-        if not model.part.has_head(root):
+        if not model.part.pipeline.has_head(root):
             return hidden
         with torch.no_grad():
             worst.append((hidden - whole.hidden(tokens[k])).abs().max().item())
