@@ -28,7 +28,7 @@ def read_training(path, model, optimizer, *, counts=()) -> dict:
     Returns its JSON values. counts: as in `read_checkpoint`.
     """
     state = read_checkpoint(path, training_tensors(model, optimizer), counts=counts)
-    if optimizer.has_masters:
+    if getattr(optimizer, "has_masters", False):
         optimizer.copy_to_model()
     return state
 

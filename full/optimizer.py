@@ -241,7 +241,7 @@ def weights_and_places(model, optimizer=None) -> tuple[dict, dict]:
     """Return the weights of a model, masters where there are, and their places."""
     reshard(model)
     weights, places = dict(model.named_parameters()), dict(part_of(model).places)
-    if optimizer is not None and optimizer.has_masters:
+    if getattr(optimizer, "has_masters", False):
         weights |= optimizer.mine
         places |= {name: optimizer.places[name] for name in optimizer.mine}
     return weights, places
@@ -271,22 +271,26 @@ def training_tensors(model, optimizer) -> dict:
     model.NAME and optimizer.NAME.KEY of a parameter, buffer.NAME of a persistent buffer. If this
     rank has a part of a tensor, it is a DTensor, which shares the memory.
 
-    optimizer: LocalOptimizer of AdamW.
+    optimizer: LocalOptimizer, or torch's AdamW.
     """
     # The base of factors never changes: --model, or the seed, has it.
     has_base = hasattr(model, "lora")
     kept = [name for name, p in model.named_parameters() if p.requires_grad or not has_base]
     stored = weights_to_store(model, optimizer)
     tensors = {f"model.{name}": stored[name] for name in kept}
-    for name, own in optimizer.mine.items():
-        state = optimizer.state[own]
-        if not state:  # as AdamW makes it before its first step
-            state["step"] = torch.zeros((), dtype=torch.float32, device=own.device)
-            state |= {key: torch.zeros_like(own) for key in ("exp_avg", "exp_avg_sq")}
+    places = getattr(optimizer, "places", part_of(model).places)
+    for name in kept:
+        p = model.get_parameter(name)
+        own = optimizer.mine.get(name, p) if isinstance(optimizer, LocalOptimizer) else p
+        # Read with get: asking a torch optimizer for the state of a parameter would make one.
+        state = optimizer.state.get(own, {})
+        if p.requires_grad and not state:  # as AdamW makes it before its first step
+            step = torch.zeros((), dtype=torch.float32, device=own.device)
+            zeros = {key: torch.zeros_like(own) for key in ("exp_avg", "exp_avg_sq")}
+            state = optimizer.state[own] = dict(step=step, **zeros)
         for key, x in state.items():
             # The number of steps has no dimension, and is the same on all ranks.
-            place = optimizer.places[name]
-            tensors[f"optimizer.{name}.{key}"] = place.as_dtensor(x) if x.dim() else x
+            tensors[f"optimizer.{name}.{key}"] = places[name].as_dtensor(local(x)) if x.dim() else x
     return tensors | {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
 
 
@@ -296,10 +300,11 @@ def replica_difference(model, optimizer=None) -> str | None:
     Two ranks that hold the same entries of a parameter, of its optimizer's state or of a buffer
     must hold the same bits, whatever the plan. The text is the same on every rank. Collective.
 
-    optimizer: LocalOptimizer of AdamW. Default: only the model is compared.
+    optimizer: LocalOptimizer, or torch's AdamW. Default: only the model is compared.
     """
     tensors = {} if optimizer is None else training_tensors(model, optimizer)
-    if optimizer is None or optimizer.has_masters or hasattr(model, "lora"):
+    has_masters = getattr(optimizer, "has_masters", False)
+    if optimizer is None or has_masters or hasattr(model, "lora"):
         tensors |= tensors_of(model)
     digests = {}  # (name, which part of the whole) -> digest, of each tensor on this rank
     for name, x in tensors.items():
