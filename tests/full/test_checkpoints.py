@@ -614,7 +614,7 @@ def test_a_full_disk_of_one_rank_is_raised_on_all(tmp_path):
 
 
 def _vocabulary(rank, sizes, dtype):
-    """The largest error of log-probs, entropies and gradients."""
+    """The largest error of log-probs, entropies and gradients, and what a target outside gives."""
     generator = torch.Generator().manual_seed(1)
     hidden, weight = (torch.randn(n, 6, generator=generator).to(dtype) for n in (11, sum(sizes)))
     targets = torch.randint(sum(sizes), (11,), generator=generator)
@@ -622,7 +622,7 @@ def _vocabulary(rank, sizes, dtype):
     start = sum(sizes[:rank])
     rows = slice(start, start + sizes[rank])
     # Ranks may cut their tokens into different numbers of chunks, as shards of a vocabulary do.
-    split = dict(group=dist.group.WORLD, vocab_start=start, vocab_size=sum(sizes), chunk=4 + rank)
+    split = dict(group=dist.group.WORLD, vocab_start=start, chunk=4 + rank)
     worst = 0.0
     for options in ({}, dict(temperature=0.7, softcap=2.0)):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -633,18 +633,19 @@ def _vocabulary(rank, sizes, dtype):
         want = torch.autograd.grad((whole * upstream).sum(), (h, w))
         for a, b in (here, whole), (got[0], want[0]), (got[1], want[1][rows]):
             worst = max(worst, relative_error(a.detach(), b.detach()))
+    lost = token_logprobs(hidden, weight[rows], targets + 1000, group=dist.group.WORLD)
     parts = -(-sum(sizes) // len(sizes))  # logits are for rows as `parallelize` deals them out
     z_BSV = torch.randn(2, 3, sum(sizes), generator=generator)
     own = z_BSV[..., rank * parts : (rank + 1) * parts]
     assert all_gather_logits(own, dist.group.WORLD, sum(sizes)).equal(z_BSV)
-    return worst
+    return worst, lost[0].eq(-torch.inf).all().item()
 
 
 @pytest.mark.parametrize("sizes", [[5, 7], [9, 3], [4, 4, 5]])
 @pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 def test_vocabulary_parallel_equals_one_process(tmp_path, sizes, dtype, bound):
-    for error in ranks(tmp_path, len(sizes), _vocabulary, sizes, dtype):
-        assert error < bound
+    for error, lost in ranks(tmp_path, len(sizes), _vocabulary, sizes, dtype):
+        assert error < bound and lost
 
 
 # Files from somebody else ----------------------------------------------------------------------
