@@ -14,7 +14,7 @@ checkpoint with a chat template instead, and the sums of `tests/smollm_tasks.py`
     training     ours: `prepare` and `update`, the push of the weights included
                  TRL: all of its step that follows generation and rewards
     tree         the same with `--tree sparse`, on the same rollouts; its share: of what it gains
-                 over our flat step, against the ratio of their FLOPs (`measure_grpo.flops`)
+                 over our flat step, against the ratio of their FLOPs (`measure.flops`)
 
 TRL runs at its defaults but for gradient checkpointing and bf16, which are off. Its first batch is
 also given to our trainer: loss and gradient must agree within 1e-5, or the script fails. With
@@ -56,7 +56,7 @@ from full.trainer import Trainer
 from full.transformer import Transformer
 from full.trie import TokenTrie
 import smollm_tasks  # noqa: E402
-from measure_grpo import Work, flops  # noqa: E402
+from measure import Work, flops  # noqa: E402
 from oracles import LiveBytes, bytes_of  # noqa: E402
 
 VOCAB = 256

@@ -1,14 +1,10 @@
-"""The action expert, and `stress --model`: rings of a VLA model train as one process does.
-
-Blocks, windows and PAD of the example's dense masks are compared there with those of the ring.
-"""
+"""The action expert: PAD in its prefix, where gradients stop, its equations, its own check."""
 
 import dataclasses
 import json
 from unittest import mock
 
 import example_action_expert as example
-import measure_vla as vla
 import pytest
 import torch
 from conftest import ROOT
@@ -16,12 +12,9 @@ from example_action_expert import (
     ActionExpert, Prefix, block_attention, control, control_case, flow_matching_loss, flow_time,
     masked_attention, sample_actions, time_features, velocity_of,
 )  # fmt: skip
-from measure_ring import unshard_replicated
-from test_ranks import as_script, ranks
+from test_ranks import as_script
 
 from full.check_attention import relative
-from full.masks import Mask
-from full.ring import indices
 from full.tiny import tiny
 
 SCRIPT = ROOT / "tests/example_action_expert.py"
@@ -138,77 +131,3 @@ def test_the_toy_task_is_learnt(capsys, steps, bound):
     first, last = (float(line.split()[-1]) for line in (lines[0], lines[-2]))
     assert last < bound < 1 < first
     assert json.loads(lines[-1])["ok"] == (last < 0.15) == (code == 0)
-
-
-seed, scale, summed = vla.sampler_seed, vla.loss_scale, vla.Rings.sum
-FAULTS = {  # name: (where, what, what stands there instead)
-    "rings seeded alike": (vla, "sampler_seed", lambda step, rank, size: seed(step, 0, size)),
-    "each rank of a ring counts the suffix": (vla, "loss_scale", lambda replicated: scale(False)),
-    "a mean of the rings' means": (vla.Rings, "sum", lambda self, x, over=1: (
-        2 * x if over == vla.RING else summed(self, x))),
-    "a gather that does not sum gradients": (vla, "unshard", unshard_replicated),
-    "PAD is seen": (vla, "mask_of", lambda block, valid, at: (
-        Mask(*Mask.blocks(block).keys[1:3], position_BS=at))),
-    "windows count PAD": (vla, "mask_of", lambda block, valid, at: Mask.blocks(block, valid)),
-}  # fmt: skip
-
-
-def _runs(rank):
-    """Three steps, and one with each fault."""
-    found = {"sound": vla.on_rings(3, torch.float64)}
-    for name, fault in FAULTS.items():
-        with mock.patch.object(*fault):
-            found[name] = vla.on_rings(1, torch.float64)
-    return found
-
-
-@pytest.fixture(scope="module")
-def truth():
-    return vla.on_one(3, torch.float64)
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return ranks(tmp_path_factory.mktemp("vla"), vla.WORLD, _runs)
-
-
-def test_two_rings_train_as_one_process(found, truth):
-    assert max(vla.errors(found[0]["sound"][0], truth).values()) < 1e-10
-    assert len({rank["sound"][1] for rank in found}) == 1
-    assert all(grad.any() for grad in truth.grads[0])
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(found, truth, fault):
-    once = truth._replace(losses=truth.losses[:1], grads=truth.grads[:1])
-    assert vla.errors(found[0][fault][0], once)["gradient"] > 1e-3
-
-
-@pytest.mark.quick
-def test_every_batch_has_every_kind_of_pad():
-    shards = [indices(vla.P, rank, vla.RING) for rank in range(vla.RING)]
-    for step in range(vla.EPOCH):
-        for ring in range(0, vla.WORLD, vla.RING):
-            valid = vla.draw(step, ring, torch.float64)["valid"]
-            alive = torch.stack([valid[:, shard].any(1) for shard in shards], 1)
-            kinds = ~valid.all(1), ~alive.any(1), alive.any(1) & ~alive.all(1)  # last: of one rank
-            assert all(rows.any() for rows in kinds)
-            assert alive.any(0).all() == (step % 5 != ring // vla.RING)
-
-
-@pytest.mark.quick
-def test_each_row_of_the_stress_table_can_fail():
-    near = vla.Run([2.0] * 25 + [1.0] * 25, [(torch.ones(2),)] * 50, [torch.ones(2)], [True] * 50)
-    bad = vla.Run([2.5] * 50, [(torch.zeros(2),)] * 50, [torch.full((2,), torch.nan)], [False])
-    for given in ((near, near, near, near), (bad, near, bad, near)):
-        rows = vla.judge(*given, [(7, 7), (8, 8 if given[0] is near else 9)])
-        assert {value <= bound for _, value, bound in rows} == {given[0] is near}
-
-
-@pytest.mark.slow
-def test_fifty_steps_in_bf16(tmp_path):
-    code, out, err = as_script(
-        ROOT / "tests/bench/measure_ring.py", "stress", "--model", cwd=tmp_path)  # fmt: skip
-    assert code == 0, out + err
-    line = json.loads(out.splitlines()[-1])
-    assert line["ok"] and line["loss"]["bf16"][1] < 0.7 * line["loss"]["bf16"][0]

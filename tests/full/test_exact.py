@@ -4,15 +4,12 @@ The tests with bits say what kernels of this machine do; `require_exact_kernels`
 that has others, and is tried on one whose product is spoiled.
 """
 
-import functools
 
-import measure_exact
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import shortened, slow
-from measure_exact import WAYS, main, measured
 from test_audit import edit_line
 from test_ranks import TASK, read_metrics, trained
 from test_run import good
@@ -258,13 +255,3 @@ def test_the_audit_allows_nothing(process_group, tmp_path):
 
     edit_line(run, 2, "logprobs", lambda x: np.nextafter(x, 0), "rollouts.jsonl")
     assert audited(run, 2).wrong == "sampling/bits"
-
-
-def test_the_table_has_a_row_for_each_way(capsys, monkeypatch):
-    monkeypatch.setattr(measure_exact, "measured", functools.partial(measured, new=20))
-    main(["--families", "qwen3", "--dtypes", "float32"])
-    _, *rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[:3] for row in rows] == [["qwen3", "float32", way] for way in WAYS]
-    for row in rows:
-        share, exact_share = map(float, row.split()[3:5])
-        assert share < 0.9 and exact_share == 1

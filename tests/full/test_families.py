@@ -10,7 +10,6 @@ import math
 import pytest
 import torch
 from conftest import shortened
-from measure_models import their_gradient
 
 import models
 from full import check
@@ -149,6 +148,17 @@ def test_check_passes_and_sees_a_planted_fault(fault, monkeypatch):
 @pytest.fixture(scope="module", params=CASES)
 def hf(request, tmp_path_factory):
     return make(request.param, tmp_path_factory.mktemp("hf"))
+
+
+def their_gradient(name, parameters):
+    """transformers' gradient of our parameter `name`; from version 5 on its experts are fused."""
+    path, _, leaf = name.rpartition(".")
+    if name in parameters:
+        return parameters[name].grad
+    if f"{path}.gate_up_proj" in parameters:
+        return parameters[f"{path}.gate_up_proj"].grad.chunk(2, 1)[leaf == "up_proj"]
+    count = sum(key.startswith(path) and key.endswith(f"{leaf}.weight") for key in parameters)
+    return torch.stack([parameters[f"{path}.{e}.{leaf}.weight"].grad for e in range(count)])
 
 
 def test_logits_and_gradients_equal_transformers(hf):

@@ -1,8 +1,6 @@
 """`--head-dtype float32`: the head's product under bfloat16, in sampler and trainer."""
 
-import functools
 
-import measure_head
 import pytest
 import torch
 from conftest import slow
@@ -16,7 +14,7 @@ from full.config import Config
 from full.flags import parse_config
 from full.export import policy_in
 from full.generate import forward_with_cache, prefill
-from full.hf import load_hf, save_hf
+from full.hf import load_hf
 from full.parallelize import parallelize
 from full.plans import Grid, Plan
 from full.questions import make_task
@@ -165,17 +163,3 @@ def test_where_it_would_change_nothing_it_is_refused(how, text):
 
 def test_flags_of_the_command_line(tmp_path):
     refused(tmp_path, f"{TASK} {HEAD} --steps 1", "--head-dtype needs products in bfloat16")
-
-
-def test_the_measurement_prints_its_tables(tmp_path, capsys, monkeypatch):
-    """Its figures fall from the first row to the last, where both have the float32 head."""
-    save_hf(tiny_model("qwen3", vocab_size=300), tmp_path)
-    small = functools.partial(measure_head.random_states, N=64, M=32, V=2000)
-    monkeypatch.setattr(measure_head, "random_states", small)
-    measure_head.main([f"{tmp_path}", "--rollouts", "4", "--tokens", "8", "--prompts", "2"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines].count("logits") == 6
-    rows = [line.split() for line in lines if line.startswith("sampler")]
-    assert [row[1::2][:2] for row in rows] == [
-        [a, b] for a in ("bfloat16", "float32") for b in ("bfloat16", "float32")]
-    assert float(rows[-1][4]) < float(rows[0][4])

@@ -5,7 +5,6 @@ The pages are README.md, and README.md, RECIPES.md and RESULTS.md of full/.
 
 import dataclasses
 import importlib
-import json
 import re
 import shlex
 import sys
@@ -63,7 +62,8 @@ ELSEWHERE = {  # what a command begins with: test_NAME.py, which runs it, or who
     "torchrun --nproc-per-node 2 mine.py": "api", "torchrun --nnodes": "plan",
     "torchrun --max-restarts 3": "faults", "sh tests/gpu.sh": "gpu",
     "python tests/example_action_expert.py check": "action",
-    "python tests/full/test_flags.py": "flags", "python tests/bench/measure": "grpo_matrix",
+    "python tests/full/test_flags.py": "flags", "python tests/bench/measure": "measure",
+    "python tests/bench/gpu.py": "gpu",
     "python tests/bench/bench_trl.py": "conformance", "python tests/bench/honest_runs.py": "audit",
     "python tests/bench/curve_trl.py": "conformance", "python -m pytest": "the tests themselves",
     "pip install": ".ci/run", "python3 -m venv": ".ci/run", ". .venv": ".ci/run",

@@ -14,7 +14,6 @@ import pytest
 import torch
 from conftest import ROOT
 
-import measure_objectives
 from full.advantages import ADVANTAGES, advantages, overlong_penalty
 from full.config import Config
 from full.objectives import OBJECTIVES, READS, SampledTokens, grpo_loss, sampler_weights
@@ -121,19 +120,6 @@ def test_the_punishment_of_long_answers_is_the_sources(row):
         t = Trajectory(0, [0] * (3 + length), np.zeros(2 + length, bool), np.zeros(2 + length),
                        path=[(3, 0, 1)])  # fmt: skip
         assert -overlong_penalty(config, t) == expected
-
-
-def test_a_row_of_runs_that_are_there_is_printed(tmp_path, capsys):
-    """The lines of the table of full/RESULTS.md, of runs of three evaluations."""
-    for objective in measure_objectives.OBJECTIVES:
-        for seed in range(2):
-            run = tmp_path / f"{objective}-{seed}"
-            (run / "hf").mkdir(parents=True)
-            lines = [{"step": 0, "eval/solved": 0.5}, {"step": 10, "eval/solved": 0.96},
-                     {"step": 20, "eval/solved": 1.0 - seed / 10}, {"step": 21}]  # fmt: skip
-            (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert measure_objectives.main([f"{tmp_path}", "2"]) == 0
-    assert "| clip | 0.950 | 0.900 | 11, 11 |" in capsys.readouterr().out
 
 
 def test_each_objective_reads_the_flags_that_its_table_says():

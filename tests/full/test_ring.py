@@ -5,12 +5,10 @@ import math
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import diagonal, shortened, slow
-from measure_ring import multiple_of_sdpa
 from oracles import FLASH, Watch, draw, plain_attention, worst
 from test_ranks import ranks
 from torch.autograd import grad as grad_of
@@ -18,7 +16,7 @@ from torch.autograd import grad as grad_of
 import models
 import ring_attention as ra
 from full.attend import DTYPES, attend
-from full.check_attention import by_way, examples, relative
+from full.check_attention import by_way, compare, examples, relative
 from full.masks import Mask
 from full.plans import Grid, Plan
 from full.ring import Ring, indices, ring_attention, shard, unshard
@@ -129,9 +127,25 @@ def test_every_length_is_right_on_every_world(tmp_path, world, lengths):
         assert max(found.values()) < 1e-12, max(found, key=found.get)
 
 
+def multiple_of_sdpa(mask, alone, dtype, tokens, **options):
+    """The worst error of out, dq, dk, dv as a multiple of SDPA's own at this dtype.
+
+    alone: a group of this rank, which computes SDPA's by itself.
+    """
+    def sdpa(*qkv, group):
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return attention(*qkv, attn_mask=mask.dense(), enable_gqa=True)
+
+    ours = compare(mask, None, dtype, tokens, **options)
+    options.pop("method")
+    theirs = compare(mask, alone, dtype, tokens, attention=sdpa, **options)
+    return max(a / b for a, b in zip(ours, theirs, strict=True))
+
+
 def _dtype_errors(rank, dtypes):
     found, options = {}, {"heads": (4, 2), "width": 64}
-    given = [(Mask.causal(256), None, dtype, 256) for dtype in dtypes]
+    alone, _ = dist.new_subgroups(1)
+    given = [(Mask.causal(256), alone, dtype, 256) for dtype in dtypes]
     for case in given:
         for method in METHODS:
             found[case[2], method] = multiple_of_sdpa(*case, method=method, **options)

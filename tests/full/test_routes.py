@@ -5,7 +5,6 @@ import json
 import re
 from unittest import mock
 
-import measure_routes
 import numpy as np
 import pytest
 import torch
@@ -321,13 +320,6 @@ def test_a_run_without_its_routes_is_not_audited(runs, process_group, tmp_path):
     (tmp_path / "run" / "rollouts.jsonl").write_text(text)
     with pytest.raises(ValueError, match="is not a rollout: expected routes"):
         audited(tmp_path / "run", 1)
-
-
-def test_the_measurement_prints_a_row_for_each_dtype(capsys):
-    measure_routes.main(["--shapes", "tiny"])
-    _, wide, narrow = capsys.readouterr().out.splitlines()
-    assert wide.split()[:3] == ["tiny", "float32", "0.000%"]
-    assert narrow.split()[1] == "bfloat16" and float(narrow.split()[2].rstrip("%")) > 0
 
 
 class WithoutRoutes(Sampler):

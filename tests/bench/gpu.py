@@ -1,13 +1,11 @@
 """What tests/gpu.sh asks of a GPU: runs its commands, keeps what they print, writes the page.
 
-    python tests/bench/measure_gpu.py record NAME -- COMMAND ..  runs a command and keeps its rows
-    python tests/bench/measure_gpu.py results NAME ..            the GPU section of full/RESULTS.md
-    python tests/bench/measure_gpu.py memory 0.6b | 8b           peaks of steps beside the plan's
-    python tests/bench/measure_gpu.py check SUBJECT --device cuda [--few]    each, on one device
+A record is a line of OUT/NAME.jsonl: the device, the versions, the seconds, the exit code, all that
+was printed, and as `result` its last line, which every measurement prints as JSON. A command that
+is run again adds a line, and the page takes the last.
 
-A record is a line of OUT/NAME.jsonl: the command, the device, the versions, the seconds, the exit
-code, all that was printed, and as `result` its last line, which every measurement prints as JSON.
-A command that is run again adds a line, and the page takes the last.
+    python tests/bench/gpu.py check SUBJECT --device cuda      models, ring, tree, parallel, grpo
+    python tests/bench/gpu.py memory 0.6b | 8b                 peaks of steps beside the plan's
 """
 
 import argparse
@@ -18,7 +16,6 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -28,25 +25,45 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from full import check_attention, equivalence, estimate  # noqa: E402
-from full import build as build_py  # noqa: E402
-from full.build import build  # noqa: E402
-from full.check import CASES, path_errors  # noqa: E402
-from full.check_attention import TinyModel, tree_rows  # noqa: E402
-from full.check_attention import rows_of_rank  # noqa: E402
-from full.config import Config  # noqa: E402
-from full.generate import generate  # noqa: E402
-from full.model_config import ModelConfig  # noqa: E402
-from full.plans import Plan  # noqa: E402
-from full.ranks import connect  # noqa: E402
-from full.steps import STEPS, step_error  # noqa: E402
-from full.tiny import tiny_model  # noqa: E402
-from full.trainer import Trainer  # noqa: E402
+from measure import QWEN3_06B, Work, rolled_out
+from oracles import LiveBytes
+
+from full import build as build_py
+from full import check_attention, equivalence, estimate
+from full.build import build
+from full.check import CASES, path_errors
+from full.check_attention import TinyModel, rows_of_rank, tree_rows
+from full.config import Config
+from full.model_config import ModelConfig
+from full.plans import Plan
+from full.ranks import connect
+from full.steps import STEPS, step_error
+from full.tiny import tiny_model
+from full.trainer import Trainer
 
 BEGIN, END = "<!-- gpu.sh: begin -->", "<!-- gpu.sh: end -->"
-DEVICES = "cuda", "cpu"
-SIZES = "full", "toy"
 LIMIT = 600.0  # seconds that a command may take
+HERE, MEASURE = "tests/bench/gpu.py", "tests/bench/measure.py"
+COMMANDS = {  # name: the program and its words, and what it asks
+    "check-models": (f"{HERE} check models", "every path of a model, in float64, against the CPU"),
+    "check-ring": (f"{HERE} check ring", "every mask and kernel of attention, on one rank"),
+    "check-tree": (f"{HERE} check tree", "every shape of tree and size of chunk"),
+    "check-parallel": (f"{HERE} check parallel", "runs in every mode and with every tree"),
+    "check-grpo": (f"{HERE} check grpo", "steps of every kind of setting against steps by hand"),
+    "ring": (f"{MEASURE} kernel", "a block of the ring against SDPA and flash, bfloat16"),
+    "tree-star": (f"{MEASURE} tree --only GRPO", "a 0.6B model, 8 answers of 1024, tree and flat"),
+    "tree-chain": (f"{MEASURE} tree --only multi", "the same on a conversation of 8 turns"),
+    "step": (f"{MEASURE} grpo --repeats 2", "a step of the 0.6B model, its share of the peak"),
+    "generation": (f"{MEASURE} models --repeats 2", "the 0.6B model against transformers"),
+    "memory-0.6b": (f"{HERE} memory 0.6b", "peaks of three steps in mixed precision"),
+    "memory-8b": (f"{HERE} memory 8b", "the same with weights and moments on the host"),
+}
+
+
+def words_of(name, device, size) -> list:
+    """Return the command of a name: a program and its words."""
+    return [*COMMANDS[name][0].split(), "--device", device, "--size", size]
+
 
 # record -----------------------------------------------------------------------------------------
 
@@ -57,13 +74,12 @@ def machine(device) -> dict:
     return dict(device=device, machine=name, torch=torch.__version__, cuda=torch.version.cuda)
 
 
-def record(name, command, out, device, size, limit=LIMIT) -> int:
+def record(name, command, options, limit=LIMIT) -> int:
     """Run a command, show what it prints, and append what came of it to OUT/NAME.jsonl.
 
     Returns the command's exit code; 124 if it was ended for taking longer than limit.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("torch sees no CUDA device here; DEVICE=cpu SIZE=toy is the dry run")
+    out, device, size = options.out, options.device, options.size
     out.mkdir(parents=True, exist_ok=True)
     where = machine(device)  # before the command is there: it may want all of the device's memory
     begun = time.perf_counter()
@@ -82,7 +98,7 @@ def record(name, command, out, device, size, limit=LIMIT) -> int:
     if code == 124:
         print(f"{name}: ended, for it took more than {limit:.0f} s", file=sys.stderr)
 
-    kept = dict(name=name, size=size, command=command, code=code) | where
+    kept = dict(name=name, size=size, code=code) | where
     kept |= dict(seconds=round(time.perf_counter() - begun, 1), printed=lines)
     kept |= dict(result=last_json(lines) if code == 0 else None)
     with open(out / f"{name}.jsonl", "a", encoding="utf-8") as file:
@@ -106,17 +122,6 @@ def newest(out, device, size) -> dict:
     lines = (line for path in sorted(out.glob("*.jsonl")) for line in path.open(encoding="utf-8"))
     records = [json.loads(line) for line in lines]
     return {x["name"]: x for x in records if (x["device"], x["size"]) == (device, size)}
-
-
-def speeds(result) -> list:
-    """What a step computes a second, which its rows do not have."""
-    lines = []
-    for row in result.get("rows", []):
-        if "gflops" in row:
-            share = f", {row['utilisation']:.0%} of the peak" if "utilisation" in row else ""
-            flat, tree = row["gflops_flat"] / 1e3, row["gflops"] / 1e3
-            lines.append(f"{row['shape']}: {flat:.3g} TFLOP/s flat, {tree:.3g} by the tree{share}")
-    return lines
 
 
 def section(records, names) -> str:
@@ -146,7 +151,7 @@ def section(records, names) -> str:
     for name, kept in good.items():
         if not name.startswith("check-"):
             lines += ["", f"`{name}`, {kept['seconds']:.0f} s:", ""]
-            lines += ["```text", *kept["printed"][:-1], *speeds(kept["result"]), "```"]
+            lines += ["```text", *kept["printed"][:-1], "```"]
 
     # What went wrong and what is not there is said, and not left out.
     failed = [f"`{x}` (exit code {records[x]['code']})" for x in records if x not in good]
@@ -176,9 +181,7 @@ def write_results(page, target, records, names) -> None:
 
 
 def model_rows(device, few):
-    """(row, error, bound) of models.py: every path of every family, and what is sampled."""
-    import measure_models
-
+    """(row, error, bound) of models.py: every path of every family."""
     torch.manual_seed(0)
     cases = {name: CASES[name] for name in (("qwen3",) if few else CASES)}
     for name, (model_type, changes) in cases.items():
@@ -186,31 +189,16 @@ def model_rows(device, few):
         there = tiny_model(model_type, **changes).to(device)
         for path, error in path_errors(model, mine=there):
             yield f"{name}: {path}", error, 1e-12
-    for path, error, bound in measure_models.expert_errors(device):
-        yield f"experts: {path}", error, bound
-
-    # The draws are arguments, so a device samples the tokens that the CPU samples.
-    for temperature in (0.0, 1.0):
-        model = tiny_model("qwen3", max_position_embeddings=64)
-        prompts = [[1, 2, 3], [4, 5], [1, 2, 3], [6]]
-        options = dict(max_new_tokens=20, temperature=temperature, seed=3)
-        want = generate(model, prompts, **options)
-        got = generate(model.to(device), prompts, **options)
-        wrong = sum(a.tokens != b.tokens for a, b in zip(got, want, strict=True))
-        yield f"sampled at temperature {temperature:g}: other rows than the CPU's", wrong, 0
-        errors = [abs(a - b) for x, y in zip(got, want, strict=True)
-                  for a, b in zip(x.logprobs, y.logprobs, strict=True)]  # fmt: skip
-        yield f"sampled at temperature {temperature:g}: log-probs", max(errors), 1e-12
 
 
-def ring_rows_of_check(device, few):
+def ring_rows(device, few):
     """(row, error, bound) of ring_attention.py on one rank: every mask, way and dtype."""
     for name, row, bound, columns in rows_of_rank(8 if few else 23, device):
         for column, error in columns.items():
             yield f"{name}: {row}, {column}", error, bound
 
 
-def tree_rows_of_check(device, few):
+def forest_rows(device, few):
     """(row, error, bound) of tree_attention.py: every shape of tree, every size of chunk."""
     forests = check_attention.forests()
     if few:
@@ -244,79 +232,20 @@ def grpo_rows(device, few):
         yield f"a step by hand: {name}", step_error(device, **STEPS[name]), 1e-12
 
 
-def run_rows(device, few):
-    """(row, error, bound): the metrics of whole runs on the device against those on the CPU.
-
-    Every token is a draw, so this says that the same tokens were drawn in every step.
-    """
-    ways = {"flat": "", "sparse": " --tree sparse", "fsdp": " --data-parallel fsdp",
-            "fsdp offload": " --data-parallel fsdp-offload"}  # fmt: skip
-    factors = " --lora-rank 4 --kl-coef 0.1"
-    settings = {"": ways, factors: {"LoRA": "", "LoRA fsdp": ways["fsdp"]}}
-    if few:
-        settings = {"": {"flat": ""}}
-    small = "--dtype float64 --steps 6 --hidden 32 --layers 2 --prompts 7 --group 8"
-    small += " --eval-prompts 7"
-    with tempfile.TemporaryDirectory() as folder:
-        truths = {more: metrics_of_run(f"{small}{more} --device cpu --out {folder}/cpu{n}")
-                  for n, more in enumerate(settings)}  # fmt: skip
-        for more, name in [(more, name) for more, ways in settings.items() for name in ways]:
-            truth = truths[more]
-            out = f"{folder}/{name.replace(' ', '-')}"
-            kind = device.partition(":")[0]  # cuda of cuda:0
-            run = f"{small}{more}{settings[more][name]}"
-            found = metrics_of_run(f"{run} --device {kind} --out {out}")
-            errors = [
-                abs(a[key] - b[key]) / max(1.0, abs(b[key]))
-                for a, b in zip(found, truth, strict=True)
-                for key in a.keys() & b.keys()
-                if isinstance(b[key], (int, float)) and not key.startswith(UNEQUAL)
-            ]
-            yield f"6 steps, {name}", max(errors), 1e-8
-
-
-# Metrics that are not alike in two runs that draw the same tokens: clocks and bytes; how many
-# tokens a tree trains; how many log-probs of sampler and trainer have the same last bit.
-UNEQUAL = "seconds/", "memory/", "tree/", "tokens/trained", "logprob_gap/identical"
-
-
-def metrics_of_run(flags) -> list:
-    """The lines of metrics.jsonl of a run in a process of its own."""
-    words = flags.split()
-    command = [sys.executable, "-m", "full", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"the run {flags} failed: {done.stderr[-2000:]}")
-    lines = (Path(words[-1]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
 OTHER = "other"  # the device of tests/other_device.py: no FSDP, and no checkpointing by torch
 CHECKS = {
-    "models": (model_rows,), "ring": (ring_rows_of_check,), "parallel": (parallel_rows,),
-    "tree": (tree_rows_of_check,), "grpo": (grpo_rows, run_rows),
+    "models": model_rows, "ring": ring_rows, "tree": forest_rows, "parallel": parallel_rows,
+    "grpo": grpo_rows,
 }  # fmt: skip
 
 
-def check(subject, argv) -> int:
-    """`check SUBJECT --device D`: 1 if an error is over its bound, 2 if D is not there."""
-    parser = argparse.ArgumentParser(f"measure_gpu.py check {subject}")
-    parser.add_argument("--device", choices=DEVICES, required=True)
-    parser.add_argument("--few", action="store_true", help="some of the rows")
-    options = parser.parse_args(argv)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("error: --device cuda: torch sees no CUDA device here", file=sys.stderr)
-        return 2
-
+def check(subject, device, size) -> int:
+    """Return 1 if an error is over its bound."""
     # One rank, with the backend that the device has among several.
-    where = connect(options.device, timeout=600)
-    rows = rows_of_check(subject, where, options.few)
+    where = connect(device, timeout=600)
+    rows = [*CHECKS[subject](where, size == "toy")]
     dist.destroy_process_group()
-    return 0 if show_rows(subject, options.device, rows) else 1
-
-
-def rows_of_check(subject, device, few) -> list:
-    return [row for part in CHECKS[subject] for row in part(device, few)]
+    return 0 if show_rows(subject, device, rows) else 1
 
 
 def show_rows(subject, device, rows) -> bool:
@@ -341,8 +270,6 @@ def memory_case(name, size):
     the weights, gradients and moments alone are 122 GiB in float32: they stay on the host
     (fsdp-offload), and the device has the generator, two layers and the activations.
     """
-    from measure_models import QWEN3_06B
-
     settings = dict(
         dtype="float32", compute_dtype="bfloat16", generator_dtype="bfloat16", ac="full",
         prompts=1, group=8, minibatches=1, entropy_coef=0.0, lr=1e-6,
@@ -381,9 +308,6 @@ ON_THE_HOST = "weights", "gradients", "moments"  # with fsdp-offload
 
 def memory(name, device, size, steps=3) -> int:
     """Peaks of three training steps of a random model, beside what `plan` says of them."""
-    import measure_grpo
-    from oracles import LiveBytes
-
     shape, settings = memory_case(name, size)
     parts = planned(shape, settings)
     host = sum(parts[part] for part in ON_THE_HOST)
@@ -401,7 +325,7 @@ def memory(name, device, size, steps=3) -> int:
 
     # A task of fixed lengths, and a random model of the shape: the rest is as in a run.
     connect(device, threads=1 if size == "toy" else os.cpu_count())
-    task = measure_grpo.Work(config, shape.vocab_size)
+    task = Work(config, shape.vocab_size)
     build_py.own_shape = lambda config, task: shape
     peaks = dict(rollout=0, train=0)
     cuda, live = device == "cuda", LiveBytes()
@@ -426,9 +350,7 @@ def memory(name, device, size, steps=3) -> int:
         trainer = Trainer(config, model, generator=generator)
         del model, generator
         for step in range(steps):
-            clock = measure_grpo.Clock(device)
-            given = config, task, trainer, clock, step
-            batch = most_bytes("rollout", measure_grpo.rolled_out, *given)
+            batch = most_bytes("rollout", rolled_out, config, task, trainer, step)
             loss = most_bytes("train", train, batch)
             print(f"step {step}: loss {loss:.3g}, rollouts at most "
                   f"{peaks['rollout'] / 2**30:.3g} GiB, training {peaks['train'] / 2**30:.3g}",
@@ -436,10 +358,7 @@ def memory(name, device, size, steps=3) -> int:
 
     told = sum(parts.values())
     print(f"training is {peaks['train'] / told:.0%} of the {told / 2**30:.3g} GiB that plan says")
-    names = "dtype", "compute_dtype", "data_parallel", "ac"
-    flags = " ".join(f"--{key.replace('_', '-')} {settings[key]}" for key in names if
-                     settings.get(key))  # fmt: skip
-    row = dict(model=name, flags=f"`{flags}`", plan=told, parts=parts) | peaks
+    row = dict(model=name, plan=told, parts=parts) | peaks
     print(json.dumps({"bench": "memory", "device": device, "rows": [row]}))
     dist.destroy_process_group()
     return 0
@@ -449,39 +368,32 @@ def memory(name, device, size, steps=3) -> int:
 
 
 def main(argv) -> int:
-    if argv[:1] == ["check"] and argv[1:2] and argv[1] in CHECKS:
-        return check(argv[1], argv[2:])
-    command = []
-    if "--" in argv:
-        at = argv.index("--")
-        command = argv[at + 1 :]
-        argv = argv[:at]
-    parser = argparse.ArgumentParser("measure_gpu.py")
-    parser.add_argument("what", choices=("record", "results", "memory", "check"))
-    parser.add_argument(
-        "names", nargs="+", help="record's name; of results, all that there are; 0.6b or 8b"
-    )
+    parser = argparse.ArgumentParser("gpu.py")
+    parser.add_argument("what", choices=("list", "results", "check", "memory", *COMMANDS))
+    parser.add_argument("of", nargs="?", help="check's subject, memory's model")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
-    parser.add_argument("--device", choices=DEVICES, default="cuda")
-    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--size", choices=("large", "toy"), default="large")
     options = parser.parse_args(argv)
-    out, device, size = options.out, options.device, options.size
+    name, out, device, size = options.what, options.out, options.device, options.size
     try:
-        if options.what == "record":
-            return record(options.names[0], command, out, device, size)
-        if options.what == "memory":
-            if options.names[0] not in ("0.6b", "8b"):
-                raise ValueError(f"memory is of 0.6b or 8b; came {options.names[0]}")
-            if device == "cuda" and not torch.cuda.is_available():
-                raise ValueError("--device cuda: torch sees no CUDA device here")
-            return memory(options.names[0], device, size)
-
-        # Only whole figures of a GPU go into the repository's page; others into a copy of it.
-        page = ROOT / "full" / "RESULTS.md"
-        target = page if (device, size) == ("cuda", "full") else out / "RESULTS.md"
-        write_results(page, target, newest(out, device, size), options.names)
-        print(f"written: {target}")
-        return 0
+        if name == "list":
+            print("\n".join(f"{name}: {asked}" for name, (_, asked) in COMMANDS.items()))
+            return 0
+        if name == "results":
+            # Only whole figures of a GPU go into the repository's page; others into a copy of it.
+            page = ROOT / "full" / "RESULTS.md"
+            target = page if (device, size) == ("cuda", "large") else out / "RESULTS.md"
+            write_results(page, target, newest(out, device, size), [*COMMANDS])
+            print(f"written: {target}")
+            return 0
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("torch sees no CUDA device here; DEVICE=cpu SIZE=toy is the dry run")
+        if name in COMMANDS:
+            return record(name, [sys.executable, *words_of(name, device, size)], options)
+        if options.of not in (CHECKS if name == "check" else ("0.6b", "8b")):
+            raise ValueError(f"check is of {', '.join(CHECKS)}, memory of 0.6b or 8b")
+        return (check if name == "check" else memory)(options.of, device, size)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

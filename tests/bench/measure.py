@@ -1,0 +1,849 @@
+"""Measure one subject: `python tests/bench/measure.py SUBJECT [FOLDER] [--size large] ..`.
+
+    ring, ring-memory, ring-longest     attention over ranks against torch's SDPA on one process
+    kernel                              attention on one device against SDPA and flash
+    tree                                training on trees of tokens against the flat batch
+    models                              generation and training against transformers, if installed
+    grpo                                a whole step: seconds by phase, what shared prefixes gain
+    exact                               log-probs whose bits are the trainer's, and what they cost
+    head [DIR]                          how far log-probs are off by the dtype of the head
+    routes                              experts that the trainer would choose otherwise
+    objectives FOLDER                   what runs of every objective solve; makes those that lack
+
+A subject yields rows. They are printed as a table, and at the end as one line of JSON. Ways that
+are compared take turns, after a warm-up that does not count; a ratio is the median over pairs of
+neighbors. Seconds are this process's CPU time, and on CUDA those of the wall between two times at
+which the device is idle. A size sets models and lengths: `default` is for one core, `large` for a
+GPU, `toy` shows that a subject runs.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from oracles import LiveBytes
+
+import models
+from full.attend import attend
+from full.batches import SampledBatch, collect
+from full.chunks import tree_backward
+from full.config import Config
+from full.contents import parameters
+from full.exact import make_exact, packed_attention, require_exact_kernels
+from full.generate import generate
+from full.hf import load_hf, save_hf
+from full.logprobs import token_logprobs
+from full.masks import Mask
+from full.micro_batches import masked_attention
+from full.model_config import ModelConfig
+from full.objectives import OBJECTIVES
+from full.packing import PackedBatches
+from full.questions import make_task
+from full.ranks import connect
+from full.ring import METHODS, indices, ring_attention
+from full.steps import built
+from full.tasks import Task
+from full.tiny import TINY, tiny, tiny_model
+from full.trainer import Trainer
+from full.transformer import Transformer
+from full.trie import TokenTrie
+from ring_attention import launch
+from tree_attention import definition
+
+SIZES = "default", "large", "toy"
+QWEN3_06B = dict(
+    hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+    num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+# The harness ------------------------------------------------------------------------------------
+
+
+def seconds_of(function, device="cpu"):
+    """Seconds of CPU time; on CUDA of the wall, between two times at which the device is idle."""
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    idle = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    idle()
+    start = clock()
+    function()
+    idle()
+    return clock() - start
+
+
+def alternating(ways, repeats, device="cpu"):
+    """Return {way: its seconds}: the ways take turns, forwards and backwards, after a warm-up."""
+    for run in ways.values():
+        run()
+    found = {way: [] for way in ways}
+    for n in range(repeats):
+        for way in [*ways][:: -1 if n % 2 else 1]:
+            found[way].append(seconds_of(ways[way], device))
+    return found
+
+
+def times_as_fast(slow, fast) -> dict:
+    """Return the median of the ratios of pairs, the least and the largest."""
+    pairs = sorted(a / b for a, b in zip(slow, fast, strict=True))
+    return dict(times=statistics.median(pairs), low=pairs[0], high=pairs[-1])
+
+
+def peak_mb(function, device="cpu"):
+    """Return MB of the tensors that are made inside and live at once, at most."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    with LiveBytes() as live:
+        function()
+    return live.peak / 2**20
+
+
+def show(row, headed):
+    """Print a row, and over it the names of its columns, unless the last row had the same."""
+    widths = [-28 if isinstance(x, str) else max(11, len(name) + 2) for name, x in row.items()]
+    cells = [x if isinstance(x, str) else f"{x:.4g}" for x in row.values()]
+    for line in ([*row], cells) if [*row] != headed else (cells,):
+        texts = (f"{x:>{w}}" if w > 0 else f"{x:<{-w}}" for x, w in zip(line, widths))
+        print("".join(texts).rstrip(), flush=True)
+    return [*row]
+
+
+def main(argv) -> int:
+    """Measure a subject and print its rows. Return the exit code."""
+    parser = argparse.ArgumentParser("measure.py", description=__doc__.split("\n\n")[0])
+    parser.add_argument("subject", choices=SUBJECTS)
+    parser.add_argument("folder", nargs="?", help="a Hugging Face directory, or one of runs")
+    parser.add_argument("--size", choices=SIZES, default="default")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help="rows whose first column begins so")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("error: --device cuda: torch sees no CUDA device here", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    rows, headed = [], None
+    for row in SUBJECTS[options.subject](options):
+        rows.append(row)
+        headed = show(row, headed)
+    told = dict(bench=options.subject, size=options.size, device=options.device)
+    print(json.dumps(told | dict(torch=torch.__version__, rows=rows)))
+    return 0
+
+
+# Attention --------------------------------------------------------------------------------------
+
+
+def random_inputs(tokens, dtype=torch.float32, heads=8, keys=2, width=64):
+    """Return q, k, v that want gradients, and an upstream gradient."""
+    shapes = [(1, n, tokens, width) for n in (heads, keys, keys, heads)]
+    *leaves, dout = (torch.randn(shape, dtype=dtype) for shape in shapes)
+    return [x.requires_grad_() for x in leaves], dout
+
+
+def sdpa(q, k, v, dense=None):
+    attention = scaled_dot_product_attention
+    return attention(q, k, v, attn_mask=dense, is_causal=dense is None, enable_gqa=True)
+
+
+def flash(*qkv):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return sdpa(*qkv)
+
+
+def kernel(options):
+    """One device, bfloat16, causal: `attend`, SDPA (which chooses its kernel) and flash."""
+    lengths = dict(default=[1024, 4096], large=[4096, 16384, 65536], toy=[16])[options.size]
+    device = options.device
+    for n in lengths:
+        (q, k, v), dout = random_inputs(n, torch.bfloat16)
+        q, k, v, dout = (x.detach().to(device).requires_grad_() for x in (q, k, v, dout))
+        documents = Mask.documents(doc_ids=torch.arange(n)[None] * 8 // n)
+        ways = {
+            "SDPA, causal": sdpa, "flash, causal": flash,
+            "attend, causal": lambda *qkv, n=n: attend(*qkv, Mask.causal(n))[0],
+            "attend, 8 documents": lambda *qkv, mask=documents: attend(*qkv, mask)[0],
+        }  # fmt: skip
+        runs = {way: lambda f=f, x=(q, k, v), up=dout: torch.autograd.grad(f(*x), x, up)
+                for way, f in ways.items()}  # fmt: skip
+        found = alternating(runs, options.repeats, device)
+        base = statistics.median(found["SDPA, causal"])
+        for way, seconds in found.items():
+            median = statistics.median(seconds)
+            yield dict(way=way, tokens=n, seconds=median, of_sdpa=median / base)
+
+
+def _timed_rank(tokens, way):
+    """Return this rank's CPU seconds: (forward, backward)."""
+    held = len(indices(tokens, dist.get_rank(), dist.get_world_size()))
+    warm, upstream = random_inputs(256)
+    sdpa(*warm).backward(upstream)
+    (q, k, v), dout = random_inputs(held)
+    given = dict(mask=Mask.causal(tokens), method=way)
+    out = []
+    run = (lambda: sdpa(q, k, v)) if way == "SDPA" else (lambda: ring_attention(q, k, v, **given))
+    forward = seconds_of(lambda: out.append(run()))
+    return forward, seconds_of(lambda: out[0].backward(dout))
+
+
+def ring(options):
+    """Two ranks of one thread against one process that does the same work by SDPA; the slower."""
+    for tokens in dict(default=[8192, 16384], large=[32768], toy=[64])[options.size]:
+        found = {way: [] for way in ("SDPA", *METHODS)}
+        for _ in range(options.repeats):
+            for way in found:
+                ranks = launch(1 if way == "SDPA" else 2, _timed_rank, tokens, way)
+                found[way].append(np.max(ranks, axis=0))
+        base = np.median(found["SDPA"], axis=0).sum()
+        for way, times in found.items():
+            forward, backward = map(float, np.median(times, axis=0))
+            share = (forward + backward) / base
+            of_ideal = (1.0 if way == "SDPA" else 0.5) / share
+            yield dict(way=way, tokens=tokens, forward=forward, backward=backward, of_sdpa=share,
+                       of_ideal=of_ideal)  # fmt: skip
+
+
+def _peak_rank(way, tokens, is_layer):
+    """Return MB that a forward and backward add to this process's peak, above its inputs."""
+    weights = [torch.randn(512, n, requires_grad=True) for n in (512, 128, 128, 512, 2048)]
+
+    def attention(q, k, v, length):
+        if way == "SDPA":
+            return sdpa(q, k, v)
+        if way == "SDPA, dense mask":
+            return sdpa(q, k, v, Mask.causal(length).dense())
+        if way == "attend":
+            return attend(q, k, v, Mask.causal(length))[0]
+        return ring_attention(q, k, v, mask=Mask.causal(length))
+
+    for length in (64, tokens):  # the first, small one loads what libraries load once
+        held = len(indices(length, dist.get_rank(), dist.get_world_size()))
+        qkv, dout = random_inputs(held)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if is_layer:
+            x_sD = dout[0].transpose(0, 1).reshape(held, 512)
+            split = [(x_sD @ w).view(1, held, -1, 64).transpose(1, 2) for w in weights[:3]]
+            out_sD = attention(*split, length)[0].transpose(0, 1).reshape(held, 512) @ weights[3]
+            (torch.relu((out_sD + x_sD) @ weights[4]) @ weights[4].T).sum().backward()
+        else:
+            attention(*qkv, length).backward(dout)
+    unit = 1024 if sys.platform == "linux" else 1024**2
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / unit
+
+
+def ring_memory(options):
+    """MB above the inputs, float32: attention alone, one layer, and the masks themselves."""
+    tokens = dict(default=8192, large=16384, toy=64)[options.size]
+    ways = {"SDPA": 1, "SDPA, dense mask": 1, "attend": 1}
+    ways |= {"ring, each of 2": 2, "ring, each of 4": 4}
+    for is_layer in (False, True):
+        for way, world in ways.items():
+            mb = max(launch(world, _peak_rank, way, tokens, is_layer))
+            yield dict(way=way, of="one layer" if is_layer else "attention", tokens=tokens, mb=mb)
+    mask = Mask.causal(tokens)
+    parts = mask.keys.start, mask.keys.end, mask.queries.rows
+    for way, size in (("interval", sum(x.nbytes for x in parts)), ("dense", tokens**2)):
+        yield dict(way=way, of="the mask itself", tokens=tokens, mb=size / 2**20)
+
+
+def _fits_rank(way, tokens, budget_mb):
+    """Run once with budget_mb above what the process holds after a small run of the same."""
+    for length in (64, tokens):
+        if length == tokens:
+            with open("/proc/self/status") as status:
+                held_kb = next(int(line.split()[1]) for line in status if line.startswith("VmData"))
+            most = held_kb * 1024 + budget_mb * 2**20
+            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        qkv, dout = random_inputs(len(indices(length, dist.get_rank(), dist.get_world_size())))
+        mask = Mask.causal(length)
+        dense = mask.dense() if way == "SDPA, dense mask" else None
+        out = ring_attention(*qkv, mask=mask) if way == "ring" else sdpa(*qkv, dense)
+        out.backward(dout)
+
+
+def ring_longest(options):
+    """The longest causal sequence that fits in some MB a rank, by bisection in steps of 1/16.
+
+    A rank that runs out of memory fails alone; the parent kills the others, so none hangs.
+    """
+    if sys.platform != "linux":
+        raise SystemExit("ring-longest limits memory by RLIMIT_DATA, which only Linux has")
+    budget, world = dict(default=(100, 2), large=(1000, 4), toy=(5, 1))[options.size]
+
+    def fits(way, world, tokens):
+        try:
+            launch(world, _fits_rank, way, tokens, budget)
+        except Exception:  # what a rank that ran out of memory raised, or that it died
+            return False
+        return True
+
+    ways = [("SDPA, dense mask", 1), ("SDPA", 1), *(("ring", n) for n in range(1, world + 1))]
+    for way, world in ways:
+        low, high = 0, 256
+        while fits(way, world, high):
+            low, high = high, 2 * high
+        while high - low > max(high // 16, 1):
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(way, world, middle) else (low, middle)
+        yield dict(way=way, ranks=world, budget_mb=budget, tokens=low)
+
+
+# Costs of a step --------------------------------------------------------------------------------
+
+
+def costs(config):
+    """FLOPs of a training step: of a token in the layers, of a pair, of a token in the head."""
+    c = config
+    # forward 2 a weight, backward 4; a pair: two products forward, five backward
+    layer = c.hidden_size * (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
+    layer = 6 * c.num_hidden_layers * (layer + 3 * c.hidden_size * c.intermediate_size)
+    pair = 14 * c.num_attention_heads * c.head_dim * c.num_hidden_layers
+    return layer, pair, 6 * c.vocab_size * c.hidden_size
+
+
+class Stats(NamedTuple):
+    """Tokens and (query, key) pairs of the flat batch and of the tree."""
+
+    flat_tokens: int
+    tree_tokens: int
+    flat_pairs: int
+    tree_pairs: int
+
+
+def stats_of(trie) -> Stats:
+    lengths = trie.lengths.numpy()
+    flat = int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum())
+    return Stats(flat[0], len(trie), flat[1], int((trie.positions + 1).sum()))
+
+
+def flops(shape, trie, masks):
+    """FLOPs of a step, (flat, tree): layers and pairs of all tokens, the head of scored ones."""
+    (layer, pair, head), stats = costs(shape), stats_of(trie)
+    wanted = set()
+    for i, mask in enumerate(masks):
+        wanted.update(trie.path(i)[1:][torch.from_numpy(mask)].tolist())
+    flat = stats.flat_tokens * layer + stats.flat_pairs * pair + sum(map(sum, masks)) * head
+    return flat, stats.tree_tokens * layer + stats.tree_pairs * pair + len(wanted) * head
+
+
+# Trees ------------------------------------------------------------------------------------------
+
+
+def shapes_of_trees(scale):
+    """Return {name: sequences} to measure; scale: of all lengths."""
+    rng = np.random.default_rng(0)
+
+    def draw(n):
+        return torch.from_numpy(rng.integers(0, 2048, max(1, int(n * scale))))
+
+    prompt, turns = draw(512), [draw(128) for _ in range(8)]
+    levels = [[draw(96) for _ in range(2**level)] for level in range(5)]
+    root = draw(512)
+    return {
+        "GRPO 512 + 8 x 128": [torch.cat([prompt, draw(128)]) for _ in range(8)],
+        "multi-turn chain, 8 x 128": [torch.cat(turns[: n + 1]) for n in range(8)],
+        "binary tree, 5 x 96": [
+            torch.cat([levels[k][leaf >> (4 - k)] for k in range(5)]) for leaf in range(16)
+        ],
+        "star 512 + 64 x 32": [torch.cat([root, draw(32)]) for _ in range(64)],
+        "no sharing, 8 x 256": [draw(256) for _ in range(8)],
+    }
+
+
+def policy_loss(i, logprobs, entropy):
+    """A policy gradient with an advantage of the sequence's own; no entropy term."""
+    return -(torch.exp(logprobs - logprobs.detach()) * (i % 5 - 2.0)).sum()
+
+
+def tree(options):
+    """Flat (a sequence a call, no padding), one chunk of the tree, chunks of a quarter and eighth.
+
+    A speed-up is that over flat, its bound the ratio of FLOPs.
+    """
+    scale, shape, dtype = dict(
+        default=(1, {}, torch.float32), toy=(0.02, {}, torch.float32),
+        large=(8, QWEN3_06B, torch.bfloat16))[options.size]  # fmt: skip
+    device = options.device
+    config = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, head_dim=32,
+                  num_key_value_heads=2, intermediate_size=384, vocab_size=2048)  # fmt: skip
+    config |= shape | dict(max_position_embeddings=1 << 20)
+    model = Transformer(tiny("qwen3", **config)).to(device, dtype).init_weights(0)
+    for name, sequences in shapes_of_trees(scale).items():
+        if not name.startswith(options.only):
+            continue
+        trie, placed = TokenTrie(sequences), [x.to(device) for x in sequences]
+
+        def by_tree(sequences=sequences, **how):
+            model.zero_grad()
+            tree_backward(model, TokenTrie(sequences), policy_loss, **how)
+
+        def flat(placed=placed):
+            model.zero_grad()
+            definition(model, placed, policy_loss)
+
+        ways = {"flat": flat, "sparse": by_tree}
+        for part in (4, 8):
+            most = max(1, -(-len(trie) // part))
+            ways[f"dta N/{part}"] = lambda most=most, run=by_tree: run(max_tokens=most)
+        peaks = {way: peak_mb(run, device) for way, run in ways.items()}
+        seconds = alternating(ways, options.repeats, device)
+        (layer, pair, head), stats = costs(model.config), stats_of(trie)
+        per_token = layer + head
+        bound = stats.flat_tokens * per_token + stats.flat_pairs * pair
+        bound /= stats.tree_tokens * per_token + stats.tree_pairs * pair
+        for way, found in seconds.items():
+            gained = times_as_fast(seconds["flat"], found)["times"]
+            yield dict(shape=name, way=way, seconds=statistics.median(found), mb=peaks[way],
+                       times=gained, bound=bound, of_bound=gained / bound)  # fmt: skip
+
+
+# Models -----------------------------------------------------------------------------------------
+
+QWEN_SMALL = dict(
+    hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=16,
+)  # fmt: skip
+CASES_OF_MODELS = {  # models and dtype; (prompts, samples, length, new); (rows, length, is trained)
+    # Small enough for one thread of a CPU; the vocabulary is what weighs in generation.
+    "default": (
+        [QWEN_SMALL | dict(vocab_size=V) for V in (4096, 32768)], torch.float32,
+        [(1, 8, 512, 64), (4, 8, 128, 64), (8, 1, 32, 64)],
+        [(4, 256, False), (4, 256, True), (1, 1024, True)]),
+    # A released shape, prompts and answers of the lengths that are trained on it.
+    "large": (
+        [QWEN3_06B], torch.bfloat16,
+        [(1, 8, 4096, 128), (32, 8, 512, 128), (8, 1, 128, 128), (1, 1, 128, 128)],
+        [(4, 2048, False), (4, 2048, True), (1, 8192, True)]),
+    "toy": (
+        [QWEN_SMALL | dict(vocab_size=64)], torch.float32, [(1, 2, 8, 2)],
+        [(2, 8, False), (2, 8, True)]),
+}  # fmt: skip
+
+
+def transformers_model(model, dtype):
+    """Return transformers' model of the same weights, or None if it is not installed."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        save_hf(model, folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def generation(model, theirs, prompts, samples, length, new):
+    """Sampling at temperature 1: `samples` completions of each of `prompts` prompts."""
+    tokens = torch.randint(model.config.vocab_size, (prompts, length)).to(model.head_weight.device)
+    rows = [row.tolist() for row in tokens for _ in range(samples)]
+    given = dict(max_new_tokens=new, min_new_tokens=new, do_sample=True, top_k=0, pad_token_id=0)
+    given |= dict(num_return_sequences=samples, eos_token_id=None)
+    what = f"{prompts} x {samples} x {new} after {length}"
+    return what, prompts * samples * new, {
+        "ours": lambda: generate(model, rows, max_new_tokens=new, temperature=1.0, seed=0),
+        "theirs": lambda: theirs.generate(tokens, **given)}  # fmt: skip
+
+
+def training(model, theirs, rows, length, is_trained):
+    """Forward, and backward, of the mean negative log-prob of the next token."""
+    tokens = torch.randint(model.config.vocab_size, (rows, length)).to(model.head_weight.device)
+
+    def our_loss():
+        hidden = model.hidden(tokens)[:, :-1].flatten(0, 1)
+        return -model.logprobs(hidden, tokens[:, 1:].flatten())[0].mean()
+
+    def run(trained, loss):
+        with torch.set_grad_enabled(is_trained):
+            trained.zero_grad()
+            value = loss()
+            if is_trained:
+                value.backward()
+
+    what = f"{'train' if is_trained else 'forward'} {rows} x {length}"
+    return what, rows * length, {
+        "ours": lambda: run(model, our_loss),
+        "theirs": lambda: run(theirs, lambda: theirs(tokens, labels=tokens).loss)}  # fmt: skip
+
+
+def of_models(options):
+    """Tokens a second of a random Qwen3, and how many times transformers'."""
+    shapes, dtype, generated, trained = CASES_OF_MODELS[options.size]
+    device = options.device
+    for shape in shapes:
+        config = ModelConfig(**shape)
+        print(f"Qwen3 of {parameters(config)[0] / 1e6:.2f} M parameters, V {config.vocab_size}")
+        model = Transformer(config).to(dtype).init_weights(0)
+        theirs = transformers_model(model, dtype)
+        model = model.to(device)
+        theirs = theirs and theirs.to(device)
+        cases = [generation(model, theirs, *case) for case in generated]
+        for what, tokens, ways in cases + [training(model, theirs, *case) for case in trained]:
+            if theirs is None:
+                ways = {"ours": ways["ours"]}
+            seconds = alternating(ways, options.repeats, device)
+            row = {"work": what, "V": config.vocab_size,
+                   "tokens/s": tokens / statistics.median(seconds["ours"])}  # fmt: skip
+            yield row | (times_as_fast(seconds["theirs"], seconds["ours"]) if theirs else {})
+
+
+# Whole steps ------------------------------------------------------------------------------------
+
+
+class Work(Task):
+    """One turn that never ends, behind a fixed prompt: the end token is outside the vocabulary."""
+
+    def __init__(self, config, vocab_size=256):
+        self.vocab_size, self.end = vocab_size, (vocab_size,)
+        self.tokens = np.random.default_rng(0).integers(vocab_size, size=config.size).tolist()
+
+    def prompt(self, rng, index, held_out):
+        return None, self.tokens
+
+
+def answers(prompt, completion, **changes):
+    """The settings of `Work`: 8 answers to a prompt of some tokens."""
+    narrow = dict(hidden=128, layers=4, heads=4, minibatches=1, entropy_coef=0.0, lr=1e-6)
+    narrow |= dict(size=prompt, max_new_tokens=completion, group=8, prompts=1)
+    return Config(**narrow | changes)
+
+
+BRANCHING = dict(forks=2, fork_turns=3, advantage="per_branch")
+STEPS = {
+    "default": {
+        "guess": Config(), "guess branching": Config(**BRANCHING),
+        **{f"{n} + 8 x 64": answers(n, 64) for n in (256, 512, 1024, 2048)}},
+    "large": {"4096 + 8 x 1024, 0.6B": answers(4096, 1024, dtype="bfloat16")},
+    "toy": {"guess branching": Config(**BRANCHING, hidden=16, layers=1, size=7, prompts=1,
+                                      minibatches=1),
+            "12 + 8 x 4": answers(12, 4, hidden=16, layers=1)},
+}  # fmt: skip
+TREE = {"flat": "disabled", "tree": "sparse"}
+
+
+def step_of(name, config, device):
+    """Return config, task and a trainer of a row of STEPS, without a tree."""
+    config = dataclasses.replace(config, device=device).check()
+    task = make_task(config) if name.startswith("guess") else Work(config)
+    model, generator, _ = built(config, task, device)
+    if "0.6B" in name:
+        task = Work(config, QWEN3_06B["vocab_size"])
+        shape = ModelConfig(**QWEN3_06B)
+        model = Transformer(shape).to(device, torch.bfloat16).init_weights(0)
+        generator = Transformer(shape).to(device, torch.bfloat16).requires_grad_(False)
+    return config, task, Trainer(config, model, generator=generator)
+
+
+def rolled_out(config, task, trainer, step, seconds=None):
+    """Return a step's trajectories, ready for the loss. seconds: a dictionary, by phase."""
+    found = []
+
+    def timed(phase, function):
+        spent = seconds_of(lambda: found.append(function()), config.device)
+        if seconds is not None:
+            seconds.setdefault(phase, []).append(spent)
+
+    timed("push", trainer.push_weights)
+    timed("rollout", lambda: collect(config, task, trainer.sampler, step))
+    mine, kept, _ = found[-1]
+    batch = SampledBatch(mine, kept, 1, trainer.policy_version)
+    rollouts = batch.trained()
+    for t in rollouts if isinstance(task, Work) else ():
+        t.reward = float(t.tokens[-1] % 3)
+    timed("prepare", lambda: trainer.prepare(batch))
+    return rollouts
+
+
+def grpo(options):
+    """Flat and tree train on the same rollouts, in alternating order; the first step is a warm-up.
+
+    PEAK: of the device, in TFLOP/s.
+    """
+    begins = not dist.is_initialized()
+    if begins:
+        connect(options.device)
+    device = options.device
+    for name, config in STEPS[options.size].items():
+        if not name.startswith(options.only):
+            continue
+        config, task, trainer = step_of(name, config, device)
+        seconds, memory, spent = {}, {}, []
+        for step in range(options.repeats + 1):
+            batch = rolled_out(config, task, trainer, step, seconds)
+            Z, tokens = trainer.loss_denominator(batch), sum(len(t.tokens) for t in batch)
+            trie = TokenTrie([t.tokens for t in batch])
+            spent.append(flops(trainer.model.config, trie, [t.mask for t in batch]))
+            for mode in ("flat", "tree")[:: 1 if step % 2 else -1]:
+                trainer.config = dataclasses.replace(config, tree=TREE[mode])
+
+                def train(trainer=trainer, batch=batch, Z=Z):
+                    trainer.forward_backward(batch, Z)
+
+                if step == 0:
+                    memory[mode] = peak_mb(train, device)
+                seconds.setdefault(mode, []).append(seconds_of(train, device))
+                update = seconds_of(lambda trainer=trainer: trainer.optim_step(1e-6), device)
+                seconds.setdefault("update", []).append(update)
+                trainer.config = config
+        counted = {phase: statistics.median(x[1:]) for phase, x in seconds.items()}
+        gained = times_as_fast(seconds["flat"][1:], seconds["tree"][1:])
+        bound = statistics.median(a / b for a, b in spent[1:])
+        row = {"shape": name} | counted | gained | {"bound": bound}
+        row |= {"of_bound": gained["times"] / bound, "tokens/s": tokens / counted["tree"],
+                "MB flat": memory["flat"], "MB tree": memory["tree"]}  # fmt: skip
+        if device == "cuda":
+            rate = spent[-1][1] / counted["tree"] / 1e12
+            row |= {"TFLOP/s": rate, "of_peak": rate / float(os.environ.get("PEAK", 989))}
+        yield row
+    if begins:
+        dist.destroy_process_group()
+
+
+# Log-probs of sampler and trainer ---------------------------------------------------------------
+
+
+def ordinary_attention(document_1S, group=None):
+    return masked_attention(Mask.documents(doc_ids=document_1S), None)
+
+
+def fork(row):
+    """Two rows that go on from this one, unless it is one of them."""
+    if hasattr(row, "forked"):
+        return []
+    children = []
+    for n in range(2):
+        child = models.Row(row.tokens)
+        child.mask, child.logprobs, child.new = row.mask[:], row.logprobs[:], row.new
+        child.draws, child.forked = np.roll(row.draws, n), True
+        children.append(child)
+    return children
+
+
+WAYS = {"rows": {}, "slots": dict(slots=5), "forks": dict(after=fork)}
+
+
+def rows_of(vocab_size, lengths, count, new):
+    """Return rows with random prompts of some lengths, which repeat, and their draws."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, vocab_size, n).tolist() for n in lengths]
+    return [models.Row(prompts[n % len(prompts)], rng.random(new)) for n in range(count)]
+
+
+def told_of(rows):
+    """Return the sampler's log-probs of what it has sampled."""
+    return np.concatenate([np.array(row.logprobs)[row.mask] for row in rows])
+
+
+def trained_logprobs(model, rows, attention, temperature=1.0):
+    """Return the trainer's, by a forward and backward of all rows in micro-batches."""
+    batches = PackedBatches(model, attention=attention, micro_tokens=2000, temperature=temperature)
+    found = {}
+
+    def loss(indices, mask_BT, lp_BT, entropy_BT):
+        found.update((i, lp_T[mask_T].detach().double().cpu().numpy())
+                     for i, lp_T, mask_T in zip(indices, lp_BT, mask_BT))  # fmt: skip
+        return (lp_BT * mask_BT).sum()
+
+    batches.forward_backward([row.tokens for row in rows], [row.mask for row in rows], loss)
+    model.zero_grad()
+    return np.concatenate([found[n] for n in range(len(rows))])
+
+
+def exact(options):
+    """The share of log-probs whose bits are the trainer's, and CPU seconds; without, with --exact.
+
+    Of sampling by rows, in slots and with forks, and of a forward and backward of all rollouts.
+    """
+    families, dtypes, new = [*TINY], ("float32", "float64", "bfloat16"), 60
+    if options.size == "toy":
+        families, dtypes, new = ["qwen3"], ("float32",), 20
+    for family, dtype, way in ((f, d, w) for f in families for d in dtypes for w in WAYS):
+        shares, seconds = [], []
+        for is_exact in (False, True):
+            model = tiny_model(family, dtype=getattr(torch, dtype))
+            attention = ordinary_attention
+            if is_exact:
+                model = make_exact(model)
+                require_exact_kernels(model)
+                attention = lambda document, group: packed_attention(document)  # noqa: E731
+            rows = rows_of(model.config.vocab_size, (1, 3, 3, 17, 30, 90), 24, new)
+            found = []
+
+            def both(model=model, rows=rows, found=found, attention=attention):
+                given = dict(max_new_tokens=new, temperature=0.7, end=(7,), **WAYS[way])
+                found.append(generate(model, rows, **given))
+                found.append(trained_logprobs(model, found[0], attention, 0.7))
+
+            seconds.append(seconds_of(both))
+            told = torch.tensor(told_of(found[0])).to(model.head_weight.dtype)
+            shares.append(np.mean(told.double().numpy() == found[1]).item())
+        yield dict(family=family, dtype=dtype, way=way, share=shares[0], exact=shares[1],
+                   seconds=seconds[0], times=seconds[1] / seconds[0])  # fmt: skip
+
+
+HEADS = {"bfloat16": None, "float32": torch.float32}
+
+
+def spread(gap_N) -> dict:
+    """Figures of |gap|: mean, quantiles, largest, and the share of ratios off by over 1 %."""
+    size_N = abs(gap_N)
+    q90, q99 = map(float, np.quantile(size_N, [0.9, 0.99]))
+    off = (abs(np.expm1(gap_N)) > 0.01).mean()
+    return {"mean": float(size_N.mean()), "90 %": q90, "99 %": q99, "largest": float(size_N.max()),
+            "off by 1 %": float(off)}  # fmt: skip
+
+
+def head(options):
+    """How far log-probs are off by the dtype of the head, under bfloat16.
+
+    Of random states, from the exact product in float64. With DIR, a Hugging Face directory:
+    |trainer - sampler| over what the model has sampled, by which of the two has a float32 head.
+    """
+    device = options.device
+    N, M, V, count, new = dict(
+        default=(1024, 576, 49152, 32, 32), large=(1024, 576, 49152, 64, 64),
+        toy=(64, 32, 2000, 4, 8))[options.size]  # fmt: skip
+    for deviation in (1, 4, 10):
+        hidden_NM = torch.randn(N, M).bfloat16()
+        weight_VM = (torch.randn(V, M) * deviation / M**0.5).bfloat16()
+        exact_NV = hidden_NM.double().to(device) @ weight_VM.double().to(device).T
+        targets_N = exact_NV.softmax(-1).multinomial(1)[:, 0]
+        exact_N = exact_NV.log_softmax(-1).gather(-1, targets_N[:, None])[:, 0]
+        del exact_NV
+        for name, dtype in HEADS.items():
+            wide = dtype or torch.bfloat16
+            given = hidden_NM.to(device, wide), weight_VM.to(device, wide), targets_N
+            gap_N = token_logprobs(*given)[0].double() - exact_N
+            yield dict(head=name, deviation=deviation) | spread(gap_N.cpu().numpy())
+    if not options.folder:
+        return
+    model = load_hf(options.folder, dtype=torch.bfloat16).to(device).requires_grad_()
+    for sampler, head_dtype in HEADS.items():
+        model.head_dtype = head_dtype
+        given, rows = rows_of(model.config.vocab_size, [20] * 8, count, new), []
+        sampling = seconds_of(lambda: rows.extend(generate(model, given, max_new_tokens=new)),
+                              device)  # fmt: skip
+        for trainer, head_dtype in HEADS.items():
+            model.head_dtype = head_dtype
+            found = []
+
+            def train(rows=rows, found=found):
+                found.append(trained_logprobs(model, rows, ordinary_attention))
+
+            mb = peak_mb(train, device)
+            took = seconds_of(train, device)
+            figures = spread(found[0] - told_of(rows))
+            yield dict(sampler=sampler, trainer=trainer) | figures | dict(
+                sampling=sampling, training=took, mb=mb)  # fmt: skip
+
+
+MIXTURES = {  # size -> name: layers, width, experts, experts of a token, rollouts, their tokens
+    "default": {"tiny": (3, 32, 8, 2, 24, 60), "small": (6, 128, 16, 4, 24, 60)},
+    "large": {"large": (24, 1024, 64, 8, 32, 200)},
+    "toy": {"tiny": (3, 32, 8, 2, 24, 60)},
+}
+
+
+def mixture(layers, width, experts, chosen):
+    """A random model with experts in each layer, whose states have the size of a trained one's."""
+    return tiny_model(
+        "qwen3_moe", num_hidden_layers=layers, sparse_layers=tuple(range(layers)),
+        hidden_size=width, head_dim=max(8, width // 16), num_attention_heads=16,
+        num_key_value_heads=4, num_experts=experts, num_experts_per_tok=chosen,
+        moe_intermediate_size=width // 2, vocab_size=1000, max_position_embeddings=512,
+        initializer_range=2 / width**0.5,
+    )  # fmt: skip
+
+
+class Watched(PackedBatches):
+    """Keeps what the replay of each micro-batch has counted."""
+
+    def micro(self, row, balance=None):
+        made = super().micro(row, balance)
+        if made.on_routing is not None:
+            self.counts = [*getattr(self, "counts", []), made.on_routing.changed]
+        return made
+
+
+def routes(options):
+    """The share of choices of experts that the trainer would not make, and |trainer - sampler|.
+
+    A choice is of a token in a layer. The gap is without and with --replay-routes.
+    """
+    for name, (*shape, count, new) in MIXTURES[options.size].items():
+        for dtype in ("float32", "bfloat16"):
+            model = mixture(*shape).to(device=options.device, dtype=getattr(torch, dtype))
+            model.requires_grad_(False)
+            rows = rows_of(1000, (3, 17, 40, 90), count, new)
+            rows = generate(model, rows, max_new_tokens=new, routes=True)
+            row = dict(model=name, dtype=dtype)
+            for replayed in (None, [np.stack(row.routes) for row in rows]):
+                batches = Watched(model, attention=ordinary_attention, micro_tokens=4000)
+                given = [row.tokens for row in rows], [row.mask for row in rows], replayed
+                scores = batches.forward(*given)
+                lp = [x[torch.tensor(r.mask)].double().cpu().numpy()
+                      for (x, _), r in zip(scores, rows)]  # fmt: skip
+                figures = spread(np.concatenate(lp) - told_of(rows))
+                figures = {key: figures[key] for key in ("mean", "99 %", "largest")}
+                if replayed is not None:
+                    sums = sum(x.cpu() for parts in batches.counts for x in parts.values())
+                    row |= dict(changed=(sums[0] / sums[1]).item())
+                    figures = {f"{key}, replayed": x for key, x in figures.items()}
+                row |= figures
+            yield row
+
+
+# Whole runs -------------------------------------------------------------------------------------
+
+
+def evaluations_of(folder, objective, seed) -> list:
+    """Return a run's lines of metrics that have an evaluation. Make the run if it is not there."""
+    out = Path(folder) / f"{objective}-{seed}"
+    if not (out / "hf").exists():
+        flags = f"--objective {objective} --seed {seed} --out {out} --resume"
+        flags += " --log-rollouts none --save-every 0"
+        subprocess.run([sys.executable, "-m", "full", *flags.split()], cwd=ROOT, check=True)
+    lines = map(json.loads, (out / "metrics.jsonl").open())
+    return [line for line in lines if "eval/solved" in line]
+
+
+def objectives(options):
+    """What runs of `guess` solve in the end, and when they solved 0.95; a step of nan is never."""
+    for objective in OBJECTIVES:
+        runs = [evaluations_of(options.folder, objective, seed) for seed in range(options.repeats)]
+        solved = [run[-1]["eval/solved"] for run in runs]
+        row = dict(objective=objective, mean=statistics.mean(solved), least=min(solved))
+        for seed, run in enumerate(runs):
+            steps = (line["step"] + 1 for line in run if line["eval/solved"] >= 0.95)
+            row[f"seed {seed}"] = next(steps, math.nan)
+        yield row
+
+
+SUBJECTS = {
+    "ring": ring, "ring-memory": ring_memory, "ring-longest": ring_longest, "kernel": kernel,
+    "tree": tree, "models": of_models, "grpo": grpo, "exact": exact, "head": head,
+    "routes": routes, "objectives": objectives,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

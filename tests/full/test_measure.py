@@ -1,0 +1,79 @@
+"""tests/bench/measure.py: each subject runs at toy size, and its figures are what they say."""
+
+import json
+import math
+
+import measure
+import pytest
+import torch
+from conftest import shortened
+from torch.utils.flop_counter import FlopCounterMode
+
+from full.hf import save_hf
+from full.tiny import tiny_model
+from full.trie import TokenTrie
+
+
+def of_bound(row):
+    return row["bound"] >= 1 and math.isclose(row["of_bound"], row["times"] / row["bound"])
+
+
+HOLDS = {  # what each row of a subject has
+    "ring": lambda row: row["way"] != "SDPA" or row["of_sdpa"] == row["of_ideal"] == 1,
+    "ring-memory": lambda row: row["of"] != "the mask itself" or row["mb"] < 0.01,
+    "ring-longest": lambda row: row["tokens"] >= 64, "kernel": lambda row: row["seconds"] > 0,
+    "tree": of_bound, "grpo": lambda row: of_bound(row) and row["MB tree"] > 0,
+    "models": lambda row: row["tokens/s"] > 0,
+    "exact": lambda row: row["share"] < 0.9 and row["exact"] == 1,
+    "head": lambda row: row.get("head") != "float32" or row["largest"] < 1e-4,
+    "routes": lambda row: (row["changed"] > 0) == (row["dtype"] == "bfloat16"),
+    "objectives": lambda row: (row["mean"], row["least"], row["seed 1"]) == (0.95, 0.9, 11),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("subject", shortened(HOLDS, "exact", "routes", "head", "objectives"))
+def test_a_subject_prints_rows_and_a_line_of_json(subject, tmp_path, capsys):
+    folder = []
+    if subject == "head":
+        folder = [f"{tmp_path}"]
+        save_hf(tiny_model("qwen3", vocab_size=300), tmp_path)
+    if subject == "objectives":  # runs that are there
+        folder = [f"{tmp_path}"]
+        for run in [f"{name}-{seed}" for name in measure.OBJECTIVES for seed in range(2)]:
+            (tmp_path / run / "hf").mkdir(parents=True)
+            solved = {0: 0.5, 10: 0.96, 20: 1 - int(run[-1]) / 10}
+            lines = [{"step": step, "eval/solved": x} for step, x in solved.items()]
+            text = "\n".join(map(json.dumps, [*lines, {"step": 21}]))
+            (tmp_path / run / "metrics.jsonl").write_text(text)
+    repeats = "2" if subject == "objectives" else "1"
+    assert measure.main([subject, *folder, "--size", "toy", "--repeats", repeats]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    rows = json.loads(last)["rows"]
+    assert len(rows) >= 2 and len(lines) > len(rows)
+    assert all(HOLDS[subject](row) for row in rows), rows
+    if subject == "head":  # both have a float32 head at the end
+        assert rows[-1]["mean"] < rows[-4]["mean"]
+
+
+@pytest.mark.quick
+def test_flops_are_those_that_torch_counts(process_group):
+    stats = measure.stats_of(TokenTrie([[5, 6, 7], [5, 6, 8], [5, 9]]))
+    assert stats == (8, 5, 15, 11)
+    config, task, trainer = measure.step_of("256 + 8 x 64", measure.answers(256, 64), "cpu")
+    batch = measure.rolled_out(config, task, trainer, 0)[:1]
+    trie, masks = TokenTrie([t.tokens for t in batch]), [t.mask for t in batch]
+    flat, tree = measure.flops(trainer.model.config, trie, masks)
+    # Attention's kernels are not counted alike.
+    pairs = measure.stats_of(trie).flat_pairs * 14 * 4 * 32 * 4
+    with FlopCounterMode(display=False) as counter:
+        trainer.forward_backward(batch, 64.0)
+    parts = counter.get_flop_counts()["Global"]
+    matrices = sum(n for op, n in parts.items() if "attention" not in str(op))
+    assert flat == tree and abs(matrices / (flat - pairs) - 1) < 0.02
+
+
+@pytest.mark.quick
+def test_without_a_gpu_it_says_so(capsys):
+    if not torch.cuda.is_available():
+        assert measure.main(["kernel", "--device", "cuda"]) == 2
+        assert "no CUDA device here" in capsys.readouterr().err
