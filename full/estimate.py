@@ -27,19 +27,13 @@ from parallel import layout, ranks_along
 
 # Published shapes, so that the commands of RESULTS.md need no download.
 QWEN3 = dict(vocab_size=151936, num_key_value_heads=4, head_dim=128, tie_word_embeddings=False)
-SPARSE = QWEN3 | dict(
-    model_type="qwen3_moe", num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
-)  # fmt: skip
 PUBLISHED = {
     "qwen3-8b": QWEN3 | dict(
         model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
         num_attention_heads=32, num_key_value_heads=8,
     ),
-    "qwen3-30b-a3b": SPARSE | dict(
-        hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32,
-        moe_intermediate_size=768,
-    ),
-    "qwen3-235b-a22b": SPARSE | dict(
+    "qwen3-235b-a22b": QWEN3 | dict(
+        model_type="qwen3_moe", num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
         hidden_size=4096, intermediate_size=12288, num_hidden_layers=94, num_attention_heads=64,
         moe_intermediate_size=1536,
     ),

@@ -1,20 +1,9 @@
 """A packed batch under a plan: adds batches of unequal sequences to `parallel.py`.
 
-A training script has sequences of unequal lengths, and a loss. In between, plans want different
-things: t a number of tokens that it divides, c this rank's tokens of each sequence, p all
-micro-batches at once and the loss on one stage. With `PackedBatches` it reads as on one device:
-
-    batches = PackedBatches(model, attention=attention)    # model: of `parallelize`, or unsplit
-    loss = batches.forward_backward(sequences, masks, loss_fn)
-    reduce_gradients(model)
-    clip_grad_norm(model, 1.0)
-    optimizer.step()
-
-With ddp and zero1 micro-batches cost no message, so ranks may run different numbers of them, or
-none: that suits trees, whose sizes differ. Under fsdp, t, c, e and p every forward is collective:
-all ranks of a group must make the same calls. `PackedBatches` takes care of that.
-
-Equations (1) to (7) are in parallel.py.
+In a loop over unequal sequences plans want different things: t a number of tokens that it divides,
+c this rank's tokens of each sequence, p all micro-batches at once and the loss on one stage. With
+`PackedBatches` the loop reads as on one device. RECIPES.md has one. Under fsdp, t, c, e and p every
+forward is collective: all ranks of a group must make the same calls, and `PackedBatches` does so.
 
 Letters:  B sequences   S tokens of one, s of this rank   T targets   N scored tokens   J pairs of a
 sequence and a token   M width
@@ -33,6 +22,7 @@ import parallel
 from full.experts import UNRECORDED, Replay
 from full.places import part_of, reshard
 from full.ranks import all_gather_objects, errors_on_all_ranks
+from full.tree import is_critic
 
 
 class PackedRow(NamedTuple):
@@ -380,7 +370,7 @@ class PackedBatches:
         x_nM = hidden_1sM[0, torch.searchsorted(local_s, at_n).to(self.device)]
         targets_n = row.targets_N[here_N].to(self.device)
         columns = [*self.model.logprobs(x_nM, targets_n, temperature=self.temperature)]
-        if getattr(getattr(self.model, "config", None), "value_head", False):
+        if is_critic(self.model):
             columns.append(self.model.values(x_nM))
 
         # Back into (B, T). The ranks of c have filled in different entries, and the others are 0:
