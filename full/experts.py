@@ -297,7 +297,7 @@ class ExpertLoads:
             self.coef_of_one = self.coef / max(1, num_sequences)
 
     def balance_of_row(self, sequence_j, token_j, *, num_sequences, groups, replay=None):
-        """Return the callback of the sparse layers of one micro-batch; see `PackedBatches.routing`."""
+        """Return the callback of a micro-batch's sparse layers; see `PackedBatches.routing`."""
         how = dict(coef=self.coef_of_one, num_sequences=num_sequences, groups=groups)
         balance = Balance(sequence_j, token_j, **how)
         # The layers fill these in as they run. A layer that runs again fills in the same.
