@@ -17,20 +17,8 @@ from pathlib import Path
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from full.optimizer import training_tensors
 from full.places import local
 from full.ranks import agree, all_gather_objects, errors_on_all_ranks
-
-
-def read_training(path, model, optimizer, *, counts=()) -> dict:
-    """Read a checkpoint of `training_tensors` into a model and its optimizer. Collective.
-
-    Returns its JSON values. counts: as in `read_checkpoint`.
-    """
-    state = read_checkpoint(path, training_tensors(model, optimizer), counts=counts)
-    if getattr(optimizer, "has_masters", False):
-        optimizer.copy_to_model()
-    return state
 
 
 class Damaged(ValueError):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from full import lora
 from full.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
-from full.checkpoint import read_training, write_checkpoint
+from full.checkpoint import read_checkpoint, write_checkpoint
 from full.config import DEMO_LR
 from full.experts import ExpertLoads
 from full.hf import load_hf
@@ -420,7 +420,10 @@ class Trainer(AnyTrainer):
 
     def load_checkpoint(self, path) -> dict:
         """Restore what save_checkpoint wrote, on any number of ranks; return its JSON values."""
-        state = read_training(path, self.model, self.optimizer, counts=("step", *self.COUNTS))
+        tensors = training_tensors(self.model, self.optimizer)
+        state = read_checkpoint(path, tensors, counts=("step", *self.COUNTS))
+        if self.optimizer.has_masters:
+            self.optimizer.copy_to_model()
         for name in self.COUNTS:
             setattr(self, name, state[name])
         return state
