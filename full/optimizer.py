@@ -98,7 +98,7 @@ def name_suspects(model, suspect: int) -> str:
     """Say which rank had which non-finite gradient first, from each rank's `reduce_gradients`."""
     names = [name for name, _ in model.named_parameters()][::-1]
     # COMM: an all-gather of one name over all ranks, which all skip the same step. Pinned by
-    # tests/full/test_faults.py::test_a_nan_in_one_ranks_batch_is_skipped_by_all_and_named.
+    # tests/full/test_faults.py::test_a_nan_on_one_rank_is_skipped_by_all_and_named.
     found = all_gather_objects(names[suspect] if suspect >= 0 else None)
     named = [f"{name} on rank {rank}" for rank, name in enumerate(found) if name]
     return ", ".join(named) or "no single gradient: their norm overflowed"

@@ -284,7 +284,7 @@ class Stop:
         number = torch.tensor(self.number, device=device)
         # COMM: an all-reduce. All ranks call it after the same step, with a signal or without.
         # Pinned by
-        # tests/full/test_run.py::test_sigterm_to_one_rank_saves_on_all_and_says_how_to_go_on.
+        # tests/full/test_faults.py::FAULTS, "sampling: SIGTERM to one rank".
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return int(number)
 

@@ -165,14 +165,6 @@ def test_the_loss_balances(mixture, tmp_path):
     assert loads[1] < 0.9 * loads[0]
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("name", ["balance_coef", "router_bias_rate"])
-def test_a_model_without_experts_refuses_what_is_about_them(name):
-    config = Config(**{name: 0.1}).check()
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is about experts"):
-        build(config, make_task(config))
-
-
 @pytest.mark.parametrize("balanced", [True, False])
 def test_what_the_checkpoint_was_trained_with_is_said(mixture, tmp_path, capfd, balanced):
     """And that no OUT/hf is written: its format has no place for a router's bias."""

@@ -151,15 +151,5 @@ def test_every_model_of_a_run_has_it(tmp_path, process_group):
     assert [model.head_dtype for model in models] == [torch.float32] * 5
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("how, text", [
-    (dict(), "--head-dtype needs products in bfloat16"),
-    (dict(compute_dtype="bfloat16", exact=True), "--exact has no --head-dtype"),
-])
-def test_where_it_would_change_nothing_it_is_refused(how, text):
-    with pytest.raises(ValueError, match=text):
-        Config(head_dtype="float32", **how).check()
-
-
 def test_flags_of_the_command_line(tmp_path):
     refused(tmp_path, f"{TASK} {HEAD} --steps 1", "--head-dtype needs products in bfloat16")

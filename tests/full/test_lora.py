@@ -420,17 +420,6 @@ def test_the_audit_names_planted_slips(base, process_group, tmp_path, slip):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("more, text", [
-    (dict(exact=True), "--exact has no --lora-rank"),
-    (dict(kl_coef=0.1, demos=5), "has its base as the reference"),
-    (dict(lora_rank=0, lora_targets="q_proj"), "--lora-targets needs --lora-rank"),
-])  # fmt: skip
-def test_settings_that_factors_do_not_have_are_refused(more, text):
-    with pytest.raises(ValueError, match=text):
-        Config(**dict(lora_rank=2) | more).check()
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("family, target, text", [
     ("qwen2", "qkv_proj", "no matrix to adapt called 'qkv_proj'"),
     ("qwen2", "", "no matrix to adapt called ''"),

@@ -276,21 +276,6 @@ def test_a_router_that_takes_the_samplers_weights_is_another_step():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("more, text", [
-    (dict(plan="c2"), "--replay-routes has no c in --plan"),
-    (dict(plan="c2"), "--replay-routes has no c in --plan"),
-    (dict(engine="http://localhost:1"), "--replay-routes has no --engine"),
-])  # fmt: skip
-def test_what_cannot_replay_is_refused_by_name(more, text):
-    with pytest.raises(ValueError, match=text):
-        Config(replay_routes=True, **more).check()
-
-
-def test_a_model_without_experts_is_refused(tmp_path):
-    refused(tmp_path, f"{TASK} --steps 1 --replay-routes", "--replay-routes is about experts")
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("change", [
     lambda x: x[:-1], lambda x: x + [x[0]], lambda x: [[[8, 1], y[1]] for y in x],
     lambda x: [[[1, 1], y[1]] for y in x], lambda x: [[[-1, 1], y[1]] for y in x],

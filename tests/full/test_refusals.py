@@ -1,0 +1,282 @@
+"""Refusals: one table: a command, and the line that it says instead of beginning.
+
+Commands are called in this process, in a folder that holds a finished run. A refusal exits with
+2, says one line, and leaves the folder as it is. What a function of one file refuses is tested
+with that file, and what a call of full.api refuses in test_api.py.
+"""
+
+import dataclasses
+import io
+import json
+import re
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import SORT
+from test_run import SAVING, TINY, TOML, _task, call, contents
+
+from full.__main__ import main
+from full.flags import parse_config
+
+BEGIN = f"{TINY} --out new --steps 2"
+TORCHRUN = "is one process: start it without torchrun"
+RUNS = {  # more flags of a run, and what the one line must say
+    "--nonsense 3": "--nonsense", "--steps many": "--steps", "--lr": "--lr",
+    "--steps 0": "--steps must", "--lr nan": "--lr must be finite", "--lr 0": "--lr must be",
+    "--seed -1": "--seed", "--seed 99999999999999999999": "--seed",
+    "--heads 0": "--heads must be positive",
+    "--temperature -1": "--temperature", "--kl k4": "argument --kl: invalid choice: 'k4'",
+    "--group 1": "--group 1",
+    "--group 4 --forks 3 --fork-turns 1": "--group 4", "--forks 2": "--fork-turns",
+    "--fork-turns 2": "--forks", "--clip-low 1": "--clip-low",
+    "--dual-clip 1.1": "--dual-clip", "--objective cispo --dual-clip 3": "--dual-clip",
+    "--objective ppo2": "--objective", "--max-rounds 2": "--dynamic-sampling",
+    "--cispo-bound 3": "--cispo-bound needs --objective cispo",
+    "--objective sapo --clip-low 0.1": "--clip-low needs --objective clip or gspo or gmpo or dppo",
+    "--teacher DIR --advantage gae": "--teacher needs --advantage teacher",
+    "--advantage teacher": "--advantage teacher needs --teacher",
+    "--dynamic-sampling": "--entropy-coef 0", "--importance-cap 2": "--proximal",
+    "--dynamic-sampling --entropy-coef 0 --kl-coef 1": "--kl-coef 0",
+    "--prompts 2 --minibatches 3": "--minibatches 3",
+    "--hidden 6": "--hidden 6",
+    "--heads 3 --hidden 12": "--heads must", "--task jsonl": "--data",
+    "--plan sglang:d1": "expected a plan such as d2t2 or (attn:d2t2|ffn:e2t2), got 'sglang:d1'",
+    "--plan d2d2": "expected letters of d t p c e, each at most once, got 'd2d2'",
+    "--plan d1 --pp-schedule zbv": "--pp-schedule needs a --plan with p",
+    "--tree dta": "--tree dta needs --chunk-tokens",
+    "--tree sparse --chunk-tokens 9": "--chunk-tokens needs --tree dta",
+    "--tree dta --chunk-tokens 9 --plan p2": "--tree dta has no p; use --tree sparse",
+    "--tree dta --chunk-tokens 9 --data-parallel fsdp": "--tree dta has no fsdp",
+    "--tree dta --chunk-tokens 9 --plan c2": "--tree dta has no c",
+    "--tree dta --chunk-tokens 9 --plan d2e2": "--tree dta has no e; use --tree sparse",
+    "--tree dta --chunk-tokens 9 --ac op": "--tree dta has no --ac op",
+    "--tree dta --chunk-tokens 9 --compile": "--tree dta has no --compile",
+    "--ac most": "argument --ac: invalid choice: 'most' (choose from",
+    "--advantage gae --dynamic-sampling --entropy-coef 0": "from which --advantage gae",
+    "--staleness 1 --importance-cap 2 --minibatches 1": "--importance-cap needs --proximal",
+    "--staleness 65": "at most 64", "--staleness -1": "at least 0",
+    "--stpes 3": "expected a flag that --help lists, got --stpes; did you mean --steps?",
+    "--log_rolouts=all": "got --log_rolouts=all; did you mean --log-rollouts?",
+    "--xyz": "expected a flag that --help lists, got --xyz\n", "--step 3": "mean --steps?",
+    "--learning-rate 3": "got --learning-rate; its name here is --lr\n",
+    "--num_generations=4": "its name here is --group\n",
+    "--task jsonl": "needs --data FILE.jsonl and --model DIR",
+    "--task jsonl --data FILE": "--task jsonl needs --model DIR", "--minibatches 3 --prompts 2":
+    "--minibatches 3 is over --prompts 2, so one would be empty: lower --minibatches",
+    "train": "expected a command that --help lists, got train; without a command, `python -m full`",
+    "adit": "expected a command that --help lists, got adit; did you mean audit?",
+    "--task nonsense": "expected --task guess, jsonl or FILE.py:Class, got 'nonsense'",
+    "--task gone.py:Task": "--task gone.py:Task: gone.py: no such file", "--task ../gone": "gone",
+    "--head-dtype float32": "--head-dtype needs products in bfloat16",
+    "--head-dtype float32 --compute-dtype bfloat16 --exact": "--exact has no --head-dtype",
+    "--lora-rank 2 --exact": "--exact has no --lora-rank",
+    "--lora-rank 2 --kl-coef 0.1 --demos 5": "has its base as the reference",
+    "--lora-targets q_proj": "--lora-targets needs --lora-rank",
+    "--replay-routes --plan c2": "--replay-routes has no c in --plan",
+    "--replay-routes --engine http://localhost:1": "--replay-routes has no --engine",
+    "--dtype bfloat16 --compute-dtype float32": "--compute-dtype float32 is finer than --dtype",
+    "--dtype float32 --compute-dtype float64": "--compute-dtype float64 is finer than --dtype",
+    "--clip-high 1e300": "--clip-high must be finite", "--eval-data x": "needs --task jsonl",
+    "--reply-timeout 3": "--reply-timeout needs --task jsonl or FILE",
+    # Only when ranks meet, or a task or a model is made.
+    "--plan t2": "plan t2: expected p * d * c * t = 2 ranks, got 1",
+    "--device cuda": "got 'cuda'", "--model gone": "gone", "--demos 2": "--demos 0",
+    "--task jsonl --data gone --model gone": "gone", "--max-new-tokens 40000": "40000",
+    f"--task {SORT!r}": "--size 3", "--replay-routes": "--replay-routes is about experts",
+    "--balance-coef 0.1": "--balance-coef is about experts",
+    "--router-bias-rate 0.1": "--router-bias-rate is about experts",
+    "--task task.py:Mine --demos 1": "Mine has no demonstrations",
+    "--task task.py:Mine --reply-timeout 3": "--reply-timeout: Mine has threads = False",
+}  # fmt: skip
+COMMANDS = {  # a command, and what its line must say
+    f"{TINY} --out run --steps 2":
+        "error: run holds a run: --resume to go on with it, or choose another --out\n",
+    **{f"{TINY} --out {name} --steps 2{resume}": f"error: {name}"
+       for name in ("thesis", "model") for resume in ("", " --resume")},
+    "--confg settings.toml": "did you mean --config?",
+    "--config setings.toml": "error: --config setings.toml: no such file; did you mean settings.t",
+    "--config other": "error: --config other: no such file\n",
+    "--config run": "error: --config run: no such file; did you mean run/config.json?\n",
+    "--config run/confg.json": "run/confg.json: no such file; did you mean run/config.json?\n",
+    "--config settings.toml --resume --out run":
+        "--resume cannot change --group 8 (the run has 4)",
+    "--resume": "--resume needs --out DIR", "--resume --out run --seed 1": "1 (the run has 0)",
+    "--resume --out run --staleness 1": "--resume cannot change --staleness 1 (the run has 0)",
+    "--resume --out run --compute-dtype bfloat16": "--resume cannot change --compute-dtype",
+    "--resume --out run --group 8 --kl-coef 1": "--group 8 (the run has 4), --kl-coef 1.0",
+    "eval run --samples 0": "--samples must be positive, got 0",
+    "eval run --step 3": "no such checkpoint; those that it holds are of: 2, 4",
+    "eval run --temperature 0": "--temperature must be positive",
+    "eval run --size 4": "is of another model",
+    "eval run --max-new-tokens 40000": "exceed the 32768 positions",
+    "eval run --all-lines": "--all-lines is for --task jsonl, not guess",
+    "eval run/hf": "say what to ask it: --task NAME",
+    "eval run/hf --task guess --step 3": "--step is of a run",
+    "eval run/hf --task guess": "the task has 11 tokens, ",
+    "eval run/step-00000002": "expected the directory of a run, or of a checkpoint",
+    "eval run --task echo.py:Echo": "echo.py: no such file",
+    "eval run --dtype float8": "argument --dtype: invalid choice",
+    **{command: "--model nowhere, which is gone: put it back"
+       for command in ("eval lost", "export lost new", "chat lost")},
+    "export run new --task echo.py:Echo": "needs none",
+    "chat run": "has no tokenizer, because it began without --model",
+    "chat run/hf": "has no tokenizer.json",
+    "chat run --max-new-tokens 0": "--max-new-tokens must be positive",
+    "export run run": "is not empty", "export run run/lock": "is not empty",
+    "export run/hf new": "is not a run",
+    "export run new --step 3": "those that it holds are of: 2, 4",
+    "export nothing new": "no nothing/config.json; expected",
+    "export run old": "old.tmp is there",
+    "inspect nothing": "no nothing; expected the config",
+    "inspect run": "inspect reads Hugging Face's format: use python -m full inspect",
+    "audit nothing": "the directory of a run, got nothing: it holds no config.json",
+    "plot nothing": "nothing holds no metrics.jsonl", "plot run thesis": "thesis holds no metrics",
+    "plan x9": "plan 'x9': expected letters",
+    "plan d2 --model nothing": "no nothing; expected the config",
+    "check nothing": "check 'nothing' is none of",
+    **{f"eval run {flag} 3": f"unrecognized arguments: {flag}"  # they would do nothing
+       for flag in ("--lr", "--steps", "--model", "--advantage", "--out")},
+    **{f"{words} 3": f"unrecognized arguments: {words.split()[-1]}"  # no abbreviations
+       for words in ("eval run --dtyp", "chat run --dtyp", "export run new --ste",
+                     "audit run --ste")},
+}  # fmt: skip
+TABLE = {f"{BEGIN} {flags}": text for flags, text in RUNS.items()} | COMMANDS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A finished run of 4 steps; one whose model is gone; other people's files."""
+    folder = tmp_path_factory.mktemp("refusals")
+    assert main(f"{SAVING} 4 --out {folder}/run".split()) == 0
+    lost = shutil.copytree(folder / "run", folder / "lost")
+    config = json.loads((lost / "config.json").read_text())
+    (lost / "config.json").write_text(json.dumps(config | {"model": "nowhere"}))
+    for name in ("thesis/thesis.tex", "model/config.json"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text('{"model_type": "qwen3"}')  # as Hugging Face has it
+    (folder / "settings.toml").write_text("group = 8")
+    (folder / "old.tmp").mkdir()
+    _task(folder)
+    text = (folder / "task.py").read_text()
+    text = text.replace("class Mine:", "from full.tasks import Task\nclass Mine(Task):")
+    (folder / "task.py").write_text(text.replace("vocab_size,", "threads = False\n    vocab_size,"))
+    return folder
+
+
+def refusal(capsys, command):
+    """The one line, or the last after argparse's usage, of a command that exits with 2."""
+    code, out, err = call(capsys, command)
+    assert (code, out) == (2, ""), err
+    assert "error: " in err.splitlines()[-1] and "Traceback" not in err
+    assert err.count("\n") == 1 or err.startswith("usage: ")
+    return err
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("command", TABLE)
+def test_a_mistake_is_one_line_and_nothing_is_written(folder, monkeypatch, capsys, command):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("?\n"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before, names = contents(folder), {*folder.iterdir()}
+    assert TABLE[command] in refusal(capsys, command)
+    assert contents(folder) == before and {*folder.iterdir()} == names
+
+
+ENVIRONMENTS = [  # what the environment says, a command, and its line
+    (dict(RANK="0", WORLD_SIZE="1"), BEGIN, "expected a free port at 127.0.0.1:"),
+    (dict(RANK="0", WORLD_SIZE=""), BEGIN, "WORLD_SIZE: expected a number, .* ''"),
+    (dict(RANK="0", WORLD_SIZE="two"), BEGIN, "WORLD_SIZE: expected a number, .* 'two'"),
+    (dict(RANK="x", WORLD_SIZE="2"), BEGIN, "RANK: expected a number, .* 'x'"),
+    (dict(RANK="1", WORLD_SIZE="2"), "eval run", TORCHRUN),
+    (dict(RANK="1", WORLD_SIZE="2"), "export run new", TORCHRUN),
+    (dict(RANK=""), "export nothing new", "error: no nothing"),  # as one that is not set
+    (dict(WORLD_SIZE=""), "export nothing new", "error: no nothing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("environment, command, says", ENVIRONMENTS)
+def test_an_environment_that_is_wrong_is_one_line(
+    folder, monkeypatch, capsys, environment, command, says
+):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("os._exit", sys.exit)  # how a rank leaves
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        where = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{held.getsockname()[1]}")
+        for name, value in (where | environment).items():
+            monkeypatch.setenv(name, value)
+        assert re.search(says, refusal(capsys, command))
+
+
+SETTINGS = {  # a file of settings, its text, and what is said of it
+    ("a.toml", "stpes = 3"): "expected a field of Config, got stpes; did you mean steps?",
+    ("a.toml", "lr-decay = 'constant'"): "got lr-decay; did you mean lr_decay?",
+    ("a.toml", "zzz = 1"): "expected a field of Config, got zzz",
+    ("a.toml", "learning_rate = 1"): "got learning_rate; as a flag, it is --lr",
+    ("a.toml", "steps = '3'\nlr = true"):
+        "--config a.toml: steps: expected int, got '3'; lr: expected float, got True",
+    ("a.toml", "steps = 3.0"): "steps: expected int, got 3.0",
+    ("a.toml", f"lr = 1{400 * '0'}"): "lr: expected float, got 1000",
+    ("a.toml", "lr = nan"): "--lr must be finite and at least 0, got nan",
+    ("a.toml", "exact = 1"): "exact: expected bool, got 1",
+    ("a.toml", "kl = 'k4'"): "kl: expected one of k1, k3, got 'k4'",
+    ("a.toml", "[model]\nlayers = 1"): "model: expected str, got {'layers': 1}",
+    ("a.toml", "steps = 0"): "--steps must be positive, got 0",
+    ("a.toml", "pp_schedule = 'zbv'"): "--pp-schedule needs a --plan with p",
+    ("a.toml", "steps ="): "a.toml is not TOML: Invalid value",
+    ("a.toml", "task = 'gone.py:Task'"):
+        "the task of a.toml is a file's; give it again, as --task FILE.py:Task (a.toml has 'gone.p",
+    ("a.json", '{"reward": "gone.py:f"}'): "the reward of a.json is a file's; give it again",
+    ("a.json", '{"lr": null}'): "lr: expected float, got None",
+    ("a.json", '{"layer": 1}'): "got layer; did you mean layers?",
+    ("a.json", "[1]"): "a.json is JSON of another kind: expected an object, got a list",
+    ("a.json", TOML): "a.json is not JSON", ("a.tml", TOML): "a.tml is not JSON",
+}  # fmt: skip
+
+
+def stored(flags, **changes):
+    """What config.json holds of a run of these flags."""
+    config = parse_config(["--lr-decay", "constant", *flags.split()])
+    return json.dumps(dataclasses.asdict(config) | changes)
+
+
+FIXED = "--resume cannot change --steps [48] .*the rates depend on the last step"
+STORED = [  # what config.json holds, the steps of a resume, and how it is refused, if it is
+    (stored("--steps 9 --lr-decay linear"), 8, FIXED),
+    (stored("--steps 2"), 4, FIXED),  # a warm-up of 2 would become one of 4
+    (stored("--steps 9"), 4, FIXED),  # a warm-up of 5 would become one of 4
+    (stored("--steps 9"), 5, None),
+    (stored("--steps 2"), 2, None),
+    (stored("--steps 2 --lr-warmup 0"), 1, None),
+    (stored("", steps="9"), 8, "config.json: --steps must be"),
+    (stored("", lr_decay="never"), 8, "config.json: --lr-decay must be"),
+    (stored("", lr_warmup=None), 8, "config.json: --lr-warmup must be"),
+    (stored("", length=4), 8, "is not of this version of Config"),
+    (stored("").replace('"staleness": 0, ', ""), 8, "is not of this version of Config"),
+    ("{", 8, "config.json is"), ("[]", 8, "config.json is"), ('{"task": "x"}', 8, "config.json is"),
+]  # fmt: skip
+FILES = [("here/config.json", text, f"--out here --resume --steps {steps}", says)
+         for text, steps, says in STORED]  # fmt: skip
+FILES += [(name, text, f"--config {name}", f"^error: .*{re.escape(says)}")
+          for (name, text), says in SETTINGS.items()]  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name, text, command, says", FILES)
+def test_wrong_settings_of_a_file_are_one_clear_line(
+    tmp_path, monkeypatch, capsys, name, text, command, says
+):
+    """Steps of a resume are free while the rates do not depend on them."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text(text)
+    if says is None:
+        assert parse_config(command.split()).check().steps == int(command.split()[-1])
+    else:
+        assert re.search(says, refusal(capsys, command))
+    assert [*contents(tmp_path)] == [name]
