@@ -284,7 +284,7 @@ class Stop:
         number = torch.tensor(self.number, device=device)
         # COMM: an all-reduce. All ranks call it after the same step, with a signal or without.
         # Pinned by
-        # tests/full/test_faults.py::FAULTS, "sampling: SIGTERM to one rank".
+        # tests/full/test_faults.py::test_a_fault_ends_a_run_as_its_row_says.
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return int(number)
 

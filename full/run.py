@@ -74,7 +74,7 @@ def start_run(config, progress=None, *, make=make_task, log=None, goes_on=False)
 
         # COMM: ranks wait for each other for the last time. Then no rank needs another one: rank 0
         # may write for longer than --timeout, and the others leave. Pinned by
-        # tests/full/test_faults.py::FAULTS, "end: a late export".
+        # tests/full/test_faults.py::test_a_fault_ends_a_run_as_its_row_says.
         progress.where = lambda: "finished"
         progress.advice = "what the run saved is whole"
         dist.barrier()

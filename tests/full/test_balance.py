@@ -16,16 +16,13 @@ from test_ranks import TASK, _train, ranks, trained
 from full import equivalence
 from full.__main__ import main
 from full.batches import RolloutQueue
-from full.build import build
 from full.config import Config
 from full.equivalence import BASE, trainer_of
 from full.experts import Balance
 from full.flags import parse_config
 from full.hf import save_hf
 from full.optimizer import persistent_buffers
-from full.questions import make_task
 from full.tiny import TwoTurns, tiny, tiny_model
-from full.trainer import Trainer
 from full.transformer import Transformer
 
 SHAPE = dict(vocab_size=12, num_experts=8, num_experts_per_tok=2, num_hidden_layers=4,

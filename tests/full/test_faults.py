@@ -312,7 +312,7 @@ def go_on(cwd, steps=STEPS, flags=""):
 
 
 @pytest.mark.parametrize("name", shortened(FAULTS | SLOW, *FAULTS))
-def test_a_fault_ends_a_run_as_its_row_says_and_the_run_goes_on(tmp_path, truth, name):
+def test_a_fault_ends_a_run_as_its_row_says(tmp_path, truth, name):
     row = (FAULTS | SLOW)[name]
     world, flags = len(row.codes), f"{RUN} --steps {STEPS} {row.flags}"
     if row.task:

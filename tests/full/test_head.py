@@ -6,7 +6,7 @@ import torch
 from conftest import slow
 from test_audit import edit_line
 from test_ranks import TASK, ranks, read_metrics
-from test_run import good, refused
+from test_run import good
 
 from full.audit import audited
 from full.build import build, build_teacher
@@ -149,7 +149,3 @@ def test_every_model_of_a_run_has_it(tmp_path, process_group):
     models = [*build(config, task), build_teacher(config, task),
               policy_in(path, config, task, "bfloat16")]  # fmt: skip
     assert [model.head_dtype for model in models] == [torch.float32] * 5
-
-
-def test_flags_of_the_command_line(tmp_path):
-    refused(tmp_path, f"{TASK} {HEAD} --steps 1", "--head-dtype needs products in bfloat16")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import shortened
 from test_ranks import TASK, read_metrics, trained
-from test_run import good, refused
+from test_run import good
 
 import models
 from full import experts
