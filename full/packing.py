@@ -332,7 +332,8 @@ class PackedBatches:
         # But around experts whose inner width is split, f and g gather all of them.
         #
         #     t2, 6 tokens, rank 1    takes 3 4 5    a layer sees them as 0 1 2, with etp 2 as 3 4 5
-        plan, group = self.plan, self.part.grid and self.part.grid.group
+        plan = self.plan
+        group = self.part.grid.group if self.part.grid else {}
         taken_s = parallel.own_chunk(local_s, group["t"]) if plan.tp > 1 else local_s
         seen_s = local_s if plan.etp > 1 else taken_s
         groups = [group[x] for x, degree in (("c", plan.cp), ("t", plan.tp)) if degree > 1]
