@@ -43,7 +43,7 @@ from full.metrics import measured
 # rounding could clip: with --proximal if sampler and trainer round apart, and if a step has one
 # update and its weights sampled. The log-ratio of (2) is clamped to +-10 before exp; PPO's critic
 # shares the policy's trunk. Not here: top-p, which biases every ratio. Pinned by
-# tests/full/test_loss.py::test_loss_and_gradient_are_trls. A ratio of a sequence has one gradient
+# tests/full/test_trl.py::test_loss_and_gradient_are_trls. A ratio of a sequence has one gradient
 # for all its tokens (verl: each its own, which is another sum if A or x differ); a token that (4)
 # masks stays in Z (verl's rejection takes it out). Pinned by
 # tests/full/test_objectives.py::test_loss_and_gradient_are_the_sources.

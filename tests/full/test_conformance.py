@@ -1,12 +1,10 @@
 """The conformance kit finds planted faults, each in the right property, and passes right losses.
 
-Other code bases: their losses, ours in their trainers, and the measurement against TRL's step.
+Other code bases: their losses, and ours in their trainers. Whole steps of TRL's: test_trl.py.
 """
 
 import importlib.util
-import json
 import re
-import shutil
 import sys
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -17,14 +15,12 @@ import torch
 from conformance import loss as kit
 from conftest import ROOT, shortened
 from test_ranks import as_script
-from test_rollout import checkpoint  # noqa: F401, a fixture
 
 CLIP = dict(objective="clip", clip_low=0.2, clip_high=0.28)
 GSPO, GMPO = CLIP | dict(objective="gspo"), CLIP | dict(objective="gmpo")
 CISPO = CLIP | dict(objective="cispo", clip_high=1.0)
 SAPO, DPPO = dict(objective="sapo"), dict(objective="dppo", clip_low=0.15, clip_high=0.15)
 SEQUENCES = dict(aggregation="sequence_mean")
-POINTS = ROOT / "tests" / "bench" / "curve_trl.jsonl"
 
 
 def verdicts(loss, settings):
@@ -194,158 +190,6 @@ def test_a_loss_of_the_subjects_is_what_the_table_says(
     )
     assert {name for name in kit.PROPERTIES if re.search(f"{name} +failed", out)} == failed, err
     assert code == bool(failed)
-
-
-@pytest.mark.slow
-@needs("trl")
-@pytest.mark.parametrize("how", ["dapo token_mean", "grpo sequence_mean"])
-def test_trls_trainer_adds_micro_batches_up_as_its_adapter_says(tmp_path, how):
-    """The gradient in each step of a real run, with two micro-batches, is the definition's."""
-    import bench_trl
-    import datasets
-    import transformers
-    import trl
-
-    # A tiny model in float64. Answers end at many tokens, so that the two counts differ.
-    loss_type, aggregation = how.split()
-    options = SimpleNamespace(model="", prompts=1, prompt=4)
-    _, model, tokenizer, _ = bench_trl.build(options, str(tmp_path))
-    model.resize_token_embeddings(258)
-    model.double().generation_config.eos_token_id = list(range(40))
-    batches, log_probs, gradients, errors, ratios = [], [], [], [], []
-
-    # Wrapped functions of the trainer note what it trains on, and its gradient in the log-probs.
-    def forward(*args, **options):
-        found = trainers_forward(*args, **options)
-        if found[0].requires_grad:
-            log_probs.append(found[0].detach())
-            found[0].register_hook(gradients.append)
-        return found
-
-    def compute(model, inputs):
-        batches.append(inputs)
-        return compute_loss(model, inputs)
-
-    class Compare(transformers.TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **options):
-            sequences = []
-            for inputs, lp in zip(batches, log_probs, strict=True):
-                old, mask = inputs["old_per_token_logps"], inputs["completion_mask"]
-                rows = zip(inputs["advantages"], lp, old, mask)
-                sequences += [kit.Sequence(*(x.tolist() for x in row)) for row in rows]
-                ratios.append(float((lp - old).abs().max()))
-            c = kit.settings_of(adapters.trl, dict(aggregation=aggregation))
-            want = torch.tensor(kit.definition(c, sequences)[1][:-1])
-            errors.append(float((torch.cat(gradients) - want).norm() / want.norm()))
-            counts = {int(inputs["completion_mask"].sum()) for inputs in batches}
-            assert len(batches) == len(counts) == 2
-            for noted in (batches, log_probs, gradients):
-                noted.clear()
-
-    text = [{"prompt": f"w{i} w{i + 50}"} for i in range(16)]
-    trainer = trl.GRPOTrainer(
-        model, lambda completions, **_: [float(sum(map(ord, x)) % 7) for x in completions],
-        trl.GRPOConfig(
-            output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4,
-            gradient_accumulation_steps=2, max_completion_length=6, max_steps=2, num_iterations=2,
-            learning_rate=2e-2, beta=0.0, loss_type=loss_type, epsilon=0.2, epsilon_high=0.28,
-            max_grad_norm=0, lr_scheduler_type="constant", gradient_checkpointing=False, bf16=False,
-            report_to=[], save_strategy="no", logging_strategy="no", use_cpu=True,
-            disable_tqdm=True,
-        ),
-        datasets.Dataset.from_list(text), processing_class=tokenizer, callbacks=[Compare()],
-    )  # fmt: skip
-    trainers_forward = trainer._get_per_token_logps_and_entropies
-    compute_loss = trainer._compute_loss
-    trainer._get_per_token_logps_and_entropies, trainer._compute_loss = forward, compute
-    trainer.train()
-    assert max(errors) < 1e-5 and max(ratios) > 0.3  # advantages are float32
-
-
-def summary_of(*words, cwd):
-    """The last line of a run of bench_trl.py that ended well."""
-    code, out, err = as_script(ROOT / "tests/bench/bench_trl.py", *words, "--rounds", "1", cwd=cwd)
-    assert code == 0, err[-2000:]
-    return json.loads(out.splitlines()[-1])
-
-
-@needs("trl")
-def test_trl_gives_our_loss_and_gradient_on_its_own_batch(tmp_path):
-    summary = summary_of(*"--prompt 24 --completion 6 --group 4".split(), cwd=tmp_path)
-    assert summary["ok"] and summary["gradient"] < 1e-5 and abs(summary["loss"]) < 1e-5
-
-
-@needs("trl")
-def test_a_checkpoint_is_measured_on_its_own_prompts(checkpoint, tmp_path):  # noqa: F811
-    """Several prompts a step, and memory: at least weights and moments, ours with two copies."""
-    directory = shutil.copytree(checkpoint, tmp_path / "checkpoint")
-    template = "{{ messages[0]['content'] }} answer:"
-    (directory / "tokenizer_config.json").write_text(json.dumps(dict(chat_template=template)))
-    size = "--prompts 3 --completion 4 --group 2".split()
-    summary = summary_of("--model", f"{directory}", *size, cwd=tmp_path)
-    assert summary["ok"] and summary["prompts"] == 3 and summary["prompt"] > len("answer:") / 2
-
-    # In float32; a checkpoint has the weights in float64.
-    weights = (directory / "model.safetensors").stat().st_size / 2 / 2**20
-    for ours, theirs in summary["memory"].values():
-        assert ours > 4 * weights and theirs > 3 * weights
-
-
-@pytest.mark.slow
-@needs("trl")
-def test_trl_makes_our_curve_of_our_rollouts(
-    checkpoint, tmp_path, monkeypatch, capsys,  # noqa: F811
-):  # fmt: skip
-    """curve_trl.py: rewards, learning rates, updates and evaluations are the same in both."""
-    import curve_trl
-    import models
-    import trl
-
-    directory = shutil.copytree(checkpoint, tmp_path / "checkpoint")
-    named = dict(chat_template="{{ messages[0]['content'] }} answer:", eos_token="<end>")
-    named |= dict(tokenizer_class="PreTrainedTokenizerFast", pad_token="<end>")
-    (directory / "tokenizer_config.json").write_text(json.dumps(named))
-    monkeypatch.setattr("smollm_tasks.reversed_words", lambda text, line: len(text) % 7 / 6)
-    curves, train = [], curve_trl.train_trl
-
-    def noted(config, task, trainer, curve):
-        curves.append(curve)
-        train(config, task, trainer, curve)
-
-    def played(trainer, prompts, *_, **__):
-        groups = curves[-1].examiner.get(trainer.state.global_step).groups
-        rows = [episode.tokens for episodes in groups.values() for episode in episodes]
-        return [row[len(prompt) :] for row, prompt in zip(rows, prompts)], None
-
-    monkeypatch.setattr(curve_trl, "train_trl", noted)
-    monkeypatch.setattr(trl.GRPOTrainer, "_generate_single_turn", played)
-    size = dict(steps=4, group=16, max_new_tokens=100, eval_prompts=20, lr=1e-3)
-    weights, points = [], []
-    for variant in curve_trl.VARIANTS:
-        model = curve_trl.run(variant, 0, f"{directory}", **size).model
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        assert [x["step"] for x in lines] == [0, 2, 4] and lines[-1]["reward"] > 0
-        points.append([x[name] or 0.0 for x in lines for name in ("reward", "solved")])
-    assert points[1] == points[0] and points[2] == pytest.approx(points[0])
-
-    # Measured: 1e-5 of the change, and as much between our two ways.
-    flat, tree, theirs = weights
-    start = torch.cat([p.flatten() for p in models.load(directory).parameters()])
-    change = (flat - start).norm()
-    assert (tree - flat).norm() < 1e-4 * change and (theirs - flat).norm() < 1e-4 * change
-
-
-@pytest.mark.quick
-def test_the_curves_beside_trls_are_drawn_and_their_table_is_on_the_page(tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="draws")
-    import curve_trl
-
-    assert curve_trl.main(["draw", f"{POINTS}", f"{tmp_path / 'curve.png'}"]) == 0
-    assert (tmp_path / "curve.png").stat().st_size > 10_000
-    page = (ROOT / "full" / "RESULTS.md").read_text().splitlines()
-    rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 2 + len(curve_trl.VARIANTS) and {*rows} <= {*page}
 
 
 # Our loss in other code bases ------------------------------------------------------------------

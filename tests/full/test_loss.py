@@ -1,11 +1,10 @@
 """The loss and its denominators, critic's advantages, the Trainer's gradient and optimizer step.
 
-Oracles: TRL's numbers (trl_loss_golden.json), the loops over tokens of audit.py, and each sequence
-alone through the whole model. Everything is float64.
+Oracles: the loops over tokens of conformance/definition.py, and each sequence alone through the
+whole model. Everything is float64. TRL's numbers are in test_trl.py.
 """
 
 import inspect
-import json
 import math
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, LOOKUP, batch_of
+from conftest import LOOKUP, batch_of
 
 from conformance.definition import Sequence, definition, learning_rate
 from full.advantages import gae
@@ -32,9 +31,7 @@ from full.trainer import Trainer
 from full.trie import TokenTrie
 
 pytestmark = pytest.mark.quick
-GOLDEN = json.loads((ROOT / "tests" / "trl_loss_golden.json").read_text())
 CHOICES = {f.name: choices_of(f) for f in fields(Config)}
-COVERED = [case for case in GOLDEN["cases"] if case["ours"]]  # there is no KL times the ratio
 TREES = [{}, dict(tree="sparse"), dict(tree="dta", chunk_tokens=5)]
 
 
@@ -48,26 +45,6 @@ def label(options):
 
 
 # 1. The loss of given log-probs --------------------------------------------------------------
-
-@pytest.mark.parametrize("case", COVERED, ids=label)
-def test_loss_and_gradient_are_trls(case):
-    given = {k: tensor(v) for k, v in GOLDEN.items() if isinstance(v, list) and k != "cases"}
-    lp, mask = given["logprobs"].requires_grad_(), given["mask"].bool()
-    old = given["old_logprobs"] if case["old"] else None
-    sampler = (lp.detach() if old is None else old) - given["importance_weights"].log()
-    loss, sums = grpo_loss(
-        lp, old, given["advantages"][:, None], mask, sampler_BT=sampler,
-        ref_BT=given["ref_logprobs"], entropy_BT=given["entropy"], **case["ours"],
-    )  # fmt: skip
-    # TRL's bonus is a mean over this batch's sampled tokens, whatever the aggregation; ours stands
-    # in l, under w / Z. So the loss is made without it, and it is added as TRL does.
-    loss = loss - case["entropy_coef"] * sums["entropy/token_mean"] / mask.sum()
-    loss.backward()
-    expected = tensor(case["grad"])
-    assert abs(loss.item() - case["loss"]) <= 1e-12 and expected.norm() > 1e-3
-    assert (lp.grad - expected).abs().max() <= 1e-12
-    assert sums["tokens"] == mask.sum() and 0 <= sums["ratio/clipped_fraction"] <= mask.sum()
-
 
 SETTINGS = [
     dict(), dict(dual_clip=1.5), dict(objective="gspo", clip_low=0.03, clip_high=0.04),

@@ -64,8 +64,8 @@ ELSEWHERE = {  # what a command begins with: test_NAME.py, which runs it, or who
     "python tests/example_action_expert.py check": "action",
     "python tests/full/test_flags.py": "flags", "python tests/bench/measure": "measure",
     "python tests/bench/gpu.py": "gpu",
-    "python tests/bench/bench_trl.py": "conformance", "python tests/bench/honest_runs.py": "audit",
-    "python tests/bench/curve_trl.py": "conformance", "python -m pytest": "the tests themselves",
+    "python tests/bench/bench_trl.py": "trl", "python tests/bench/honest_runs.py": "audit",
+    "python tests/bench/curve_trl.py": "trl", "python -m pytest": "the tests themselves",
     "pip install": ".ci/run", "python3 -m venv": ".ci/run", ". .venv": ".ci/run",
 }  # fmt: skip
 SMOLLM = r"runs/(smollm|sums|words|reverser)"  # the commands of test_smollm.py

@@ -1,0 +1,78 @@
+"""Against PEFT: it reads our adapters, and computes with them what we do."""
+
+import functools
+
+import pytest
+import torch
+from test_ranks import TASK
+from test_run import good
+
+from full import lora
+from full.config import LORA_TARGETS
+from full.hf import load_hf, save_hf
+from full.lora import Lora, add_factors, is_factor
+from full.talk import load_policy, main
+from full.tiny import tiny_model
+from full.transformer import Transformer
+
+
+def test_export_merges_and_an_adapter_is_read_by_peft(process_group, tmp_path):
+    """A dense model in float64: transformers' logits of the export, and peft's of the adapter."""
+    # Imported here: peft takes longer than torch, and every process of tests imports this file.
+    peft, transformers = map(pytest.importorskip, ("peft", "transformers"))
+
+    folder = tmp_path / "dense"
+    save_hf(tiny_model("qwen2", vocab_size=12, eos_token_id=(1,)), folder)
+    flags = f"{TASK} --model {folder} --lora-rank 3"
+    small = "--steps 2 --lr 0.02 --entropy-coef 0.1 --prompts 2 --group 4"
+    good(tmp_path, f"{flags} {small} --out {tmp_path}/run")
+    model, _ = load_policy(tmp_path / "run")
+    tokens = torch.randint(12, (2, 9))
+    truth = model(tokens)
+    assert type(model) is Transformer
+    assert (truth - load_hf(folder)(tokens)).abs().max() > 1e-3
+
+    load = functools.partial(
+        transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.float64)  # fmt: skip
+    # transformers has norms and RoPE in float32, so it is near to itself and less near to us.
+    whole = load(tmp_path / "run" / "hf")(tokens).logits
+    assert (whole - truth).abs().max() < 1e-5
+
+    assert main(["export", f"{tmp_path}/run", f"{tmp_path}/adapter", "--adapters"]) == 0
+    theirs = peft.PeftModel.from_pretrained(
+        load(folder), tmp_path / "adapter", autocast_adapter_dtype=False)  # fmt: skip
+    assert (theirs(tokens).logits - whole).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("more", ["", ",lm_head"])
+def test_an_adapter_of_a_multimodal_base_is_read_by_peft(process_group, tmp_path, more):
+    """The language model is a part of it, and its vision tower has a q_proj too."""
+    peft, transformers = map(pytest.importorskip, ("peft", "transformers"))
+    text = dict(
+        vocab_size=12, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=4, sliding_window_pattern=2,
+        tie_word_embeddings=not more)  # fmt: skip
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                  image_size=16, patch_size=8)  # fmt: skip
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision,
+                                       mm_tokens_per_image=4, tie_word_embeddings=not more)
+    folder = tmp_path / "base"
+    torch.manual_seed(0)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    load = functools.partial(
+        transformers.AutoModelForCausalLM.from_pretrained, folder, dtype=torch.float64)
+    tokens = torch.randint(12, (2, 9))
+
+    # Every tensor has a place, and none is added to the vision tower.
+    targets = tuple((LORA_TARGETS + more).split(","))
+    model = add_factors(load_hf(folder, dtype=torch.float64), Lora(3, 6.0, targets), torch.float64)
+    for name, p in model.named_parameters():
+        if is_factor(name):
+            torch.nn.init.normal_(p, std=0.2)
+    lora.save_factors(model, tmp_path / "adapter", f"{folder}")
+    theirs = peft.PeftModel.from_pretrained(
+        load(), tmp_path / "adapter", autocast_adapter_dtype=False)  # fmt: skip
+    assert sum("lora_" in name for name, _ in theirs.named_parameters()) == sum(
+        is_factor(name) for name, _ in model.named_parameters())
+    assert (load()(tokens).logits - model(tokens)).abs().max() > 1e-2
+    assert (theirs(tokens).logits - model(tokens)).abs().max() < 1e-5
