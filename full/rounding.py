@@ -17,6 +17,7 @@ The letters are those of byhand.py: s is a rollout, N its sampled tokens, u an u
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -203,15 +204,35 @@ class Rounding:
         self.doubts += g.norm().item() ** 2
 
 
-def off_of_entries(roundings, name, is_zero) -> tuple:
-    """Return how far rounding may put the entries of a tensor's gradient off, at most and usually.
+class Bound(NamedTuple):
+    """How far the entries of a tensor's clipped gradient may be off."""
 
-    roundings: the Rounding of each tensor. is_zero: whether all of this tensor's gradient is 0.
+    most: float  # at most
+    usual: float  # usually
+    relative: float  # of an entry's size, besides
+    has_exact_zeros: bool
+    has_no_sign: bool  # all of the gradient may be rounding
+
+    def of(self, g):
+        """Return how far each of some entries may be off at most, and how far usually."""
+        is_off = (g != 0).double() if self.has_exact_zeros else 1.0
+        return [is_off * (x + self.relative * g.abs()) for x in (self.most, self.usual)]
+
+
+def bound_of(u, name, g, shrink) -> Bound:
+    """Return the Bound of a tensor's gradient g in an update, which the clip multiplies by shrink.
     """
-    if not is_zero:
-        return roundings[name].entry, math.sqrt(roundings[name].usual)
-    largest = max(x.entry for x in roundings.values())
-    return CANCELED * largest, CANCELED**2 * largest
+    rounding, highest = u.rounding[name], g.abs().max().item()
+    most, usual, is_zero = rounding.entry, math.sqrt(rounding.usual), highest <= ZERO * u.norm
+    if is_zero:
+        largest = max(x.entry for x in u.rounding.values())
+        most, usual = CANCELED * largest, CANCELED**2 * largest
+
+    # A 0 is exact, as in the embedding of a token that is not there, unless all of the tensor's
+    # gradient is 0. The clip's factor may be off as the norm is.
+    most, usual = most + rounding.doubt, usual + rounding.doubt
+    relative = u.off / u.norm if shrink < 1 else 0.0
+    return Bound(shrink * most, shrink * usual, relative, not (u.flips or is_zero), highest <= most)
 
 
 def error_of_entropy(s, found, T, dtype) -> float:
@@ -233,26 +254,13 @@ def off_of_norm(roundings, norm) -> float:
     return math.sqrt(square) / 2 + common + doubts / (2 * norm)
 
 
-def slip(step, by_hand, gradients):
-    """Return the furthest of some steps of AdamW from the computed one.
-
-    step: a function of a gradient. It returns the new weight first.
-    """
-    return torch.stack([(step(g)[0] - by_hand).abs() for g in gradients]).amax(0)
-
-
-def around(h, m, v, g, off) -> list:
-    """Return gradients within `off` of g, among them those of AdamW's longest and shortest step.
-
-    The arguments are those of `definition.adamw`.
-    """
+def peak(h, m, v, g):
+    """Return the gradients for which AdamW's step is longest, with these m and v. Default: g."""
     # AdamW divides by the root of v: where a gradient nearly cancels, rounding may turn a step of
     # lr around, and where it is large, rounding changes next to nothing. A step
-    # (a + b g) / root(c + d g^2) is longest or shortest at an end of an interval of gradients or at
-    # g = b c / (a d).
+    # (a + b g) / root(c + d g^2) has its peak at g = b c / (a d).
     beta1, beta2 = h["betas"]
-    peak = (1 - beta1) * beta2 * v / (beta1 * (1 - beta2) * m)
-    return [g - off, g + off, torch.where(m == 0, g, peak).clamp(g - off, g + off)]
+    return torch.where(m == 0, g, (1 - beta1) * beta2 * v / (beta1 * (1 - beta2) * m))
 
 
 # Causes -------------------------------------------------------------------------------------------
