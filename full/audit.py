@@ -15,7 +15,8 @@ import functools
 import math
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,11 +55,6 @@ ENGINE = {"float64": (1e-9, 1e-9), "float32": (1e-3, 1e-4), "bfloat16": (4.0, 0.
 
 SURPRISE = 5  # deviations that an engine's sum of -log p may be from the sum of the entropies
 
-BEFORE_METRICS = [
-    "rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling/routes", "sampling",
-    "sampling/tokens", "sampling/bits", "sampling/mean", "sampling/surprise", "rollouts/rewards",
-]  # fmt: skip
-
 # What no step determines. A line's other numbers must be found here, or are named as unknown.
 NOT_BY_HAND = ("seconds/", "memory/peak", "logprob_gap/identical", "tokens/trained")
 
@@ -67,10 +63,14 @@ def order() -> list:
     """Return the rows of the table, causes before their effects: the first that is outside says
     where to look."""
     # The first update's metrics come before those that a change of the weights has a part in.
-    rows = [*METRICS, "votes", "parameters"]
-    first = rows.index(OF_UPDATES[0])
-    rows[first:first] = ["rollouts/advantage", *(f"{name}_first" for name in OF_UPDATES)]
-    return [*BEFORE_METRICS, *rows]
+    metrics = [*METRICS]
+    place = metrics.index(OF_UPDATES[0])
+    return [
+        "rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling/routes", "sampling",
+        "sampling/tokens", "sampling/bits", "sampling/mean", "sampling/surprise",
+        "rollouts/rewards", *metrics[:place], "rollouts/advantage",
+        *(f"{name}_first" for name in OF_UPDATES), *metrics[place:], "votes", "parameters",
+    ]  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -343,16 +343,17 @@ def rows_of(case, line) -> tuple:
     off = max(off, ENGINE[case.config.rollout_dtype][0]) if case.files.engine else off
 
     # The evaluation before a step, which only the first line has, is by the weights before it.
-    def evaluated(key, model, off):
-        return [solved_row(case, key, line[key], model(), off)] if key in line else []
-
-    rows += evaluated("eval/solved_before", lambda: case.policy(case.before), off)
+    name = "eval/solved_before"
+    if name in line:
+        rows.append(solved_row(case, name, line[name], case.policy(case.before), off))
     step = Step(case)
     found = metrics_by_hand(case, step, counts_in(case.sampler)["policy_version"])
     rows += [compared(key, line[key], *found[key]) for key in line.keys() & found.keys()]
     rows += rollout_rows(case, step) + after_rows(case, step)
     step.free()
-    rows += evaluated("eval/solved", lambda: as_sampled(step), off + step.astray)
+    name = "eval/solved"
+    if name in line:
+        rows.append(solved_row(case, name, line[name], as_sampled(step), off + step.astray))
     rows = [row._replace(why=row.why or cause(step, row.key)) if row.is_loose else row
             for row in rows]  # fmt: skip
     return sorted(rows, key=lambda row: order().index(row.key)), step
@@ -368,13 +369,13 @@ class Report:
     run: str
     step: int
     config: object
-    rows: list = field(default_factory=list)  # Row, in `order`
-    intro: list = field(default_factory=list)  # sentences
-    left_out: list = field(default_factory=list)  # metrics that the step does not determine
-    groups: dict = field(default_factory=dict)  # number -> its Recorded rollouts
-    group: int | None = None  # whose tokens are shown
-    updates: int = 1  # of the step: the loss is their mean
-    show: object = None  # tokens as text
+    show: Callable  # tokens as text
+    intro: list  # sentences
+    groups: dict  # number -> its Recorded rollouts
+    rows: list  # Row, in `order`
+    left_out: list  # metrics that the step does not determine
+    updates: int  # of the step: the loss is their mean
+    group: int  # whose tokens are shown
 
     @property
     def wrong(self):
@@ -399,41 +400,39 @@ def audited(
     make: a function that makes the task of a Config. Default: of the one that the run names.
     """
     files = RunFiles(run, task, reward)
-    config, number = files.config, files.chosen_step(step)
+    config, number, intro = files.config, files.chosen_step(step), []
     files.directory.require_noted("base.json", config)
-    task = make(config)
-    report = Report(str(run), number, config, show=task.show)
-    say, line = report.intro.append, files.metrics[number]
+    task, line = make(config), files.metrics[number]
     with tempfile.TemporaryDirectory() as room:
-        case = Case(files, task, number, Path(room), say=say)
+        case = Case(files, task, number, Path(room), say=intro.append)
         case.find_states()
-        report.groups = groups = case.groups
+        groups = case.groups
         if group not in (None, *groups):
             raise ValueError(f"expected --group to be 0 to {len(groups) - 1}, the groups of step "
                              f"{number}, got {group}")  # fmt: skip
         if group is not None and config.replay_routes:
-            say("--replay-routes: the group is read by the model's own code, not spelled out, for "
-                "the definition selects experts by itself")  # fmt: skip
+            intro.append("--replay-routes: the group is read by the model's own code, not spelled "
+                         "out, for the definition selects experts by itself")  # fmt: skip
         elif group is not None:
             for s in groups[group]:
                 s.spelled = full_definition if config.lora is None else lora_definition
         rollouts = everyone(groups.values())
         tell(f"{len(rollouts)} rollouts of {sum(len(s.tokens) for s in rollouts)} tokens, by hand "
              f"in float64")  # fmt: skip
-        report.rows, by_hand = rows_of(case, line)
+        rows, by_hand = rows_of(case, line)
 
     # Numbers that the definition does not compute: what no step determines, and what is unknown.
-    report.left_out = sorted(line.keys() - {row.key for row in report.rows} - {"step"})
-    unknown = [name for name in report.left_out if not name.startswith(NOT_BY_HAND)]
+    left_out = sorted(line.keys() - {row.key for row in rows} - {"step"})
+    unknown = [name for name in left_out if not name.startswith(NOT_BY_HAND)]
     if unknown:
-        say(f"the audit does not know {', '.join(unknown)}: add the definition to "
-            f"`metrics_by_hand` in full/byhand.py")  # fmt: skip
+        intro.append(f"the audit does not know {', '.join(unknown)}: add the definition to "
+                     f"`metrics_by_hand` in full/byhand.py")  # fmt: skip
 
     # A group whose rewards are all equal would show nothing but the entropy bonus.
-    report.updates = max(1, len(by_hand.updates))
     learning = [n for n in groups if any(s.A is not None and s.A.any() for s in groups[n])]
-    report.group = next(iter(learning), 0) if group is None else group
-    return report
+    shown = next(iter(learning), 0) if group is None else group
+    return Report(str(run), number, config, task.show, intro, groups, rows, left_out,
+                  updates=max(1, len(by_hand.updates)), group=shown)  # fmt: skip
 
 
 def main(argv) -> int:
