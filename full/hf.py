@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 
@@ -37,20 +38,26 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|adapter_model\.(safetensors|bin)")
 
 
-def import_safetensors():
-    """Return the library, with its submodule for torch. Only checkpoints need it."""
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError("checkpoints need safetensors: pip install safetensors") from error
-    return safetensors
-
-
 class Stored(NamedTuple):
     """A tensor in a safetensors file, read when asked for."""
 
     path: Path
     part: object  # safetensors' slice: get_shape(), get_dtype(), [ranges]
+
+
+def files_of_tensors(directory) -> dict:
+    """Return {tensor: file} as the index of a checkpoint says, or {} if it has none."""
+    if not (directory / INDEX).exists():
+        return {}
+    # A checkpoint comes from somebody else: a name that leads out of its directory would have us
+    # read any file of this machine.
+    found = read_json(directory / INDEX, what="an index of tensors").get("weight_map")
+    files = [*found.values()] if found and isinstance(found, dict) else [found]
+    wrong = [x for x in files if not isinstance(x, str) or not re.fullmatch(r"[\w.-]*\w", x)]
+    if wrong or not isinstance(found, dict):
+        raise ValueError(f"{directory / INDEX}: weight_map: expected names of files in this "
+                         f"directory, got {[*wrong, found][0]!r}")  # fmt: skip
+    return found
 
 
 def open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
@@ -59,18 +66,7 @@ def open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
     Of a multimodal Gemma 3 they are the language model's, under a text model's names.
     """
     directory = Path(directory)
-    files = {}  # tensor -> file, as the index says
-    if (directory / INDEX).exists():
-        # A checkpoint comes from somebody else: a name that leads out of its directory would have
-        # us read any file of this machine.
-        found = read_json(directory / INDEX, what="an index of tensors").get("weight_map")
-        files = found if isinstance(found, dict) else {}
-        plain = re.compile(r"[\w.-]*\w")
-        wrong = [x for x in files.values() if not isinstance(x, str) or not plain.fullmatch(x)]
-        wrong = wrong if files else [found]
-        if wrong:
-            raise ValueError(f"{directory / INDEX}: weight_map: expected names of files in this "
-                             f"directory, got {wrong[0]!r}")  # fmt: skip
+    files = files_of_tensors(directory)
     tensors = {}
     read = sorted(set(files.values())) or ["model.safetensors"]
     others = sorted({x.name for x in directory.glob("*") if WEIGHTS.fullmatch(x.name)} - {*read})
@@ -79,12 +75,11 @@ def open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
                          f"{others[0]}; other programs read the other set: remove one of the two")
     for file in read:
         path = directory / file
-        module = import_safetensors()
         try:
-            reader = module.safe_open(path, framework="pt")
+            reader = safetensors.safe_open(path, framework="pt")
         except FileNotFoundError as error:
             raise ValueError(f"{path} is missing") from error
-        except (module.SafetensorError, OSError) as error:
+        except (safetensors.SafetensorError, OSError) as error:
             raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
         tensors |= {name: Stored(path, reader.get_slice(name)) for name in reader.keys()}
     places = {name: stored.path.name for name, stored in tensors.items()}
@@ -128,31 +123,27 @@ def sources_of(name, shape, stored) -> list[Source]:
     return [Source(f"{path}.{e}.{leaf}.weight", (rows, M), e) for e in range(E)]
 
 
-def load_hf(directory, *, model=None, dtype=None, device=None, whole=None) -> Transformer:
+def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
     """Load a Hugging Face checkpoint directory, strictly: every tensor has a place and the reverse.
 
-    model: fill this one as it is. If `parallelize` has split it, each rank reads its own part.
+    model: fill this one as it is. If `parallelize` has made it, each rank reads its own part.
         All ranks must call, and what one rank finds wrong in its part, all raise.
     dtype, device: of a new model. Default: the `dtype` of config.json, or the widest dtype that is
         stored if config.json does not say; the CPU.
-    whole: if `model` is a stage of a pipeline, a model on the meta device with all parameters.
 
-    Names, shapes and dtypes (F64, F32, F16, BF16) are checked before anything is allocated or
-    copied; then one tensor at a time is read. Weights that are NaN or infinite, also in the model's
-    dtype, are refused. This is seen while they are read: after this refusal the weights of a given
-    `model` are undefined, and after every other refusal untouched. A router's bias, which no
-    checkpoint holds, is set to zero, and so is a value head that the checkpoint does not have.
+    Names, shapes and dtypes are checked before anything is allocated or copied; then one tensor at
+    a time is read. Weights that are not finite in the model's dtype are refused as they are read:
+    then the weights of a given `model` are undefined, and after every other refusal untouched. A
+    router's bias is set to zero, and so is a value head that the checkpoint does not have.
     """
     if model is not None and (dtype or device):
         raise ValueError("give load_hf a model to fill, or dtype and device of a new one, not both")
-    # Of a model that is whole on every rank, each rank is on its own, and no message is sent.
-    split = whole is not None or model is not None and is_split(model)
-    with errors_on_all_ranks(alone=not split):
-        return _load(Path(directory), model, dtype, device, whole)
+    with errors_on_all_ranks(alone=not hasattr(model, "part")):
+        return _load(Path(directory), model, dtype, device)
 
 
 @torch.no_grad()
-def _load(directory, model, dtype, device, whole) -> Transformer:
+def _load(directory, model, dtype, device) -> Transformer:
     """`load_hf` on this rank."""
     config = ModelConfig.from_hf(directory)
     stored, _ = open_checkpoint(directory)
@@ -160,17 +151,14 @@ def _load(directory, model, dtype, device, whole) -> Transformer:
     head = stored.pop("lm_head.weight", None) if config.tie_word_embeddings else None
 
     # A model on the meta device has shapes and no memory. Whatever sizes a damaged config asks for,
-    # they are compared with the stored tensors before anything is allocated.
-    new = model is None
-    if new:
-        with torch.device("meta"):
-            model = Transformer(config)
-    as_stored = dict(router_bias_rate=0.0, value_head=config.value_head)
-    require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
-    shapes = {name: place.shape for name, place in part_of(whole or model).places.items()}
-    if not config.value_head:
-        shapes.pop("score.weight", None)  # of a critic that starts from a policy
-    sources = {name: sources_of(name, shape, stored) for name, shape in shapes.items()}
+    # they are compared with the stored tensors before anything is allocated. A given model may be
+    # a stage of a pipeline, have factors, or be a critic that starts from a policy.
+    with torch.device("meta"):
+        whole = Transformer(config)
+    if model is not None:
+        as_stored = dict(router_bias_rate=0.0, value_head=config.value_head)
+        require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
+    sources = {name: sources_of(name, p.shape, stored) for name, p in whole.named_parameters()}
     wanted = {source.name: source.shape for some in sources.values() for source in some}
     found = {name: tuple(x.part.get_shape()) for name, x in stored.items()}
     wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
@@ -188,9 +176,9 @@ def _load(directory, model, dtype, device, whole) -> Transformer:
                              f"{', '.join(DTYPES)}: convert the checkpoint")  # fmt: skip
     if head is not None:
         require_tied(head, stored[TIED])
-    if new:
+    if model is None:
         kept = dtype or _checkpoint_dtype(directory, stored)
-        model = model.to(kept).to_empty(device=device or "cpu")
+        model = whole.to(kept).to_empty(device=device or "cpu")
     places = part_of(model).places
     for name, parameter in model.named_parameters():
         if name in sources:
@@ -253,11 +241,6 @@ def _copy_in(own, region, sources, stored):
                                  f"in {into.dtype}")  # fmt: skip
 
 
-def is_split(model) -> bool:
-    """Return whether each rank has a part of the parameters."""
-    return any(place.cuts for place in part_of(model).places.values())
-
-
 @torch.no_grad()
 def save_hf(
     model, directory, *, max_shard_bytes=5 * 10**9, tensors=None, untie=False,
@@ -271,18 +254,17 @@ def save_hf(
     untie: write a tied head as well, for a reader that keeps it apart.
 
     Of a split model, every rank must call: each tensor is gathered, and the first rank writes.
-    Experts are written one by one. At most one file's tensors are in memory. Weights of an older
-    checkpoint in the directory are removed first: if you still need it, write to another directory
-    and rename that. If the disk is full, all ranks raise an OSError.
+    At most one file's tensors are in memory. Weights of an older checkpoint in the directory are
+    removed first. If the disk is full, all ranks raise an OSError.
     """
     if any(buffer.any() for buffer in model.buffers()):
         raise ValueError("no Hugging Face checkpoint holds a router bias: save the state dict")
     raw = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
     directory = Path(directory)
-    meet = tensors is not None or is_split(model)
+    places = part_of(model).places
+    meet = tensors is not None or any(place.cuts for place in places.values())
     rank = dist.get_rank() if meet else 0
     writers = 1 if tensors is None else dist.get_world_size()
-    places = part_of(model).places
     if tensors is None:
         tensors = ((name, places[name].gather(local(p))) for name, p in model.named_parameters())
     copies = {TIED: "lm_head.weight"} if untie and model.config.tie_word_embeddings else {}
@@ -310,8 +292,9 @@ def save_hf(
             if n % writers == rank and problem is None:
                 held |= {at: x.detach().cpu().contiguous().clone() for at, x in stored.items()}
         try:
-            if held and n == 0 and writers == 1:
-                _remove_weights(directory)
+            if held and n == 0 and writers == 1:  # older weights would be read with the new ones
+                for old in [directory / INDEX, *directory.glob("model*.safetensors")]:
+                    old.unlink(missing_ok=True)
             if held:
                 write_tensors(held, directory / f"model{place}.safetensors")
         except OSError as error:
@@ -334,22 +317,15 @@ def _writing(path):
     """Name in an OSError what cannot be written."""
     try:
         yield
-    except (import_safetensors().SafetensorError, OSError) as error:
+    except (safetensors.SafetensorError, OSError) as error:
         raise OSError(f"cannot write {path}: {error}") from error
-
-
-def _remove_weights(directory) -> None:
-    """Remove an older checkpoint's weights, which would be read together with new ones."""
-    with _writing(directory):
-        for old in [directory / INDEX, *directory.glob("model*.safetensors")]:
-            old.unlink(missing_ok=True)
 
 
 def write_tensors(tensors, path) -> None:
     """Write one safetensors file."""
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        import_safetensors().torch.save_file(tensors, path, metadata={"format": "pt"})
+        safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
         path.chmod(0o644)  # safetensors lets only us read it, and an engine may be another user
 
 
@@ -364,13 +340,12 @@ TEXT_FILES = (
 
 def copy_text_files(source, target) -> list[str]:
     """Copy the text files of a checkpoint to another directory. Return the names copied."""
-    source = Path(source)
-    found = [path for name in TEXT_FILES for path in sorted(source.glob(name))]
-    names = [f"{path.relative_to(source)}" for path in found]
-    for name, path in zip(names, found):
+    paths = [path for name in TEXT_FILES for path in sorted(Path(source).glob(name))]
+    names = [f"{path.relative_to(source)}" for path in paths]
+    for name in names:
         own = Path(target) / name
         own.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, own)
+        shutil.copyfile(Path(source) / name, own)
     return names
 
 

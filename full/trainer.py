@@ -70,14 +70,13 @@ def shard_generator(generator, device, *, policy, grid):
 @torch.no_grad()
 def first_weights(model, directory, seed=0):
     """Fill a model with weights of a directory, or, if that is "", with random ones of a seed."""
-    # For the names of the whole model: a stage of a pipeline has some of the tensors only.
-    with torch.device("meta"):
-        whole = Transformer(model.config)
     if directory:
-        load_hf(directory, model=model, whole=whole)
+        load_hf(directory, model=model)
         return
     # Every rank draws all tensors, since the draws of one follow those of the one before it, and
-    # keeps its part of those that it has.
+    # keeps its part of those that it has: a stage of a pipeline has some of them only.
+    with torch.device("meta"):
+        whole = Transformer(model.config)
     places = part_of(model).places
     for name, weight in drawn_weights(whole, seed):
         if name in places:
