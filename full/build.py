@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from full.config import _flag
 from full.engine import Engine
-from full.exact import ExactTransformer, require_exact_kernels
+from full.exact import ExactTransformer
 from full.lora import add_factors
 from full.model_config import ModelConfig, read_json
 from full.questions import make_task
-from full.ranks import current_device, errors_on_all_ranks, warn
+from full.ranks import warn
 from full.tasks import Task, asking
 from full.trainer import keep_wide, plan_of
 from full.transformer import Transformer
@@ -126,12 +126,6 @@ def prepare(config, make=make_task):
         require_room(config, task, one.max_position_embeddings)
     tell_of_router_loss(config, shape)
     return task, teacher
-
-
-def require_exact(model):
-    """Raise ValueError on all ranks if the machine of one has no exact kernels for a model."""
-    with errors_on_all_ranks():
-        require_exact_kernels(model, current_device())
 
 
 def require_plan(config, shape):

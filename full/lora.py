@@ -311,11 +311,6 @@ def draw_factors(model, seed: int) -> None:
 # adapter_config.json and adapter_model.safetensors, of dense layers.
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-def name_in_peft(name, is_multimodal=False) -> str:
-    """Return PEFT's name of a factor. In a multimodal model the language model is a part."""
-    part = name.replace("model.", "model.language_model.", 1) if is_multimodal else name
-    return f"base_model.model.{part}.weight"
-
 
 def save_factors(model, directory, base) -> None:
     """Write a whole model's factors as PEFT does. base: the --model directory, or "".
@@ -326,8 +321,10 @@ def save_factors(model, directory, base) -> None:
     if any(".experts." in name for name in tensors):
         raise ValueError("PEFT's format has no factors of experts: leave --adapters out, and the "
                          "weights are merged")  # fmt: skip
+    # In a multimodal model the language model is a part.
     is_multimodal = bool(base and read_json(Path(base) / "config.json").get("text_config"))
-    stored = {name_in_peft(name, is_multimodal): p.cpu().contiguous()
+    part = "model.language_model." if is_multimodal else "model."
+    stored = {f"base_model.model.{name.replace('model.', part, 1)}.weight": p.cpu().contiguous()
               for name, p in tensors.items()}  # fmt: skip
 
     # PEFT adapts each matrix whose last name is listed. A vision tower has a q_proj too, so for a

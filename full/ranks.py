@@ -25,10 +25,7 @@ ERRORS = ValueError, ImportError, OSError, FloatingPointError
 
 
 def all_gather_objects(item, group=None) -> list:
-    """Return the items of all ranks of a group, in rank order. Collective. Default: of all ranks.
-
-    item: anything that can be pickled.
-    """
+    """Return the items of all ranks of a group, in rank order. They are pickled. Collective."""
     items = [None] * dist.get_world_size(group)
     # COMM: an all-gather of pickled objects. The callers say what they gather, and why.
     # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
@@ -100,10 +97,7 @@ def meet(patience):
 
 @contextlib.contextmanager
 def joined(device="", *, timeout=60, threads=1):
-    """Be connected for the time of the body: `connect`, then leave the process as it was.
-
-    A process group that is on is used and kept.
-    """
+    """Be connected for the time of the body: `connect`, then leave the process as it was."""
     threads_before = torch.get_num_threads()
     was_on = dist.is_initialized()
     try:
@@ -312,9 +306,7 @@ def naming_lost_ranks(progress):
         yield
     except RuntimeError as error:
         # A single rank has no other to lose.
-        several = is_one_of_several()
-        if dist.is_initialized():
-            several = dist.get_world_size() > 1
+        several = dist.get_world_size() > 1 if dist.is_initialized() else is_one_of_several()
         if not several or not is_lost_rank(error):
             raise
         reason = str(error).splitlines()[0][:160]

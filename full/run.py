@@ -15,12 +15,15 @@ import torch.distributed as dist
 
 import train_grpo
 from full.batches import Demonstrations, RolloutQueue, pending_batches
-from full.build import build, prepare, require_exact, require_room
+from full.build import build, prepare, require_room
 from full.directory import RunDirectory
+from full.exact import require_exact_kernels
 from full.export import export_last
 from full.logs import Log, Logs, RolloutLog, Warnings
 from full.questions import make_task
-from full.ranks import Interrupted, Progress, Stop, agree, errors_on_all_ranks, say
+from full.ranks import (
+    Interrupted, Progress, Stop, agree, current_device, errors_on_all_ranks, say,
+)  # fmt: skip
 from full.rollouts import Unheard
 from full.saves import Checkpointer
 from full.tasks import read_date
@@ -56,7 +59,8 @@ def start_run(config, progress=None, *, make=make_task, log=None, goes_on=False)
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
         model, generator, reference = build(config, task)
         if config.exact:
-            require_exact(generator)
+            with errors_on_all_ranks():
+                require_exact_kernels(generator, current_device())
         if config.engine:
             require_room(config, task, generator.positions, "the engine")
         trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
