@@ -26,7 +26,7 @@ import torch.distributed as dist
 from conftest import LOOKUP, ROOT, SORT, complaint_of, shortened, slow
 from example_tasks import Lookup, Sort
 from pages import Page
-from test_ranks import as_script, join, ranks, start
+from test_ranks import join, ranks, start
 from test_run import TINY, as_torchrun, at, contents, free_port, json_lines, same_run
 
 from full import ranks as ranks_py
@@ -151,35 +151,6 @@ def test_ranks_with_objects_give_the_runs_of_the_command_line(straight, plan):
     assert Path("solved-0").read_text() == Path("solved-1").read_text()
     for out in ("run", "again"):
         same_run(Path(out), truth)
-
-
-SCRIPT = """
-import sys
-sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-from example_tasks import Sort
-from full.api import Config, run
-for out in ("run", "again"):
-    config = Config({fields}, out=out)
-    result = run(config, task=Sort(config), log=lambda line: print("step", line["step"]))
-    print("solved", result.solved)
-"""
-
-
-@pytest.mark.slow
-def test_a_script_under_torchrun_gives_the_run_of_the_command_line(straight):
-    flags = f"{SIX} {PLANS[0]} --task {SORT!r}"
-    given = config_of(f"{SIX} {PLANS[0]}").given()
-    fields = ", ".join(f"{name}={value!r}" for name, value in given.items() if name != "out")
-    Path("script.py").write_text(SCRIPT.format(root=str(ROOT), fields=fields))
-    words = ["--standalone", "--nproc-per-node", "2", "script.py"]
-    code = f"from torch.distributed.run import main; main({words})"
-    Path("torchrun.py").write_text(f"{code}\n")
-    code, out, err = as_script("torchrun.py", cwd=Path.cwd())
-    assert code == 0, err
-    steps = re.findall(r"^step (\d)$", out, re.M)
-    assert steps == [*"0123"] * 2  # rank 0 alone has a logger
-    for name in ("run", "again"):
-        same_run(Path(name), straight(flags, 2))
 
 
 def _late(rank, world, port, flags):
@@ -329,11 +300,6 @@ class Broken(Sort):
         return {}["nothing"]
 
 
-class Exits(Sort):
-    def reply(self, state, answer):
-        sys.exit(0)
-
-
 class Endless(Sort):
     end = ()
 
@@ -388,7 +354,6 @@ def test_what_is_wrong_is_raised_before_anything_is_written(name, tmp_path):
 LATER = {  # a run that raises in its steps, and the directory that it leaves can go on
     "a task": (TaskError, r"KeyError: 'nothing' \(.*test_api.py, line \d+, in Broken.reply\)",
                dict(task=Broken(CONFIG))),
-    "a task that exits": (TaskError, r"the task called sys.exit\(0\)", dict(task=Exits(CONFIG))),
     "a logger": (LookupError, "the logger is gone", dict(task=Sort(CONFIG), log=fails)),
 }  # fmt: skip
 
@@ -623,19 +588,6 @@ def test_the_loggers_of_the_manual_get_each_step(monkeypatch):
     assert [*wandb.lines.values()] == lines[0] and [*wandb.lines] == [0, 1, 2, 3]
     expected = {(name, x["step"]): value for x in lines[1] for name, value in x.items()}
     assert SummaryWriter.scalars == expected
-
-
-def test_tensorboard_itself_reads_what_the_manuals_logger_writes():
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    space = dict(run=run, config=config_of(STEPS))
-    exec(BLOCKS["tensorboard"], space)
-    space["writer"].close()
-    events = EventAccumulator("runs/events").Reload()
-    lines = json_lines(Path("run/metrics.jsonl"))
-    values = [event.value for event in events.Scalars("reward/mean")]
-    assert values == pytest.approx([line["reward/mean"] for line in lines])
 
 
 def test_the_example_of_the_manual_runs(capsys):

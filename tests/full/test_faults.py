@@ -199,6 +199,9 @@ FAULTS = {
         [], [r"AttributeError: 'Mine' object has .* 'prompt' \(.*task\.py:Mine\)\n"],
         task=dict(init="del type(self).prompt"), goes_on=False),
     "sampling: killed": Fault([(None, GET, 4, kill)], saved="2", flags=KL, codes=ONE),
+    "sampling: both ranks killed, masters of zero1": Fault(
+        [(None, GET, 4, kill)], saved="2", codes=BOTH,
+        flags="--plan d2 --data-parallel zero1 --compute-dtype bfloat16"),
     "sampling: one rank killed": Fault([(0, GET, 4, kill)], [None, GONE], "2", codes=DIES),
     "sampling: SIGTERM to one rank": Fault(
         [(1, GET, 4, send, SIGTERM)],
@@ -248,6 +251,9 @@ FAULTS = {
         DEMOS, codes=(143,)),
 }  # fmt: skip
 SLOW = {  # more moments of the same
+    **{f"sampling: masters, {flags}": Fault(
+        [(None, GET, 4, kill)], saved="2", codes=BOTH, flags=f"{flags} --compute-dtype bfloat16")
+       for flags in ("--data-parallel fsdp", "--plan t2")},
     "start: full disk": Fault([(0, OUT, 1, fills_up, None, 999)],
                               [r"run.*File too large.*--out.*\n\Z"]),
     "start: killed before config.json": Fault([(0, "pathlib.Path.replace", 1, kill)],
@@ -255,7 +261,6 @@ SLOW = {  # more moments of the same
     "start: a task's file raises": Fault([], ["Runtime.*in the file"], goes_on=False,
                                          task=dict(top="raise RuntimeError('in the file')")),
     "sampling: killed in the first step": Fault([(None, GET, 1, kill)], codes=ONE),
-    "sampling: both ranks killed": Fault([(None, GET, 4, kill)], saved="2", codes=BOTH),
     "update: killed": Fault([(None, UPDATE, 7, kill)], saved="2", codes=ONE),
     "update: a flipped bit, zero1": Fault(FLIP, [DIFFER], "2", "--plan d2 --data-parallel zero1"),
     "log: killed": Fault([(None, "full.logs.Log.step", 5, kill)], saved="2 4", codes=ONE),

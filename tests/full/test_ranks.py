@@ -23,21 +23,15 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from blocks import copied
-from conftest import ROOT, batch_of, shortened, slow
+from conftest import ROOT
 
-from full.build import build
 from full.flags import parse_config
 from full.optimizer import clip_grad_norm
-from full.places import full
-from full.questions import make_task
-from full.rollouts import play
 from full.run import start_run
-from full.trainer import Trainer
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["rank_server"])
@@ -240,62 +234,6 @@ def test_the_comparison_of_runs_tells_another_seed_and_coefficient(run_of, tmp_p
         largest_difference(trained(tmp_path, 1, f"{EVALUATED} 4 --seed 1"), truth)
     near = trained(tmp_path, 1, f"{EVALUATED} 4 --entropy-coef 0.030001")
     assert largest_difference(near[:1], truth[:1]) > 1e-8
-
-
-# One optimizer step --------------------------------------------------------------------------
-
-
-def _trainer(flags, seed=0):
-    """A trainer at step 0, and a batch of trajectories that is the same on every rank."""
-    config = parse_config([*TINY.split(), *shlex.split(flags), "--seed", str(seed)]).check()
-    task = make_task(config)
-    model, generator, _ = build(config, task)
-    trainer = Trainer(config, model, generator=generator)
-    trainer.push_weights()
-    starts = [(g, *task.prompt(np.random.default_rng(g), g, False)) for g in range(config.prompts)]
-    groups = play(config, task, trainer.sampler, starts, key=(seed, 0))
-    # Each rank has all groups here, and the table of the step's rewards is a sum over ranks.
-    for n, trajectory in enumerate(t for group in groups for t in group):
-        trajectory.reward = n % 7 / 7 / dist.get_world_size()
-    trainer.prepare(batch_of(groups))
-    return trainer, [t for group in groups for t in group]
-
-
-def _plant(rank, flags, where, culprit, name):
-    """Four steps with a NaN on one rank: texts, and what moved."""
-    trainer, batch = _trainer(flags)
-    seen, before = [], [full(p.detach()).clone() for p in trainer.model.parameters()]
-    if rank == culprit and where == "batch":
-        batch[0].advantages = np.full_like(batch[0].advantages, np.nan)
-    try:
-        for _ in range(4):
-            trainer.forward_backward(batch, trainer.total(trainer.loss_denominator(batch)))
-            if rank == culprit and where == "gradient":
-                dict(trainer.model.named_parameters())[name].grad.view(-1)[3] = np.nan
-            seen.append(trainer.optim_step().get("nonfinite"))
-    except FloatingPointError as error:
-        seen.append(str(error))
-    after = [full(p.detach()) for p in trainer.model.parameters()]
-    moved = any(not torch.equal(a, b) for a, b in zip(after, before))
-    return seen, moved, trainer.policy_version
-
-
-UP, HEAD = "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
-PLANTED = [
-    ("ddp", "gradient", UP, 1), ("ddp", "batch", HEAD, 0), ("fsdp", "batch", HEAD, 1),
-    *slow(("ddp", "gradient", UP, 0), ("ddp", "batch", HEAD, 1), ("fsdp", "batch", HEAD, 0)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("mode, where, name, culprit", PLANTED)
-def test_a_nan_on_one_rank_is_skipped_and_named_by_all(tmp_path, mode, where, name, culprit):
-    flags = f"--data-parallel {mode}"
-    results = ranks(tmp_path, 2, _plant, flags, where, culprit, name)
-    assert results[0] == results[1]
-    (first, second, last), moved, version = results[0]
-    assert f"{name} on rank {culprit}" in first and first == second and first in last
-    assert mode == "fsdp" or first == f"{name} on rank {culprit}"  # shards spread a NaN to all
-    assert "3 optimizer steps in a row" in last and not moved and version == 0
 
 
 # The clip ------------------------------------------------------------------------------------
