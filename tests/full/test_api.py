@@ -126,14 +126,19 @@ def test_a_task_object_gives_the_run_of_its_file(straight, flags, task):
 
 
 def _runs_of_a_rank(rank, world, port, flags):
-    """Two runs on ranks as torchrun starts them; a result is the same on each."""
+    """Two runs on ranks as torchrun starts them; a result is the same on each.
+
+    Rank 0 exports for longer than --timeout; both ranks have the export when they go on.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     as_torchrun(rank, world, port)
     seen = []
+    if rank == 0:
+        at("full.export.save_hf", 2, lambda *args: time.sleep(4))
     for out in ("run", "again"):
-        config = config_of(flags, out=out)
+        config = config_of(flags, out=out, timeout=3)
         result = run(config, task=Sort(config), log=seen.append)
-        assert not dist.is_initialized()
+        assert Path(out, "hf", "model.safetensors").exists() and not dist.is_initialized()
         steps = 0 if rank else config.steps  # rank 0 alone has a logger
         assert len(seen) == steps and len(result.metrics) == config.steps
         seen.clear()
@@ -145,26 +150,12 @@ SIX = f"{STEPS} --size 6"
 
 
 @pytest.mark.parametrize("plan", shortened(PLANS, PLANS[0]))
-def test_ranks_with_objects_give_the_runs_of_the_command_line(straight, plan):
+def test_ranks_return_when_the_export_is_written(straight, plan):
     truth = straight(f"{SIX} {plan} --task {SORT!r}", 2)
     assert join(start(2, _runs_of_a_rank, 2, free_port(), f"{SIX} {plan}")) == [0, 0]
     assert Path("solved-0").read_text() == Path("solved-1").read_text()
     for out in ("run", "again"):
         same_run(Path(out), truth)
-
-
-def _late(rank, world, port, flags):
-    """Rank 0 exports for longer than --timeout; both ranks have the export when they go on."""
-    as_torchrun(rank, world, port)
-    if rank == 0:
-        at("full.export.save_hf", 1, lambda *args: time.sleep(3))
-    result = run(config_of(flags, timeout=2))
-    assert Path(result.out, "hf", "model.safetensors").exists()
-    assert dist.is_initialized() is False
-
-
-def test_ranks_return_when_the_export_is_written():
-    assert join(start(2, _late, 2, free_port(), STEPS)) == [0, 0]
 
 
 def _kept(rank, flags):

@@ -50,15 +50,6 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-@pytest.fixture(scope="module")
-def named(tmp_path_factory):
-    """A directory with a run of a task from a file, whose import leaves a file `imported`."""
-    folder = tmp_path_factory.mktemp("named")
-    good(folder, _task(folder, top="open('imported', 'w')"))
-    (folder / "imported").unlink()
-    return folder
-
-
 class Said(io.StringIO):
     """A standard input, whose methods can be replaced."""
 
@@ -79,6 +70,7 @@ import sys
 for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
     del sys.modules[name]
 sys.path.insert(0, "{ROOT}")
+from full.__main__ import main
 try: main(sys.argv[1:])
 finally: print("transformers" in sys.modules)
 """
@@ -94,6 +86,7 @@ import io, sys
 sys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding="latin-1")
 sys.path.insert(0, "{ROOT}")
 from full import api
+from full.__main__ import main
 small = "--steps 1 --layers 1 --hidden 32 --heads 2 --prompts 2 --group 2 --eval-prompts 2"
 assert main(f"{{small}} --task task.py:Mine --max-new-tokens 4 --device cpu --out run".split()) == 0
 assert main("eval run --samples 1 --task task.py:Mine".split()) == 0
@@ -225,23 +218,6 @@ def test_the_printed_flags_go_on_with_a_run_of_files(tmp_path):
 def test_help_is_printed_by_rank_0_alone(tmp_path):
     codes, (first, second), _ = cli(tmp_path, "--help", world=2)
     assert codes == [0, 0] and "--max-new-tokens" in first and second == ""
-
-
-def test_a_file_that_a_run_names_is_imported_only_if_it_is_given(named, monkeypatch, capsys):
-    monkeypatch.chdir(named)
-    for command in (["eval", "run"], ["export", "run", "new"]):
-        code, _, err = call(capsys, *command)
-        assert code == 2 and "give it again, as --task FILE.py:Mine" in err, err
-    call(capsys, "chat", "run")
-    call(capsys, "eval", "run/hf", "--task", "guess", "--size", 1)
-    assert not Path("imported").exists() and not Path("new").exists()
-
-    code, out, err = call(capsys, "eval", "run", "--task", "task.py:Mine", "--samples", 4)
-    assert code == 0 and Path("imported").exists(), err
-    assert "prompt: [0]\n" in out
-    assert figures_of(out).keys() == {"solved", "pass@1", "pass@2", "pass@4"}
-    assert call(capsys, "export", "run", "new", "--task", "task.py:Mine")[0] == 0
-    assert contents(Path("new")) == contents(Path("run/hf"))
 
 
 def test_transformers_reads_the_weights_of_a_task_of_symbols(run):

@@ -603,18 +603,30 @@ def test_resume_begins_a_run_where_there_is_none_and_goes_on_with_it(tmp_path, t
     same_run(tmp_path / "run", truth())
 
 
-def test_resume_imports_no_file_that_the_run_names(tmp_path, monkeypatch, capsys):
+def test_no_command_imports_a_file_that_the_run_names(tmp_path, monkeypatch, capsys):
+    """Only one that the command names."""
     monkeypatch.chdir(tmp_path)
     good(tmp_path, _task(tmp_path))
-    evil = "from pathlib import Path\nPath('executed').touch()\n"
-    (tmp_path / "run" / "evil.py").write_text(evil + (tmp_path / "task.py").read_text())
-    config = tmp_path / "run" / "config.json"
+    text = (tmp_path / "task.py").read_text()
+    for path in ("task.py", "run/evil.py"):
+        Path(path).write_text(f"{text}\nopen('imported', 'w').close()\n")
+    config = json.loads(Path("run/config.json").read_text())
     for named in ("run/evil.py:Mine", "task.py:Mine"):
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"task": named}))
-        code, _, err = call(capsys, "--resume --out run --steps 3")
-        assert code == 2 and "give it again, as --task FILE.py:Mine" in err
+        Path("run/config.json").write_text(json.dumps(config | {"task": named}))
+        for command in ("--resume --out run --steps 3", "eval run", "export run new"):
+            code, _, err = call(capsys, command)
+            assert code == 2 and "give it again, as --task FILE.py:Mine" in err, err
+        call(capsys, "chat run")
+        call(capsys, "eval run/hf --task guess --size 1")
+    assert not Path("imported").exists() and not Path("new").exists()
+
+    code, out, err = call(capsys, "eval run --task task.py:Mine --samples 4")
+    assert code == 0 and Path("imported").exists() and "prompt: [0]\n" in out, err
+    assert json.loads(out.splitlines()[-1]).keys() == {"solved", "pass@1", "pass@2", "pass@4"}
+    assert call(capsys, "export run new --task task.py:Mine")[0] == 0
+    assert contents(Path("new")) == contents(Path("run/hf"))
     assert call(capsys, "--resume --out run --steps 3 --task task.py:Mine")[0] == 0
-    assert len(read_metrics(tmp_path / "run")) == 3 and not (tmp_path / "executed").exists()
+    assert len(read_metrics(tmp_path / "run")) == 3
 
 
 def test_of_two_runs_in_one_directory_the_second_is_refused(tmp_path):
