@@ -610,20 +610,16 @@ class Judge:
         Each of 2 tensor-parallel ranks may add the same bias. So the definition's loss with this
         bias times 2 is what the ranks have.
         """
+        right = self.truth["steps"][0]["loss"]
         factors = {count: f"{count} times" for count in self.counts}
         factors |= {1 / count: f"1/{count} times" for count in self.counts} | {0: "not at all"}
         for pattern in dict.fromkeys(re.sub(r"\d+", "*", name) for name in self.truth["before"]):
             for factor, times in factors.items():
                 other = define(self.subject, (pattern, factor), steps=1)["steps"][0]["loss"]
-                if is_close(other, loss, self.tolerance) and error(other, self.truth_loss) > 1e-6:
+                if is_close(other, loss, self.tolerance) and error(other, right) > 1e-6:
                     each = ": every rank adds it" if factor > 1 else ""
                     return f". It is the definition's if {pattern} counts {times}{each}"
         return ""
-
-    @property
-    def truth_loss(self):
-        """The definition's loss of the first step."""
-        return self.truth["steps"][0]["loss"]
 
     def compare_norm(self, t):
         """Return the error of a step's clip norm, and its findings."""

@@ -38,6 +38,7 @@ from safetensors.torch import save_file
 if __name__ == "__main__":  # a script has its own folder on the path, not the package's
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from conformance import command
+from conformance import definition as D
 
 VOCABULARY = 64
 
@@ -311,11 +312,10 @@ def run_trl(directory, step_number=1, **changes):
 
 def full_settings(config):
     """Return what a Config says that the trainer computes, as settings of step.py."""
-    low = 1.0 if config.objective == "cispo" else config.clip_low
-    high = config.cispo_bound - 1 if config.objective == "cispo" else config.clip_high
-    names = ("objective", "dual_clip", "aggregation", "max_new_tokens", "temperature", "advantage",
-             "kl", "kl_coef", "entropy_coef", "max_grad_norm")  # fmt: skip
-    return {name: getattr(config, name) for name in names} | dict(clip_low=low, clip_high=high)
+    from full.byhand import settings
+
+    given = vars(settings(config))
+    return {name: given[name] for name in D.LOSS_DEFAULTS | D.STEP_DEFAULTS}
 
 
 def recording(trainer_class, directory, step_number=1):
@@ -382,6 +382,7 @@ FULL_SHAPE = dict(size=2, layers=1, hidden=16, heads=2)
 
 def build_full():
     """Return the policy of `run_full`. Its weights come from the dump."""
+    # The command has put this file's folder first, which has a parallel.py of its own.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from full.config import Config
     from full.build import own_shape
@@ -394,7 +395,6 @@ def build_full():
 
 def run_full(directory, step_number=1, **flags):
     """Train our demo, and record an optimizer step. Flags as Config's."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from full import __main__ as program, run
 
     run.Trainer = recording(run.Trainer, directory, step_number)

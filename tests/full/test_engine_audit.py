@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import shortened, slow
-from test_audit import assert_right, edit_line, in_line, in_rollout
+from test_audit import assert_right, edit_line, in_rollout
 from test_engine import directory, model_of, server  # noqa: F401, two fixtures
 from test_run import good, runs_made_once
 
@@ -81,7 +81,6 @@ def test_what_cannot_be_replayed_is_refused(run_of, process_group):
 CHANGES = {  # what is changed, and the first row that must be outside
     "a log-prob": (in_rollout("logprobs"), "sampling"),
     "a token that is not masked": (in_rollout("sampled", lambda x: 0), "rollouts/sampled"),
-    "the gradient": (in_line("grad_norm"), "grad_norm"),
 }
 
 
