@@ -14,6 +14,7 @@ arXiv:2505.09388; Gemma 3 arXiv:2503.19786.
 import dataclasses
 import json
 import reprlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,9 +67,8 @@ class ModelConfig(models.ModelConfig):
                 not self.sparse_layers or min(experts) > 0,
             "num_experts_per_tok: at most num_experts":
                 self.num_experts_per_tok <= self.num_experts,
-            "rms_norm_eps, initializer_range, router_bias_rate: not negative": all(
-                x >= 0 for x in (self.rms_norm_eps, self.initializer_range, self.router_bias_rate)),
-            "eos_token_id: integers": all(type(x) is int for x in self.eos_token_id),
+            "rms_norm_eps, initializer_range, router_bias_rate: not negative":
+                min(self.rms_norm_eps, self.initializer_range, self.router_bias_rate) >= 0,
             "query_pre_attn_scalar, final_logit_softcapping: positive, or null":
                 all(x is None or x > 0
                     for x in (self.query_pre_attn_scalar, self.final_logit_softcapping)),
@@ -93,17 +93,14 @@ class ModelConfig(models.ModelConfig):
         Absent fields get transformers' defaults. A field that would change the numbers and is not
         implemented is a ValueError that names it.
         """
-        where = ""
-        if not isinstance(raw, dict):
-            path = Path(raw) / "config.json" if Path(raw).is_dir() else Path(raw)
-            raw = read_json(path, what="the config of a Hugging Face checkpoint directory")
-            where = f"{path}: "
+        if isinstance(raw, dict):
+            return config_from(raw)
+        path = Path(raw) / "config.json" if Path(raw).is_dir() else Path(raw)
+        raw = read_json(path, what="the config of a Hugging Face checkpoint directory")
         try:
             return config_from(raw)
         except ValueError as error:  # whatever is wrong with a field, say in which file
-            raise ValueError(f"{where}{error}") from error
-        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-            raise ValueError(f"{where}expected the fields of a model, got {error!r}") from error
+            raise ValueError(f"{path}: {error}") from error
 
     def frequencies(self, kind):
         """Return the D / 2 frequencies of (5), scaled, in a type of layer."""
@@ -197,22 +194,71 @@ OF_SOME = {
     "mlp_bias",
 }  # fmt: skip
 
+IS = {  # a type in words -> whether a value of a JSON file has it
+    "an integer": lambda x: type(x) is int,  # true is not the number 1
+    "a finite number": lambda x: type(x) in (int, float) and abs(x) <= sys.float_info.max,
+    "true or false": lambda x: type(x) is bool,
+    "a string": lambda x: type(x) is str,
+    "an object": lambda x: type(x) is dict,
+    "a list (each an integer)": lambda x: type(x) is list and all(type(y) is int for y in x),
+    "a list (each a string)": lambda x: type(x) is list and all(type(y) is str for y in x),
+    "null": lambda x: x is None,
+}
+TYPES = {  # the types that a field of config.json, or of its RoPE parameters, may have -> the names
+    ("an integer",):
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+        "max_position_embeddings num_experts num_experts_per_tok moe_intermediate_size "
+        "max_window_layers decoder_sparse_step",
+    ("an integer", "null"):
+        "head_dim num_key_value_heads sliding_window sliding_window_pattern num_local_experts "
+        "_sliding_window_pattern original_max_position_embeddings",
+    ("an integer", "a list (each an integer)", "null"): "eos_token_id",
+    ("a list (each an integer)", "null"): "mlp_only_layers",
+    ("a finite number",): "rms_norm_eps initializer_range rope_theta rope_local_base_freq",
+    ("a finite number", "null"):
+        "query_pre_attn_scalar final_logit_softcapping attention_dropout partial_rotary_factor "
+        "factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow",
+    ("true or false",): "tie_word_embeddings attention_bias mlp_bias norm_topk_prob value_head",
+    ("true or false", "null"): "use_sliding_window use_bidirectional_attention",
+    ("a string",): "model_type rope_type type",
+    ("a string", "null"): "hidden_act hidden_activation dtype torch_dtype",
+    ("a list (each a string)", "null"): "layer_types",
+    ("an object", "null"):
+        f"text_config rope_scaling rope_parameters quantization_config {FULL} {SLIDING}",
+}  # fmt: skip
+TYPE_OF = {name: kinds for kinds, names in TYPES.items() for name in names.split()}
+
+
+def require_types(raw, where="") -> None:
+    """Raise a ValueError that names the first field of an object whose type is not in TYPES."""
+    for name, value in raw.items():
+        kinds = TYPE_OF.get(name)
+        if kinds and not any(IS[kind](value) for kind in kinds):
+            raise ValueError(f"{where}{name}: expected {' or '.join(kinds)}, got "
+                             f"{reprlib.repr(value)}")  # fmt: skip
+        # RoPE parameters are an object, or one for each type of layer.
+        if name in ("rope_scaling", "rope_parameters", FULL, SLIDING):
+            require_types(value or {}, f"{where}{name}.")
+
 
 def config_from(raw) -> ModelConfig:
     """Return the `ModelConfig` of a config.json's dict, in either spelling of transformers."""
     # Multimodal: the language model's part. The ends of turns, and tying, may stand outside.
-    if inner := raw.get("text_config"):
-        outer = {key: raw[key] for key in ("eos_token_id", "tie_word_embeddings")
-                 if raw.get(key) is not None}  # fmt: skip
+    outer = {key: raw[key] for key in ("eos_token_id", "tie_word_embeddings", "text_config")
+             if raw.get(key) is not None}  # fmt: skip
+    require_types(outer)
+    if inner := outer.pop("text_config", None):
         raw = {"model_type": f"{raw.get('model_type')}_text"} | inner | outer
     family = raw.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(f"model_type: expected one of {', '.join(FAMILIES)}, got {family!r}")
+    if not isinstance(family, str | None) or family not in FAMILIES:
+        raise ValueError(f"model_type: expected a string, one of {', '.join(FAMILIES)}, got "
+                         f"{family!r}")  # fmt: skip
 
     # A field of another family may have any value, as transformers does not read it either.
     _, differs, defaults = FAMILIES[family]
     ignored = OF_SOME - {*differs, *defaults} | ({"layer_types"} if family == "llama" else set())
     raw = defaults | {name: x for name, x in raw.items() if name not in ignored}
+    require_types(raw)
     for name in ("num_hidden_layers", "num_attention_heads", "decoder_sparse_step"):
         require_size(name, raw.get(name, 1))  # the five compute with these
     asked = [name for name in models.NOT_HERE if name not in defaults and raw.get(name)]
@@ -252,7 +298,7 @@ def read_rope(rope, raw) -> dict:
     trained = raw.get("original_max_position_embeddings")
     if trained and rope.get("rope_type") in ("yarn", "llama3"):  # outside the dict in older files
         rope["original_max_position_embeddings"] = trained
-    return rope
+    return rope | {"rope_theta": float(rope["rope_theta"])}
 
 
 def require_same_numbers(config, other, where) -> None:

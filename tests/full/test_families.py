@@ -422,33 +422,55 @@ def test_a_size_that_is_not_a_positive_integer_is_refused_by_field_and_file(fiel
         assert str(error.value) == f"{path}: {field}: expected a positive integer, got -1"
 
 
-WRONG = [  # fields that are not what a model has
-    *(dict(rms_norm_eps=x) for x in ("1e-6", [1e-6], math.nan)),
-    *(dict(rope_theta=x) for x in (None, "1e6", [1e4])),
-    dict(rope_scaling={"rope_type": "linear", "factor": "8"}), dict(rope_scaling="linear"),
-    dict(rope_scaling={"rope_type": ["linear"], "factor": 2.0}), dict(rope_parameters=[1]),
-    *(dict(model_type="gemma3_text") | fields for fields in (
-        dict(rope_local_base_freq="1e4"), dict(query_pre_attn_scalar="256"),
-        dict(final_logit_softcapping="30"), dict(rope_parameters={FULL: "linear"}))),
-    *(dict(num_hidden_layers=x) for x in (2.0, "2", 10**9)), dict(hidden_size=None),
-    dict(vocab_size=[61]), dict(head_dim="12"), dict(num_key_value_heads=2.0), dict(head_dim=0),
-    *(dict(num_attention_heads=x) for x in (0, True)), dict(max_position_embeddings=4096.0),
-    *(dict(eos_token_id=x) for x in (2.0, ["2"], {})),
-    *(dict(model_type="qwen3_moe") | fields for fields in (
-        dict(num_experts="4"), dict(num_experts=None), dict(decoder_sparse_step=None),
-        dict(decoder_sparse_step=0), dict(norm_topk_prob="no"))),
-    *(dict(tie_word_embeddings=x) for x in ("false", 0)), dict(attention_bias=None),
-    dict(model_type="llama", mlp_bias="false"), dict(value_head="false"),
-    dict(hidden_act=["silu"]), dict(hidden_activation=1), dict(model_type=["qwen3"]),
-    dict(layer_types=FULL), dict(layer_types=[1, 2]), dict(text_config="qwen3"),
-]  # fmt: skip
+WRONG_TYPES = {  # what is expected: the values of fields that are not
+    "a finite number": [
+        dict(rms_norm_eps="1e-6"), dict(rms_norm_eps=[1e-6]), dict(rms_norm_eps=math.nan),
+        dict(rms_norm_eps=10**400), dict(initializer_range=None), dict(rope_theta=None),
+        dict(rope_theta="1e6"), dict(rope_scaling={"rope_type": "linear", "factor": "8"}),
+        dict(rope_parameters={"rope_theta": None}), dict(rope_parameters={"rope_theta": [1e4]}),
+        dict(model_type="gemma3_text", rope_local_base_freq="1e4"),
+        dict(model_type="gemma3_text", query_pre_attn_scalar="256"),
+        dict(model_type="gemma3_text", final_logit_softcapping="30"),
+        dict(model_type="gemma3_text", rope_parameters={FULL: {"rope_theta": "1e6"}})],
+    "an integer": [
+        dict(num_hidden_layers=2.0), dict(num_hidden_layers="2"), dict(hidden_size=None),
+        dict(vocab_size=[61]), dict(num_attention_heads=True), dict(head_dim="12"),
+        dict(num_key_value_heads=2.0), dict(max_position_embeddings=4096.0),
+        dict(sliding_window="4"), dict(max_window_layers=None), dict(eos_token_id=2.0),
+        dict(eos_token_id=["2"]), dict(eos_token_id={}), dict(sliding_window_pattern="6"),
+        dict(model_type="qwen3_moe", num_experts="4"), dict(model_type="qwen3_moe",
+                                                            num_experts=None),
+        dict(model_type="qwen3_moe", mlp_only_layers=["0"]),
+        dict(model_type="qwen3_moe", decoder_sparse_step=None),
+        dict(original_max_position_embeddings="16")],
+    "true or false": [
+        dict(tie_word_embeddings="false"), dict(tie_word_embeddings=0), dict(attention_bias=None),
+        dict(model_type="llama", mlp_bias="false"), dict(use_sliding_window="false"),
+        dict(model_type="qwen3_moe", norm_topk_prob="no"), dict(value_head="false")],
+    "a string": [
+        dict(hidden_act=["silu"]), dict(hidden_activation=1), dict(model_type=["qwen3"]),
+        dict(layer_types=FULL), dict(layer_types=[1, 2]), dict(dtype=["bfloat16"]),
+        dict(rope_scaling={"rope_type": ["linear"], "factor": 2.0})],
+    "an object": [
+        dict(rope_scaling="linear"), dict(rope_scaling=[]), dict(rope_parameters=[1]),
+        dict(text_config=[]), dict(text_config="qwen3"), dict(quantization_config="int8"),
+        dict(model_type="gemma3_text", rope_parameters={FULL: "linear"})],
+    "a positive integer": [
+        dict(num_attention_heads=0), dict(num_key_value_heads=0), dict(head_dim=0),
+        dict(model_type="qwen3_moe", decoder_sparse_step=0)],
+    "at most 65536": [dict(num_hidden_layers=10**9)],
+}  # fmt: skip
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("fields", WRONG)
-def test_a_field_of_another_type_is_refused_in_one_line_that_names_the_file(tmp_path, fields):
+@pytest.mark.parametrize("expected, fields", [
+    (expected, fields) for expected, rows in WRONG_TYPES.items() for fields in rows])
+def test_a_field_of_another_type_is_refused_by_file_field_type_and_value(
+    tmp_path, expected, fields
+):
     path = tmp_path / "config.json"
     raw = RAW | fields
+    path.write_text(json.dumps(raw))
     files = [raw]
     if raw["model_type"] == "gemma3_text":  # and inside a multimodal model's
         files.append({"model_type": "gemma3", "text_config": raw})
@@ -456,8 +478,9 @@ def test_a_field_of_another_type_is_refused_in_one_line_that_names_the_file(tmp_
         path.write_text(json.dumps(content))
         with pytest.raises(ValueError) as error:
             ModelConfig.from_hf(tmp_path)
-        said = str(error.value)
-        assert said.startswith(f"{path}: ") and "\n" not in said and len(said) < 1500
+        said, field = str(error.value), [*fields][-1]
+        assert said.startswith(f"{path}: {field}") and "\n" not in said and len(said) < 400
+        assert expected in said and (", got " in said)
 
 
 def test_a_field_that_a_family_does_not_have_may_hold_anything():
