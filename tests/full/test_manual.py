@@ -1,6 +1,6 @@
 """The pages: their commands run at toy size, their code runs, their flags exist.
 
-The pages are README.md, and README.md, RECIPES.md and RESULTS.md of full/.
+The pages are README.md, those of full/ and the map of the tests.
 """
 
 import dataclasses
@@ -23,7 +23,8 @@ from full.flags import parse_config
 
 MANUAL = Page("full/README.md")
 RECIPES = Page("full/RECIPES.md")
-PAGES = Page("README.md", "full/README.md", "full/RECIPES.md", "full/RESULTS.md")
+MAP = Page("tests/README.md")
+PAGES = Page("README.md", "full/README.md", "full/RECIPES.md", "full/RESULTS.md", "tests/README.md")
 
 TINY = " --layers 1 --hidden 16 --heads 4 --prompts 2 --group 2 --eval-prompts 4 --steps 2"
 TINY += " --lr-warmup 0 --device cpu"
@@ -107,6 +108,12 @@ def test_a_command_runs_at_toy_size(folder, command):  # noqa: F811
     assert (run / "hf" / "config.json").exists()
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
     assert "eval/solved" in "".join(out)  # one rank prints
+
+
+@pytest.mark.quick
+def test_the_map_names_every_file_of_tests():
+    files = {path.name for path in ROOT.glob("tests/**/test_*.py")}
+    assert set(re.findall(r"test_\w+\.py", MAP.text)) == files
 
 
 # The pages' code --------------------------------------------------------------------------------
