@@ -34,7 +34,6 @@ from full.__main__ import main
 from full.api import Config, Interrupted, Task, TaskError, audit, run
 from full.checkpoint import checkpoints
 from full.flags import parse_config
-from full.directory import RunDirectory
 
 from full.tasks import file_of
 
@@ -357,17 +356,6 @@ def test_what_fails_in_a_step_is_raised_and_the_run_goes_on(name, straight):
     if name == "a logger":
         result = run(dataclasses.replace(CONFIG, resume=True), task=Sort(CONFIG))
         same_run(result.out, straight(f"{STEPS} --size 6 --task {SORT!r}"))
-
-
-def test_a_directory_that_is_taken_is_refused(tmp_path):
-    run(CONFIG, task=Sort(CONFIG))
-    before = contents(tmp_path / "run")
-    with left_as_it_was():
-        assert "holds a run: --resume" in complaint_of(run, CONFIG, task=Sort(CONFIG))
-        with RunDirectory("run").locked():
-            resumed = dataclasses.replace(CONFIG, resume=True)
-            assert "in use by another" in complaint_of(run, resumed, task=Sort(CONFIG))
-    assert contents(tmp_path / "run") == before
 
 
 def _loses(rank, world, port, flags):

@@ -14,7 +14,7 @@ import pytest
 from conftest import shortened
 from test_audit import digit, edit_line
 from test_ranks import learns_something, read_metrics
-from test_run import GET, _main, at, cli, good, killed, refused
+from test_run import GET, _main, at, call, cli, good, killed
 
 from full.audit import audited
 from full.batches import SampledBatch, collect
@@ -141,12 +141,16 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("change", DAMAGED)
-def test_a_checkpoint_with_other_batches_is_refused(finished, tmp_path, change):
+def test_a_checkpoint_with_other_batches_is_refused(
+    finished, tmp_path, monkeypatch, capsys, change
+):
+    monkeypatch.chdir(tmp_path)
     path = checkpoints(shutil.copytree(finished, tmp_path / "run"))[-1] / "state.json"
     state = json.loads(path.read_text())
     DAMAGED[change](state)
     path.write_text(json.dumps(sealed(state)))
-    refused(tmp_path, "--resume --out run --steps 7", "its pending batches are damaged")
+    code, _, err = call(capsys, "--resume --out run --steps 7")
+    assert code == 2 and "its pending batches are damaged" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("step", shortened(range(5), 1, 3))

@@ -176,63 +176,41 @@ def test_supervised_steps_and_the_loop_have_a_bar_each(monkeypatch, capsys, proc
 # Nothing to learn from --------------------------------------------------------------------------
 
 
+STREAK = [1, 1, 0.9, 1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1]
+STREAK = [{"reward/groups_equal": equal, "reward/groups_none": 1.0 if step < 9 else 0.5,
+           "reward/groups_all": float(step > 12)} for step, equal in enumerate(STREAK)]  # fmt: skip
+CUT = [{"tokens/truncated_fraction": x} for x in (0.0, 0.5, 0.75, 0.2, 0.9, 1.0)]
+OWN, EQUAL = Config(task="jsonl", reward="mine.py:f"), {"reward/values": 1}
+HALF = EQUAL | CUT[1]
+RIGHT, MOST = HALF | {"reward/solved": 0.5, "reward/mean": 0.5}, HALF | CUT[2]
+NO_FUNCTION, WITH_TEACHER = Config(task="jsonl"), Config(task="jsonl", teacher="DIR")
+SAID = [  # settings, the steps' metrics, and how the warnings begin, with what they advise
+    (Config(), STREAK, ["steps 3 to 5: .*no rollout is solved.*--demos", "steps 9 to 11: .*--group",
+                        "steps 13 to 15: .*every rollout.*give harder prompts"]),
+    (Config(max_new_tokens=3), CUT, ["step 2: 75% of .* cut off after --max-new-tokens 3, .*rais"]),
+    (Config(), CUT[:2], []),
+    (OWN, [{}, HALF, EQUAL, EQUAL], ["step 1: --reward mine.py:f gave 0.2 to every answer: read"]),
+    (OWN, [RIGHT], ["step 0: --reward mine.py:f gave 1 to every answer: read"]),
+    (OWN, [{}, RIGHT, RIGHT], []),  # a policy that has learned all
+    (OWN, [MOST, {"reward/values": 0}], [".*were cut off"]),
+    (NO_FUNCTION, [EQUAL], [".*no answer ends in '#### '.*--instruction"]),
+    (NO_FUNCTION, [RIGHT], [".*every answer is right.*--data"]),
+    (Config(), [EQUAL], []), (WITH_TEACHER, [EQUAL], []),  # nobody needs rewards
+]  # fmt: skip
+
+
 @pytest.mark.quick
-def test_it_warns_once_a_streak_in_words_of_what_is_equal(process_group, capsys):
-    steps = []
-    for step, equal in enumerate([1, 1, 0.9, 1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1]):
-        none = 1.0 if step < 9 else 0.5
-        shares = {"reward/groups_none": none, "reward/groups_all": float(step > 12)}
-        steps.append({"reward/groups_equal": equal, **shares})
-    lines = warned(Warnings(Config()), steps, capsys)
-    assert [re.match(r"warning: steps (\d+) to (\d+): ", line).groups() for line in lines] == [
-        ("3", "5"), ("9", "11"), ("13", "15")]  # fmt: skip
-    for line, words in zip(lines, ("no rollout is solved", "--group", "give harder prompts")):
-        assert words in line
-    assert "--demos" in lines[0] and "solved" not in lines[1] and "every rollout" in lines[2]
-
-
-def warned(log, steps, capsys):
-    """What is said of steps, each the metrics that differ from a step with nothing to say."""
+@pytest.mark.parametrize("config, steps, said", SAID)
+def test_it_warns_once_of_what_cannot_be_learned_from(process_group, capsys, config, steps, said):
     usual = {"tokens/truncated_fraction": 0.0, "reward/values": 2, "reward/solved": 0.0,
-             "reward/groups_equal": 0}  # fmt: skip
+             "reward/groups_equal": 0, "reward/mean": 0.1}  # fmt: skip
+    log = Warnings(config)
     for step, metrics in enumerate(steps):
-        shown = usual | {"reward/mean": 0.1} | metrics
-        log.step(step, SimpleNamespace(metrics=shown), {}, [], None)
-    return capsys.readouterr().err.splitlines()
-
-
-@pytest.mark.quick
-def test_it_warns_once_of_truncation_with_the_flag(process_group, capsys):
-    shares = [{"tokens/truncated_fraction": x} for x in (0.0, 0.5, 0.75, 0.2, 0.9, 1.0)]
-    (line,) = warned(Warnings(Config(max_new_tokens=3)), shares, capsys)
-    assert line == (
-        "warning: step 2: 75% of the rollouts were cut off after --max-new-tokens 3, and a turn "
-        "that is cut off earns nothing: raise --max-new-tokens")  # fmt: skip
-    assert warned(Warnings(Config()), shares[:2], capsys) == []
-
-
-@pytest.mark.quick
-def test_it_warns_once_of_one_reward_for_every_answer(process_group, capsys):
-    """Not if it says nothing, and not of a policy that has learned all."""
-    own = Config(task="jsonl", reward="mine.py:f")
-    equal, cut = {"reward/values": 1}, {"tokens/truncated_fraction": 0.5}
-    right = equal | {"reward/solved": 0.5, "reward/mean": 0.5} | cut
-    (line,) = warned(Warnings(own), [{}, equal | cut, equal, equal], capsys)
-    assert line.startswith("warning: step 1: --reward mine.py:f gave 0.2 to every answer: read")
-    (line,) = warned(Warnings(own), [right], capsys)
-    assert line.startswith("warning: step 0: --reward mine.py:f gave 1 to every answer: read")
-    assert warned(Warnings(own), [{}, right, right], capsys) == []
-    most = equal | {"tokens/truncated_fraction": 0.51}
-    (line,) = warned(Warnings(own), [most, {"reward/values": 0}], capsys)
-    assert "were cut off" in line
-
-    # Without a function of one's own; and where nobody needs rewards.
-    (line,) = warned(Warnings(Config(task="jsonl")), [equal], capsys)
-    assert "no answer ends in '#### '" in line and "--instruction" in line
-    (line,) = warned(Warnings(Config(task="jsonl")), [right], capsys)
-    assert "every answer is right" in line and "--data" in line
-    for config in (Config(), Config(task="jsonl", teacher="DIR")):
-        assert warned(Warnings(config), [equal], capsys) == []
+        log.step(step, SimpleNamespace(metrics=usual | metrics), {}, [], None)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(said)
+    for line, pattern in zip(lines, said, strict=True):
+        assert re.match(f"warning: {pattern}", line), line
 
 
 def test_a_run_whose_rollouts_are_cut_off_warns_once_and_shows_it(tmp_path):
