@@ -253,7 +253,7 @@ FAULTS = {
 SLOW = {  # more moments of the same
     **{f"sampling: masters, {flags}": Fault(
         [(None, GET, 4, kill)], saved="2", codes=BOTH, flags=f"{flags} --compute-dtype bfloat16")
-       for flags in ("--data-parallel fsdp", "--plan t2")},
+       for flags in ("--data-parallel fsdp", "--plan t2 --heads 4")},
     "start: full disk": Fault([(0, OUT, 1, fills_up, None, 999)],
                               [r"run.*File too large.*--out.*\n\Z"]),
     "start: killed before config.json": Fault([(0, "pathlib.Path.replace", 1, kill)],
@@ -268,7 +268,7 @@ SLOW = {  # more moments of the same
     "save: full disk, state": Fault([(0, "json.dump", 2, full_below)], [ROOM], "2"),
     "save: read-only": Fault([(0, SAVE, 2, read_only, "run")], [ROOM], "2"),
     "save: killed as an old one goes": Fault([(None, RMTREE, 4, kill)], flags="--keep 1",
-                                             saved="4", codes=ONE),
+                                             saved="2", codes=ONE),
     "evaluation: killed": Fault([(None, EVALUATE, 2, kill)], saved="", codes=ONE),
     "end: killed at the last call": Fault([(0, "torch.distributed.barrier", 1, kill)],
                                           [None, ".*another rank is gone"], "2 4 6", codes=DIES),
@@ -281,7 +281,7 @@ SLOW = {  # more moments of the same
     "demonstrations: killed at the reference": Fault(
         [(None, "full.directory.RunDirectory.write_reference", 1, kill)], saved="d4 d8",
         flags=DEMOS, codes=ONE),
-    "demonstrations: killed as they go": Fault([(None, RMTREE, 9, kill)], saved="0 4",
+    "demonstrations: killed as they go": Fault([(None, RMTREE, 9, kill)], saved="d4 d8 0",
                                                flags=DEMOS, codes=ONE),
 }  # fmt: skip
 
