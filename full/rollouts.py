@@ -317,7 +317,7 @@ class Sampler(AnySampler):
 
     def push(self, model, optimizer, version):
         """Take a policy's weights, one tensor at a time, in this model's dtype. Collective."""
-        # What the two models hold in one memory needs no copy: see `share_or_allocate`.
+        # What the two models hold in one memory needs no copy: see `shard_generator`.
         copy_weights(model, self.model, optimizer)
 
     def generate(self, rows, /, *, ending=None, **how) -> list:

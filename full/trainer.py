@@ -54,6 +54,19 @@ def plan_of(config) -> Plan:
     return Plan.parse(config.plan or f"d{dist.get_world_size()}")
 
 
+def shard_generator(generator, device, *, policy, grid):
+    """Turn a whole generator into this rank's part of it, with memory but without weights.
+
+    policy, grid: weights that the policy holds in the same dtype and layout are shared, not copied.
+        Its Grid serves the generator too if the plans are equal.
+    """
+    plan = grid.plan.for_sampling
+    if plan != grid.plan:
+        grid = Grid(plan, device.type)
+    split_for_decoding(generator, grid)
+    share_or_allocate(policy, generator, device)
+
+
 @torch.no_grad()
 def first_weights(model, directory, seed=0):
     """Fill a model with weights of a directory, or, if that is "", with random ones of a seed."""
@@ -70,6 +83,13 @@ def first_weights(model, directory, seed=0):
             local(model.get_parameter(name)).copy_(weight[places[name].region])
     for buffer in model.buffers():
         buffer.zero_()
+
+
+def build_optimizer(config, model):
+    """Make AdamW of this rank's parameters; with `zero1` each rank has a share of the moments."""
+    settings = dict(lr=config.lr, betas=(0.9, config.beta2), weight_decay=config.weight_decay)
+    make = functools.partial(torch.optim.AdamW, **settings, fused=True)
+    return LocalOptimizer(model, make, zero=config.data_parallel == "zero1")
 
 
 class Trainer(AnyTrainer):
@@ -112,11 +132,7 @@ class Trainer(AnyTrainer):
             first_weights(self.model, config.model, config.seed)
             if config.lora_rank:
                 lora.draw_factors(self.model, config.seed)
-        adamw = functools.partial(
-            torch.optim.AdamW, lr=config.lr, betas=(0.9, config.beta2), fused=True,
-            weight_decay=config.weight_decay,
-        )  # fmt: skip
-        self.optimizer = LocalOptimizer(self.model, adamw, zero=config.data_parallel == "zero1")
+        self.optimizer = build_optimizer(config, self.model)
         self.experts = ExpertLoads(config, self.model, self.device)
 
         # A model that has memory stays as it is: a whole copy.
@@ -124,10 +140,7 @@ class Trainer(AnyTrainer):
         if isinstance(generator, Transformer):
             self.sampler = Sampler(generator)
             if next(generator.parameters()).is_meta:
-                plan = self.plan.for_sampling
-                grid = self.grid if plan == self.plan else Grid(plan, self.device.type)
-                split_for_decoding(generator, grid)
-                share_or_allocate(self.model, generator, self.device)
+                shard_generator(generator, self.device, policy=self.model, grid=self.grid)
         # The reference of a model with factors is its base.
         self.reference = None if reference is None else self.shard_model(reference)
         if config.kl_coef and config.lora_rank:
@@ -136,6 +149,15 @@ class Trainer(AnyTrainer):
         if teacher is not None:
             self.teacher = self.shard_model(teacher)
             first_weights(self.teacher, config.teacher)
+
+        # Which metrics of tokens this run has. A loss of no token says it, the same on all ranks.
+        none_BT = torch.zeros(1, 0)
+        given = dict(entropy_BT=none_BT, ref_BT=None if self.reference is None else none_BT)
+        if config.advantage == "gae":
+            given |= dict(value_BT=none_BT, old_value_BT=none_BT, return_BT=none_BT)
+        _, sums = grpo_loss(none_BT, None, none_BT, none_BT.bool(), **self.settings(), Z=1, **given)
+        self.maxima = [x for x in sums if x in METRICS and METRICS[x].over_tokens == "max"]
+        self.sums = [x for x in sums if x not in self.maxima]
 
     def shard_model(self, model, compute_dtype=None):
         """Return this rank's part of a whole model; a model on the meta device gets memory."""
@@ -211,6 +233,10 @@ class Trainer(AnyTrainer):
             return None
         return [t.routes for t in batch]
 
+    def settings(self) -> dict:
+        """Return the keywords of `grpo_loss` that are flags."""
+        return {name: getattr(self.config, name) for name in LOSS_SETTINGS}
+
     def loss(self, micro, mask_BT, lp_BT, entropy_BT, value_BT=None, *, Z):
         """Return `grpo_loss` of a micro-batch: its trajectories, and the model's scores of them."""
         # Of demonstrations l_t is -lp_t, maximum likelihood: REINFORCE with advantages of 1.
@@ -224,9 +250,8 @@ class Trainer(AnyTrainer):
             vectors = [getattr(t, name) for t in micro]
             return None if vectors[0] is None else padded(vectors, lp_BT)
 
-        settings = {name: getattr(self.config, name) for name in LOSS_SETTINGS}
         return grpo_loss(
-            lp_BT, column("old_logprobs"), column("advantages"), mask_BT, Z=Z, **settings,
+            lp_BT, column("old_logprobs"), column("advantages"), mask_BT, Z=Z, **self.settings(),
             sampler_BT=column("sampler_logprobs"), ref_BT=column("ref_logprobs"),
             entropy_BT=entropy_BT, value_BT=value_BT, old_value_BT=column("values"),
             return_BT=column("returns"),
@@ -238,23 +263,24 @@ class Trainer(AnyTrainer):
         measured: the sums of each micro-batch. tokens_run: fewer than the batch's in a tree.
         """
         # Of this rank: sums in float64, since a step may have millions of tokens, and the largest.
-        # Without a reference there is no KL, and a rank without a micro-batch has no metric at all.
-        names = ["tokens", *(name for name, metric in METRICS.items() if metric.of)]
-        found = {name: [sums[name] for sums in measured if name in sums] for name in names}
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        maxima = [name for name in names[1:] if METRICS[name].over_tokens == "max"]
-        largest = torch.stack([torch.stack([zero, *found[name]]).max() for name in maxima])
+        own_sums = torch.zeros(len(self.sums), dtype=torch.float64, device=self.device)
+        own_maxima = own_sums.new_zeros(len(self.maxima))
+        absent = own_sums.new_zeros(())  # demonstrations have no reference and no critic
+        for sums in measured:
+            own_sums += torch.stack([sums.get(name, absent) for name in self.sums])
+            largest = [sums.get(name, absent) for name in self.maxima]
+            own_maxima = torch.maximum(own_maxima, torch.stack(largest))
 
         # Sums of sums: ranks hold unequal shares, so no rank's mean may enter. Ranks that work
         # together on the same trajectories have the same sums, and only one of them adds its sums.
-        speaks = speaks_for_replica(self.model)
-        own = [[sum(found[name], zero).item() * speaks, len(found[name])] for name in names]
-        counts = [tokens_run * speaks, sum(len(t.tokens) for t in batch)]
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        *numbers, (tokens_run, flat_tokens) = summed([*own, counts], self.device)
+        numbers = [*own_sums.tolist(), tokens_run]
+        if not speaks_for_replica(self.model):
+            numbers = [0.0] * len(numbers)
+        flat_tokens = sum(len(t.tokens) for t in batch)
+        dist.all_reduce(own_maxima, op=dist.ReduceOp.MAX)
+        *totals, tokens_run, flat_tokens = summed([*numbers, flat_tokens], self.device)
 
-        totals = {name: total for name, (total, count) in zip(names, numbers) if count}
-        totals = {"tokens": 0.0} | totals | dict(zip(maxima, largest.tolist()))
+        totals = dict(zip([*self.sums, *self.maxima], totals + own_maxima.tolist()))
         trained = {"tokens/trained": int(tokens_run), "tokens/trained_flat": int(flat_tokens)}
         return loss_metrics(totals) | trained | self.experts.end()
 
@@ -317,7 +343,8 @@ class Trainer(AnyTrainer):
         total = c.steps if step >= 0 else c.demos
         how = dict(warmup=min(c.lr_warmup, total), total=total)
         if step < 0:
-            return DEMO_LR[c.first_weights] * lr_factor(c.demos + step, decay="constant", **how)
+            lr = DEMO_LR[c.first_weights]
+            return lr * lr_factor(c.demos + step, decay="constant", **how)
         return c.lr * lr_factor(step, decay=c.lr_decay, **how)
 
     def forward_only(self, batch, model=None, column=0) -> list:
