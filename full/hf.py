@@ -156,7 +156,8 @@ def _load(directory, model, dtype, device) -> Transformer:
     with torch.device("meta"):
         whole = Transformer(config)
     if model is not None:
-        as_stored = dict(router_bias_rate=0.0, value_head=config.value_head)
+        has_head = config.value_head and model.config.value_head
+        as_stored = dict(router_bias_rate=0.0, value_head=has_head)
         require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
     sources = {name: sources_of(name, p.shape, stored) for name, p in whole.named_parameters()}
     wanted = {source.name: source.shape for some in sources.values() for source in some}

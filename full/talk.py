@@ -53,7 +53,11 @@ def settings_of_run(run, given=None, imported=()) -> Config:
     stored = read_json(path, what="the configuration of a run")
     free = [name for name in ("task", "reward") if name in given or name not in imported]
     again = {name: f"{stored[name]}" for name in free if name in stored}
-    return dataclasses.replace(resumed_config(path, again), **given)
+    config = dataclasses.replace(resumed_config(path, again), **given)
+    if config.model and not Path(config.model).is_dir():
+        raise ValueError(f"this run's model has its shape and text from --model {config.model}, "
+                         f"which is gone: put it back")  # fmt: skip
+    return config
 
 
 def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=True):
@@ -83,10 +87,6 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=
 
     # A checkpoint does not hold the model's shape. --model or the flags say it, and
     # `read_checkpoint` refuses tensors of another shape by name.
-    if config.model and not Path(config.model).is_dir():
-        raise ValueError(f"this run's model has its shape and text from --model {config.model}, "
-                         f"which is gone: put it back")  # fmt: skip
-
     RunDirectory(source).require_noted("base.json", config)
 
     def read(path):

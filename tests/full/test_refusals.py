@@ -52,7 +52,7 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--tree dta --chunk-tokens 9 --data-parallel fsdp": "--tree dta has no fsdp",
     "--tree dta --chunk-tokens 9 --plan c2": "--tree dta has no c",
     "--tree dta --chunk-tokens 9 --plan d2e2": "--tree dta has no e; use --tree sparse",
-    "--tree dta --chunk-tokens 9 --ac op": "--tree dta has no --ac op",
+    "--tree dta --chunk-tokens 9 --ac op": "--tree dta has no --ac",
     "--tree dta --chunk-tokens 9 --compile": "--tree dta has no --compile",
     "--ac most": "argument --ac: invalid choice: 'most' (choose from",
     "--advantage gae --dynamic-sampling --entropy-coef 0": "from which --advantage gae",
