@@ -94,7 +94,8 @@ ordinary 2 deep lora-head --plan p2 --pp-schedule zbv
 ordinary 2 experts balanced --plan t2 --ac op | --plan (attn:t2|ffn:t2)
 ordinary 2 experts biased --plan t2 --data-parallel fsdp then --plan c2 --tree sparse
 ordinary 2 routers balanced --plan d2 | --plan p2 | --plan d2e2 --data-parallel fsdp
-ordinary 2 routers balanced --plan c2
+ordinary 2 routers balanced --plan c2 | --plan t2e2
+ordinary 2 tied forks --plan t2 --batch-rows 8
 ordinary 2 routers routes --plan t2 --tree dta --chunk-tokens 16 | --plan d2e2 --tree sparse
 ordinary 2 routers lora-all --plan t2 | --data-parallel fsdp | --plan t2 then --plan d2e2
 ordinary 2 tied rounded --compute-dtype float32 --data-parallel fsdp --tree sparse

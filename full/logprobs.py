@@ -253,7 +253,7 @@ def all_gather_logits(z_Xv, group, vocab_size):
         raise ValueError("logits of a split vocabulary have no gradient; `logprobs` have one")
     # Ranks have ceil(V / t) rows each, and the last ones the rest, which is padded for the message.
     # COMM: an all-gather of equal parts. Pinned by
-    # tests/full/test_sampler.py::test_every_plan_samples_as_one_process.
+    # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
     world = dist.get_world_size(group)
     v = -(-vocab_size // world)
     own_Xv = F.pad(z_Xv, (0, v - z_Xv.shape[-1])).contiguous()

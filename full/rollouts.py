@@ -332,7 +332,7 @@ class Sampler(AnySampler):
         # and the logits are the same on all of these ranks, so they sample the same tokens.
         # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that
         # follows is computed identically. Pinned by
-        # tests/full/test_sampler.py::test_every_plan_samples_as_one_process.
+        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         origins, first = gather_replica(self.model, [row.origin() for row in rows])
         together = [ForkingEpisode(*of, self.ELSEWHERE, *rest) for of, rest in origins]
         together[first : first + len(rows)] = rows

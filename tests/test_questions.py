@@ -75,12 +75,6 @@ def test_the_last_number_of_a_text(text, number):
 
 
 @pytest.mark.quick
-def test_large_numbers_are_compared_exactly():
-    a, b = (train_grpo.last_number(f"12193263111263526{n}") for n in (8, 9))
-    assert a != b and float(a) == float(b)
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("line", [
     "{", "[1]", '{"question": "1?"}', '{"question": "1?", "answer": "none"}',
     '{"question": null, "answer": "1"}'])  # fmt: skip
@@ -138,9 +132,6 @@ def test_what_is_saved_is_what_was_trained(folder, tmp_path):
     assert json.loads((tmp_path / "d1" / "config.json").read_text())["dtype"] == "float64"
 
 
-PLANS = [(0, "--tree"), (0, "--rows 3"), (0, "--rows 5 --tree"), (2, "--plan d2"), (2, "--plan t2")]
-
-
 @functools.cache
 def logged(folder, ranks, words):
     """Return the losses, norms and rewards of three steps in float64."""
@@ -153,8 +144,10 @@ def logged(folder, ranks, words):
     return [line[name] for line in lines for name in ("loss", "grad_norm", "reward/mean")]
 
 
-@pytest.mark.parametrize("ranks, words", [*PLANS, (2, "--plan c2"), (2, "--tree")])
+@pytest.mark.parametrize("ranks, words", [
+    (0, "--rows 3"), (0, "--rows 5 --tree"), (2, "--plan c2"), (2, "--tree")])  # fmt: skip
 def test_a_plan_logs_the_losses_and_norms_of_one_process(folder, ranks, words):
+    """What is saved under t2 is compared above; test_cut_system.py has the other plans."""
     expected = logged(folder, 0, "--rows 64")
     assert any(norm > 0 for norm in expected[1::3])
     assert logged(folder, ranks, words) == pytest.approx(expected, rel=0, abs=1e-9)

@@ -1,9 +1,11 @@
-"""The sampler of several ranks: the tokens of one process, and how weights reach it."""
+"""The sampler of several ranks: who asks the task, who serves experts, how weights reach it.
+
+That ranks sample the tokens of one process is in rows of full/equivalence.py.
+"""
 
 import contextlib
 import random
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,13 +13,10 @@ from conftest import shortened
 from oracles import LiveBytes
 from test_faults import fails, kill, run
 from test_ranks import SHAPE as FLAGS
-from test_ranks import _train, largest_difference, ranks, read_metrics
-from test_ranks import run_of  # noqa: F401, a fixture
-from test_run import contents
+from test_ranks import ranks
 from test_start import SHAPE, shape_of
 
 from full import rollouts as rollouts_py
-from full.__main__ import main
 from full.batches import collect
 from full.estimate import Step, generator
 from full.config import Config
@@ -25,111 +24,24 @@ from full.optimizer import tensors_of
 from full.places import Place, full, local
 from full.plans import Plan
 from full.questions import make_task
-from full.rollouts import evaluate
 from full.tasks import Task
 from full.tiny import tiny, tiny_model
 from full.trainer import Trainer
 from full.transformer import Transformer
 
-FAMILIES = {
-    "qwen2": {},
-    "llama": dict(qkv_bias=True, o_bias=True, mlp_bias=True),
-    "qwen3": {},
-    "gemma3_text": {},
-    "qwen3_moe": dict(num_experts=4),
-    "biased moe": dict(
-        model_type="qwen3_moe", num_experts=8, num_hidden_layers=2, sparse_layers=(0, 1)),
-}  # fmt: skip
-EXPERTS = ("qwen3_moe", "biased moe")
-SETTINGS = {"flat": dict(batch_rows=8), "forks": dict(forks=2, fork_turns=1)}
-PLANS = {  # ranks, --plan -> of which families
-    (2, "d2"): tuple(FAMILIES)[1:], (2, "t2"): tuple(FAMILIES), (2, "d2e2"): EXPERTS,
-    (2, "t2e2"): EXPERTS, (2, "p2"): ("qwen3_moe",), (2, "(attn:t2|ffn:t2)"): ("qwen3_moe",),
-    (4, "d2t2"): tuple(FAMILIES), (4, "p2t2"): tuple(FAMILIES), (4, "d4e4"): EXPERTS,
-    (4, "d2t2e4"): EXPERTS, (4, "d2t2e2"): ("qwen3_moe",), (4, "p2d2e2"): ("qwen3_moe",),
-    (4, "(attn:d2t2|ffn:e2t2)"): ("qwen3_moe",),
-}  # fmt: skip
-# By default the families that differ most, of which each plan that splits anything has one or two.
-EVERY = [(2, "t2", ("gemma3_text", "qwen3_moe")), (2, "d2e2", ("qwen3_moe",))]
-EVERY += [(2, "t2e2", ("biased moe",))]
-EVERY += [pytest.param(*plan, PLANS[plan], marks=pytest.mark.slow) for plan in PLANS]
-
-
-def model_of(family, seed=2):
-    """A random model; 13 tokens, so that two ranks have unequal parts of the vocabulary."""
-    shape = dict(model_type=family, vocab_size=13) | FAMILIES[family]
-    rate = 0.05 if family == "biased moe" else 0.0
-    model = tiny_model(seed=seed, router_bias_rate=rate, **shape)
-    for n, votes in enumerate(model.buffers()):
-        votes.copy_(torch.arange(len(votes)).roll(n) % 3)
-    return model
-
 
 def trainer_of(family, plan, **how):
-    """A Trainer in float64 whose generator has a random model's weights, and its config."""
+    """A Trainer in float64 whose generator has a random model's weights, and its config.
+
+    13 tokens, so that two ranks have unequal parts of the vocabulary.
+    """
     config = Config(dtype="float64", plan=plan, **dict(group=4, prompts=3) | how).check()
-    model = model_of(family)
+    model = tiny_model(family, seed=2, vocab_size=13)
     with torch.device("meta"):  # for the Trainer to allocate
         bare = Transformer(model.config).double()
     trainer = Trainer(config, model, generator=bare.requires_grad_(False))
     trainer.push_weights()
     return trainer, config
-
-
-def _sampled(rank, plan, families):
-    """{(family, setting): this rank's {group: [(tokens, log-probs, reward)]}, eval, its sample}."""
-    found = {}
-    for family in families:
-        for name, setting in SETTINGS.items():
-            trainer, config = trainer_of(family, plan, eval_prompts=3, temperature=4.0, **setting)
-            task = make_task(config)
-            rollouts, _, _ = collect(config, task, trainer.sampler, 1)
-            groups = {n: [(t.tokens, t.sampler_logprobs.tolist(), t.reward) for t in group]
-                      for n, group in rollouts.items()}  # fmt: skip
-            solved, shown = evaluate(config, task, trainer.sampler)
-            found[family, name] = groups, solved, shown and shown.tokens
-    return found
-
-
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory):
-    """What one process samples with some families, made once for each."""
-    made = {}
-
-    def of(families):
-        missing = tuple(family for family in families if (family, "flat") not in made)
-        if missing:
-            made.update(ranks(tmp_path_factory.mktemp("one"), 1, _sampled, "", missing)[0])
-        return made
-
-    return of
-
-
-def same_row(true, found):
-    """Two rows of (tokens, log-probs, ..): the same numbers, and log-probs up to rounding."""
-    assert (true[0], *true[2:]) == (found[0], *found[2:])
-    assert np.abs(np.subtract(true[1], found[1])).max() < 1e-12
-
-
-@pytest.mark.parametrize("world, plan, families", EVERY)
-def test_every_plan_samples_as_one_process(
-    truth, tmp_path, world, plan, families
-):
-    parts = ranks(tmp_path, world, _sampled, plan, families)
-    for key in parts[0]:
-        groups, solved, shown = truth(families)[key]
-        merged = {}
-        for rank, part in enumerate(parts):
-            mine, solved_here, _ = part[key]
-            assert not merged.keys() & mine.keys() and all(n % world == rank for n in mine)
-            assert solved_here == solved
-            merged |= mine
-        assert parts[0][key][2] == shown and merged.keys() == groups.keys()
-        for n, group in groups.items():
-            for true, found in zip(group, merged[n], strict=True):
-                same_row(true, found)
-        lengths = {len(tokens) for group in groups.values() for tokens, _, _ in group}
-        assert len(lengths) > 1, "some rollouts end before others"
 
 
 def _served(rank, prompts):
@@ -338,27 +250,6 @@ QUICK = ("t2 fsdp", "t2", "p2", "t2e2", "d2p2", "t2 mixed zero1", "d2 mixed, mas
 @pytest.mark.parametrize("name", shortened(PUSHES, *QUICK))
 def test_a_push_goes_tensor_by_tensor_from_any_layout(tmp_path, name):
     ranks(tmp_path, PUSHES[name][0], _pushed, name, told_by_plan(name))
-
-
-def test_a_run_goes_on_with_another_sampler_and_is_audited(
-    run_of, tmp_path, capsys,  # noqa: F811
-):  # fmt: skip
-    """A step with each of three samplers; the last one is split, and writes OUT/hf."""
-    flags = f"{FLAGS} --prompts 4 --group 4 --steps 3 --eval-every 1"
-    out = tmp_path / "run"
-    (tmp_path / "ranks").mkdir()
-    legs = [(2, "--plan p2"), (1, "--plan d1 --resume"), (2, "--plan t2 --resume")]
-    for n, (world, more) in enumerate(legs, 1):
-        stop = f"--steps {n} --save-every 1 --keep 9"
-        ranks(tmp_path / "ranks", world, _train, f"{flags} {stop} {more}", out)
-    assert largest_difference(read_metrics(out), run_of(flags)) < 1e-8
-
-    # One process reads it, whatever made it, and writes the same weights.
-    assert main(["audit", str(out), "--step", "2"]) == 0
-    assert "audit of step 2: ok" in capsys.readouterr().out
-    assert main(["export", str(out), str(tmp_path / "hf")]) == 0
-    assert contents(tmp_path / "hf") == contents(out / "hf")
-    assert not (out / "hf.tmp").exists()
 
 
 ASKING, DECODING = "full.rollouts.Sampler._ask_once", "full.transformer.all_gather_logits"

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import shortened
-from test_audit import digit, edit_line
 from test_ranks import learns_something, read_metrics
-from test_run import GET, _main, at, call, cli, good, killed
+from test_run import GET, _main, at, call, cli, good
 
 from full.audit import audited
 from full.batches import SampledBatch, collect
@@ -92,26 +91,16 @@ def test_batches_are_sampled_with_the_weights_of_the_schedule(process_group, tmp
         assert ages == [min(step, int(K)) for step in range(4)]
 
 
-def test_a_killed_run_and_a_longer_one_go_on_bit_for_bit(tmp_path):
-    """Killed in a step, then to 4 steps in another process, then to 6: the run of 6 steps."""
+def test_a_run_that_goes_on_keeps_its_batches_bit_for_bit(tmp_path):
+    """To 4 steps, then to 6 in another process: the run of 6 steps."""
     flags = f"{TINY} --staleness 2 --minibatches 1 --save-every 2 --steps"
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()
-    killed(folders[0], f"{flags} 4", GET, 4)
-    good(folders[0], "--resume --out run")
+    good(folders[0], f"{flags} 4")
     good(folders[0], "--resume --out run --steps 6")
     good(folders[1], f"{flags} 6")
-    found, truth = (read_metrics(folder / "run") for folder in folders)
-    assert found == truth
-    pending = []
-    for folder in folders:
-        newest = checkpoints(folder / "run")[-1]
-        pending.append(json.loads((newest / "state.json").read_text())["pending"])
-        for batch in pending[-1]:
-            metrics = batch["metrics"].items()
-            batch["metrics"] = {k: x for k, x in metrics if not k.startswith("seconds/")}
-    assert [batch["batch"] for batch in pending[0]] == [6, 7] and pending[0] == pending[1]
+    assert read_metrics(folders[0] / "run") == read_metrics(folders[1] / "run")
 
 
 @pytest.fixture(scope="module")
@@ -153,32 +142,19 @@ def test_a_checkpoint_with_other_batches_is_refused(
     assert code == 2 and "its pending batches are damaged" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("step", shortened(range(5), 1, 3))
-def test_every_step_is_audited(finished, process_group, step):
-    report = audited(finished, step)
-    assert report.wrong is None, [row for row in report.rows if not row.ok]
-    keys = {row.key for row in report.rows}
-    assert {"sampling", "policy/age_max", "policy_age/update_mean", "loss/token_mean"} <= keys
-
-
-def test_the_default_step_is_one_whose_sampler_is_kept(process_group, tmp_path):
+def test_the_audit_takes_the_weights_of_the_schedule(process_group, tmp_path):
     """Of checkpoints 3 and 6: step 5 was sampled with the weights of 3, and is logged whole."""
     good(tmp_path, f"{TINY} --staleness 2 --steps 6 --save-every 3")
     report = audited(tmp_path / "run")
     assert report.step == 5 and report.wrong is None
     assert not any("sampled again" in text for text in report.intro)
+    keys = {row.key for row in report.rows}
+    assert {"sampling", "policy/age_max", "policy_age/update_mean", "loss/token_mean"} <= keys
 
     # What was not logged is sampled again, by the weights that sampled it.
     (tmp_path / "run" / "rollouts.jsonl").unlink()
     report = audited(tmp_path / "run")
     assert report.wrong is None and any("sampled again" in text for text in report.intro)
-
-
-@pytest.mark.parametrize("key", ["policy/age_max", "policy_age/update_mean", "ratio/max"])
-def test_a_changed_digit_is_named(finished, process_group, tmp_path, key):
-    run = shutil.copytree(finished, tmp_path / "run")
-    edit_line(run, 3, key, digit)
-    assert audited(run, 3).verdict == f"audit of step 3: {key} is outside"
 
 
 def _with_fresher_weights(*args):
