@@ -201,7 +201,7 @@ AUDITED = {
     "forks": "--tree sparse --forks 2 --fork-turns 1 --advantage per_branch --dtype float32",
     "exact": "--exact --dtype float32",
 }
-# What somebody may do to the recorded experts of rollouts.jsonl, (T, L, K), and what the audit says.
+# What becomes of the recorded experts of rollouts.jsonl, (T, L, K), and what the audit says.
 SLIPS = {
     "another layer's": (lambda routes: [x[::-1] for x in routes], "sampling/routes is outside"),
     "the token before's": (lambda routes: [routes[0], *routes[:-1]], "sampling/routes is outside"),
