@@ -52,7 +52,7 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--tree dta --chunk-tokens 9 --data-parallel fsdp": "--tree dta has no fsdp",
     "--tree dta --chunk-tokens 9 --plan c2": "--tree dta has no c",
     "--tree dta --chunk-tokens 9 --plan d2e2": "--tree dta has no e; use --tree sparse",
-    "--tree dta --chunk-tokens 9 --ac op": "--tree dta has no --ac",
+    "--tree dta --chunk-tokens 9 --ac op": "--tree dta has no --ac; use --tree sparse",
     "--tree dta --chunk-tokens 9 --compile": "--tree dta has no --compile",
     "--ac most": "argument --ac: invalid choice: 'most' (choose from",
     "--advantage gae --dynamic-sampling --entropy-coef 0": "from which --advantage gae",
@@ -120,7 +120,8 @@ COMMANDS = {  # a command, and what its line must say
     "eval run --task echo.py:Echo": "echo.py: no such file",
     "eval run --dtype float8": "argument --dtype: invalid choice",
     **{command: "--model nowhere, which is gone: put it back"
-       for command in ("eval lost", "export lost new", "chat lost")},
+       for command in ("eval lost", "export lost new")},
+    "chat lost": "expected the local directory of a checkpoint, got nowhere",
     "export run new --task echo.py:Echo": "needs none",
     "chat run": "has no tokenizer, because it began without --model",
     "chat run/hf": "has no tokenizer.json",
