@@ -13,7 +13,7 @@ import adapters
 import pytest
 import torch
 from conformance import loss as kit
-from conftest import ROOT, shortened
+from conftest import ROOT
 from test_ranks import as_script
 
 CLIP = dict(objective="clip", clip_low=0.2, clip_high=0.28)
@@ -52,9 +52,9 @@ def ratio(batch):
     return log_ratio(batch).exp()
 
 
-def gain(r, batch, low=0.2, high=0.28, bound=torch.minimum):
+def gain(r, batch, low=0.2, high=0.28):
     A = batch.advantage
-    return bound(r * A, r.clamp(1 - low, 1 + high) * A)
+    return torch.minimum(r * A, r.clamp(1 - low, 1 + high) * A)
 
 
 def mean_ratio(d, batch):
@@ -122,13 +122,6 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_loss_passes_all(name):
     assert verdicts(*RIGHT[name]) == set()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["sequence_mean", "constant"])
-@pytest.mark.parametrize("name", OURS)
-def test_our_loss_passes_all_under_each_aggregation(name, how):
-    assert verdicts(adapters.ours, OURS[name] | dict(aggregation=how)) == set()
 
 
 def needs(name):
@@ -322,10 +315,6 @@ def rows_weighted_by_place(batch):
     return weighted(clipped_loss(batch) * (1 + 0.1 * place), batch)
 
 
-def result_in_bfloat16(batch):
-    return clip(batch).to(torch.bfloat16) if batch.lp.dtype == torch.float32 else clip(batch)
-
-
 def autocast(batch):
     if batch.lp.dtype != torch.float32:
         return clip(batch)
@@ -363,17 +352,9 @@ SPLIT = {"micro-batches", "order and ranks"}
 WRONG = {  # a loss, its settings, the properties that fail
     "mean of means": (
         lambda batch: mean_over_trained(batch, batch.micro_batches * batch.ranks), CLIP, LOCAL),
-    "local count": (mean_over_trained, CLIP, LOCAL),
     "count of a rank": (
         lambda batch: clip(batch) * batch.ranks, CLIP, {"order and ranks", "global count"}),
-    "wrong sign": (lambda batch: -clip(batch), CLIP, OFF | EDGES),
-    "worse of two": (partial(clip, bound=torch.maximum), CLIP, OFF | EDGES),
-    "both sides clipped": (
-        lambda batch: weighted(-ratio(batch).clamp(0.8, 1.28) * batch.advantage, batch),
-        CLIP, OFF | EDGES),
     "bounds swapped": (partial(clip, low=0.28, high=0.2), CLIP, OFF | EDGES),
-    "not clipped": (
-        lambda batch: weighted(-ratio(batch) * batch.advantage, batch), CLIP, OFF | EDGES),
     "dual clip for both signs": (dual_clip_for_both_signs, CLIP | dict(dual_clip=1.2), OFF | EDGES),
     "multiplied mask": (multiplied_mask, CLIP, {"padding content"}),
     "detached ratio": (
@@ -387,7 +368,6 @@ WRONG = {  # a loss, its settings, the properties that fail
     "mean of an empty row": (mean_of_an_empty_row, CLIP | SEQUENCES, {"empty sequence"}),
     "no graph without tokens": (no_graph_without_tokens, CLIP, {"empty sequence"}),
     "rows weighted by place": (rows_weighted_by_place, CLIP, OFF | SPLIT | EDGES),
-    "result in bfloat16": (result_in_bfloat16, CLIP, {"dtype"}),
     "autocast": (autocast, CLIP, {"dtype"}),
     "remembered": (remembered, CLIP, {"second call"}),
     # No A of the clip edges is above 1.
@@ -404,12 +384,7 @@ WRONG = {  # a loss, its settings, the properties that fail
 }  # fmt: skip
 
 
-# These fail what another loss above, with a like mistake, fails.
-ALIKE = ("local count", "wrong sign", "worse of two", "both sides clipped", "not clipped",
-         "result in bfloat16")  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", shortened(WRONG, *WRONG.keys() - {*ALIKE}))
+@pytest.mark.parametrize("fault", WRONG)
 def test_a_planted_fault_fails_the_right_properties(fault):
     loss, settings, expected = WRONG[fault]
     assert verdicts(loss, settings) == expected

@@ -598,17 +598,33 @@ def test_an_instruction_may_stand_among_conversations_and_a_reward_need_no_answe
 # 6. Runs -------------------------------------------------------------------------------------
 
 
+def begin_folder(model, every):
+    """Put a model and the questions here.
+
+    Random weights draw few ends, so each `every`th token is one that no answer to be learned has.
+    """
+    shutil.copytree(model, "DIR")
+    said = {x for row in QUESTIONS for x in Text("DIR").encode(row["answer"])}
+    ends = {"eos_token_id": [*{*range(0, 3000, every)} - said]}
+    Path("DIR/generation_config.json").write_text(json.dumps(ends))
+    write(Path("rows.jsonl"), QUESTIONS)
+
+
+def put_into(monkeypatch, words):
+    """The rows of tokens that `chat` begins with; it reads these words."""
+    rows, begin = [], Answer.__init__
+    monkeypatch.setattr(Answer, "__init__", lambda answer, row, *how: (
+        rows.append([*row]) or begin(answer, row, *how)))  # fmt: skip
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(words)))
+    return rows
+
+
 def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     directory, tmp_path, monkeypatch, capsys, process_group
 ):
     """A base model, so that the run has to say how its prompts are made."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(directory("qwen2", base=True), "DIR")
-    # Random weights draw few ends, so more tokens are: none that an answer to be learned has.
-    said = {x for row in QUESTIONS for x in Text("DIR").encode(row["answer"])}
-    ends = {"eos_token_id": [*{*range(0, 3000, 9)} - said]}
-    Path("DIR/generation_config.json").write_text(json.dumps(ends))
-    write(Path("rows.jsonl"), QUESTIONS)
+    begin_folder(directory("qwen2", base=True), every=9)
     write(Path("eval.jsonl"), HELD_OUT)
     Path("rewards.py").write_text("open('imported', 'w')\n" + REWARDS)
     flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --eval-data eval.jsonl --demos 9 "
@@ -652,10 +668,7 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     assert "70 held-out prompts, 12 different" in out and "trained on" not in out
 
     # `chat` puts a line into the prompts that the run was trained on, though no flag named them.
-    rows, begin = [], Answer.__init__
-    monkeypatch.setattr(Answer, "__init__", lambda answer, row, *how: (
-        rows.append([*row]) or begin(answer, row, *how)))  # fmt: skip
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"0 + 0?\nAnd 1?\n")))
+    rows = put_into(monkeypatch, b"0 + 0?\nAnd 1?\n")
     assert main("chat run --temperature 0 --max-new-tokens 2".split()) == 0
     assert "each line is put into the run's prompt, --template 'raw'" in capsys.readouterr().err
     first, second = (Text("DIR").decode(row, special=True) for row in rows)
@@ -675,11 +688,7 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
 def runs_of(directory, tmp_path, monkeypatch):
     """runs_of(flags): the lines of stderr of a run on rows.jsonl; the run is in `run`."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(directory("qwen2"), "DIR")
-    said = {x for row in QUESTIONS for x in Text("DIR").encode(row["answer"])}
-    ends = {"eos_token_id": [*{*range(0, 3000, 3)} - said]}
-    Path("DIR/generation_config.json").write_text(json.dumps(ends))
-    write(Path("rows.jsonl"), QUESTIONS)
+    begin_folder(directory("qwen2"), every=3)
     Path("rewards.py").write_text(REWARDS)
     flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --save-every 1 --out run"
     flags += " --prompts 2 --group 4 --minibatches 1 --max-new-tokens 2"
@@ -747,11 +756,8 @@ def test_a_run_keeps_its_date_and_the_arguments_of_its_template(
     day = config.date[:10]
     note = f'the chat template of DIR gets tone = "loud", the date {day}'
     assert note in out and {first} == {*re.findall(r"prompt: <.im_start.>user (\S+)", out)}
-    rows, begin = [], Answer.__init__
-    monkeypatch.setattr(Answer, "__init__", lambda answer, row, *how: (
-        rows.append([*row]) or begin(answer, row, *how)))  # fmt: skip
     for more, word in (([], first), (["--template-args", '{"tone": ""}'], first[:6])):
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"0 + 0?\n")))
+        rows = put_into(monkeypatch, b"0 + 0?\n")
         assert main(["chat", "run", "--max-new-tokens", "1", *more]) == 0
         assert f"user {word} 0 + 0?" in Text("DIR").decode(rows.pop(), special=True)
     capsys.readouterr()

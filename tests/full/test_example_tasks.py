@@ -1,10 +1,9 @@
 """The example tasks: their demonstrations, their rewards, and what is held out."""
 
-import re
 
 import numpy as np
 import pytest
-from example_tasks import Addition, Calculator, Lookup, Sort, spell
+from example_tasks import Addition, Calculator, Lookup, Sort
 
 from full.config import Config
 from full.rollouts import demonstrations, draw_prompts
@@ -63,37 +62,6 @@ def test_rewards_of_sort_and_lookup():
         assert converse(task, drawn["? k1", "= v1", "= v2", "= v0"], *answers) == (heard, reward)
 
 
-def test_demonstrations_of_lookup_are_valid_play_and_only_answers_are_trained():
-    task = Lookup(Config(size=4))
-    problems = starts(task, 20)
-    played = demonstrations(task, problems, (0, 4, 1))
-    for t, (_, state, _) in zip(played, problems, strict=True):
-        said = re.fullmatch(r"\? k\d k(\d) \. = (v\d) v\d \.", task.show(t.tokens))
-        assert t.mask.tolist() == [0, 1, 1, 0, 0, 1, 1] and not t.sampler_logprobs.any()
-        assert converse(task, state, f"k{said[1]} .")[0] == [f"= {said[2]}"]
-        assert [at for at, _ in t.turn_rewards] == [2, 6]  # the ends of the turns
-        assert t.reward == pytest.approx(sum(reward for _, reward in t.turn_rewards))
-    assert len({str(t.tokens[2:]) for t in played}) > 15
-
-
-def test_demonstrations_of_addition_are_right_chains():
-    task = Addition(Config())
-    played = demonstrations(task, starts(task, 300), key=(0, 0))
-    assert {t.reward for t in played} == {1.0}
-    assert {int(t.mask.sum()) for t in played} == {Config().max_new_tokens}
-
-    # The chain itself, of a problem with a carry out of each column.
-    chain = tokens(task, "7 8 0 1 5 , 4 9 1 1 4 , 1 4 5 .")
-    assert task.demo((47, 98), None) == chain
-    assert task.reply((47, 98), chain) == ((47, 98), None, 1.0)
-
-    # With three digits a subclass needs 23 tokens.
-    task.digits = 3
-    answer = task.demo((999, 1), None)
-    assert len(answer) == 23 and task.reply((999, 1), answer)[2] == 1.0
-    assert spell(7, 2) == [0, 7]
-
-
 ADDED = {  # what is said to 47 + 38, and its reward; a chain earns nothing, and may be wrong
     "0 8 5 .": 1.0, "1 1 , 0 8 5 .": 1.0, "0 8 5 , .": 0.0, ".": 0.0,
     **{f"7 8 0 1 5 , 4 3 1 0 8 , {wrong} .": 0.0 for wrong in ("0 8 6", "8 5", "0 0 8 5")},
@@ -109,6 +77,11 @@ CALCULATED = [  # the turns in a game that asks for 2 + 3 * 4, and the reward
 
 
 def test_rewards_of_addition_and_the_calculator():
+    # The chain of a problem with a carry out of each column.
+    chain = tokens(Addition(Config()), "7 8 0 1 5 , 4 9 1 1 4 , 1 4 5 .")
+    assert Addition(Config()).demo((47, 98), None) == chain
+    assert converse(Addition(Config()), (47, 98), "7 8 0 1 5 , 4 9 1 1 4 , 1 4 5 .") == (
+        [None], 1.0)  # fmt: skip
     for answer, reward in ADDED.items():
         assert converse(Addition(Config()), (47, 38), answer) == ([None], reward)
     task = Calculator(Config())
@@ -127,26 +100,21 @@ def test_sort_refuses_sizes_that_leave_nothing_to_sort_or_to_hold_out():
             task(Config(size=3))
 
 
-def test_demonstrations_of_the_calculator_are_valid_and_not_always_right():
-    task = Calculator(Config())
-    problems = starts(task, 600)
+@pytest.mark.parametrize("Class, least, most", [
+    (Lookup, 0.02, 0.1), (Addition, 1, 1), (Calculator, 0.5, 0.9)])  # fmt: skip
+def test_demonstrations_are_valid_play_and_only_answers_are_trained(Class, least, most):
+    """least, most: the share of them that earn all. Lookup and Calculator begin with any call."""
+    task = Class(Config(size=4))
+    problems = starts(task, 300)
     played = demonstrations(task, problems, key=(0, 0))
-    rewards = {"minus": set(), "sum first": [], "product first": set()}
-    for (_, (problem, right, _), prompt), t in zip(problems, played):
-        # Two calls, each of them heard and replied to, and the answer, within the default limit.
-        new = t.tokens[len(prompt) :]
-        assert len(new) == 14 <= Config().max_new_tokens
-        assert new[4] == new[10] == task.equals and t.reward == float(new[12] == right)
-        if problem[3] == task.minus:
-            rewards["minus"].add(t.reward)
-        elif new[1] == task.plus:
-            rewards["sum first"].append(t.reward)
-        else:
-            rewards["product first"].add(t.reward)
-
-    # The sum first is the wrong order, which gives the right number where a is 0 or c is 1.
-    assert rewards["minus"] == rewards["product first"] == {1.0}
-    assert 0.1 < np.mean(rewards["sum first"]) < 0.4
+    for (_, state, prompt), t in zip(problems, played, strict=True):
+        assert len(t.tokens) - len(prompt) <= Config().max_new_tokens
+        said = [name if on else "|" for name, on in zip(task.show(t.tokens).split()[1:], t.mask)]
+        turns = [turn.strip() for turn in " ".join(said).split("|") if turn.strip()]
+        heard, reward = converse(task, state, *turns)
+        assert heard[-1] is None and t.reward == reward and not t.sampler_logprobs.any()
+        assert len(t.turn_rewards) == len(turns)
+    assert least <= np.mean([t.reward == 1 for t in played]) <= most
 
 
 @pytest.mark.parametrize("Class", [Sort, Addition, Calculator])

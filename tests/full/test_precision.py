@@ -22,7 +22,7 @@ from test_ranks import ranks
 from test_run import begin, end, good
 from torch.distributed import fsdp
 
-from full import rollouts, trainer
+from full import trainer
 from full.audit import audited
 from full.batches import RolloutQueue
 from full.build import build
@@ -282,22 +282,6 @@ def test_runs_in_mixed_precision_are_audited(honest, process_group, name):  # no
         assert 0 < rows["parameters"].difference <= rows["parameters"].allowed
 
 
-def _late_push():
-    """The push has another step's weights: the third and later ones do nothing."""
-    push, seen = rollouts.copy_weights, []
-
-    def late(*given):
-        seen.append(given)
-        if len(seen) < 3:
-            push(*given)
-
-    rollouts.copy_weights = late
-
-
-def _masters_stay():
-    LocalOptimizer.step = lambda self: None
-
-
 def _masters_are_rounded():
     """To bfloat16, as if they were the model's weights: by up to a 20th of lr or so."""
     step = LocalOptimizer.step
@@ -322,8 +306,6 @@ def _coarse_gradients():
 
 
 FAULTS = {  # what is wrong -> the row that the audit names, and more flags
-    _late_push: ("sampling", "--lr 0.1 --generator-dtype float32"),
-    _masters_stay: ("parameters", "--minibatches 1"),
     _masters_are_rounded: ("parameters", "--minibatches 1 --dtype float64"),
     _coarse_gradients: ("grad_norm", "--minibatches 1"),
 }
@@ -335,8 +317,7 @@ def _faulty(rank, world, port, cwd, log, flags, fault):
     test_run._main(rank, world, port, cwd, log, flags, None)
 
 
-@pytest.mark.parametrize("fault", [
-    _late_push, _masters_are_rounded, _coarse_gradients, *slow((_masters_stay,))])  # fmt: skip
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_audit_names_a_fault(tmp_path, process_group, fault):
     row, more = FAULTS[fault]
     flags = f"{TINY} {BF16} --steps 3 {more}"

@@ -128,8 +128,6 @@ MIXED = dict(compute_dtype="float32")
 WIDE = dict(generator_dtype="float64")
 # name -> ranks, --plan, family, more settings, whether the generator is in the policy's memory
 PUSHES = {
-    "d2": (2, "d2", "qwen3", {}, True),
-    "d2 fsdp": (2, "d2", "qwen3", FSDP, False),
     "d2 zero1": (2, "d2", "qwen2", ZERO1, True),
     "t2": (2, "t2", "gemma3_text", {}, True),
     "t2 fsdp": (2, "t2", "qwen3", FSDP, False),
@@ -139,26 +137,11 @@ PUSHES = {
     "d2e2": (2, "d2e2", "qwen3_moe", ZERO1, True),
     "t2e2": (2, "t2e2", "qwen3_moe", {}, True),
     "d2e2 fsdp": (2, "d2e2", "qwen3_moe", FSDP, False),
-    "d2 mixed": (2, "d2", "qwen3", MIXED, True),
     "t2 mixed zero1": (2, "t2", "qwen3", MIXED | ZERO1, True),
-    "t2 mixed fsdp": (2, "t2", "qwen3", MIXED | FSDP, False),
     "d2 mixed, masters": (2, "d2", "qwen3", MIXED | ZERO1 | WIDE, False),
-    "p2 mixed, masters": (2, "p2", "qwen3", MIXED | ZERO1 | WIDE, False),
-    "t4 fsdp": (4, "t4", "wide", FSDP, False),
-    "d2c2 fsdp": (4, "d2c2", "qwen3_moe", FSDP, False),
-    "d2t2 fsdp": (4, "d2t2", "qwen3", FSDP, False),
     "d2p2": (4, "d2p2", "qwen3", {}, False),  # a stage is not the rank of that number
-    "p2t2": (4, "p2t2", "qwen3", {}, False),
-    "p2d2e2 fsdp": (4, "p2d2e2", "qwen3_moe", FSDP, False),
     "(attn:p2t2|ffn:t2)": (4, "(attn:p2t2|ffn:t2)", "qwen3_moe", {}, False),
 }
-
-
-def pushed_shape(family):
-    """wide: a model with heads for four ranks."""
-    if family == "wide":
-        return tiny("qwen3", **SHAPE, num_key_value_heads=4)
-    return shape_of(family)
 
 
 def _pushed(rank, name, told):
@@ -167,7 +150,7 @@ def _pushed(rank, name, told):
     told: the bytes of a rank's generator without the policy's.
     """
     world, plan, family, more, is_shared = PUSHES[name]
-    shape = pushed_shape(family)
+    shape = shape_of(family)
     config = Config(**dict(dtype="float64", plan=plan, seed=3) | more).check()
     dtype = getattr(torch, config.generator_dtype or config.compute_dtype or "float64")
 
@@ -200,7 +183,7 @@ def _pushed(rank, name, told):
     assert generators == told
     largest = max(p.numel() * 8 for p in truth.parameters())
     assert own + generators <= counted.peak <= 1.1 * (own + generators + 2 * largest)
-    if not is_shared and "mixed" not in name and ("t2" in name or "t4" in name):
+    if not is_shared and "mixed" not in name and "t2" in name:
         assert counted.peak < 1.5 * _bytes(truth.parameters()), "neither is a whole model here"
 
 
@@ -241,7 +224,7 @@ def told_by_plan(name):
     compute = 4 if "compute_dtype" in more else 0
     size = dict(bfloat16=2, float64=8).get(more.get("generator_dtype"), compute or 8)
     step = Step(more.get("data_parallel", "ddp"), tokens=64, micros=4, size=8, compute=compute)
-    return generator(Plan.parse(text), pushed_shape(family), step, size)
+    return generator(Plan.parse(text), shape_of(family), step, size)
 
 
 QUICK = ("t2 fsdp", "t2", "p2", "t2e2", "d2p2", "t2 mixed zero1", "d2 mixed, masters")

@@ -503,10 +503,10 @@ def test_a_copy_of_the_text_files_is_the_same_tokenizer(checkpoints, tmp_path):
         assert prompts[0] == prompts[1]
 
 
-def test_templates_for_other_uses_are_copied(checkpoints, changed, tmp_path):
+def test_templates_for_other_uses_are_copied(changed, tmp_path):
     directory = changed("qwen3", {})
     (directory / "additional_chat_templates").mkdir()
     (directory / "additional_chat_templates" / "tool_use.jinja").write_text("tools: {{ tools }}")
-    for target in (tmp_path / "hf", tmp_path / "hf"):  # a second time over itself
-        copy_text_files(directory, target)
-    assert tokenizer_of(target).chat_template["tool_use"] == "tools: {{ tools }}"
+    for _ in range(2):  # a second time over itself
+        copy_text_files(directory, tmp_path / "hf")
+    assert tokenizer_of(tmp_path / "hf").chat_template["tool_use"] == "tools: {{ tools }}"
