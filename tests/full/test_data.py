@@ -280,7 +280,7 @@ def test_a_file_of_held_out_lines_leaves_all_of_the_data_to_train_on(task_of):
     assert shown[True] == [row["question"] for row in HELD_OUT]
     asked = [task.prompt(None, n, True)[0][0].shown for n in range(13)]
     assert asked == [*shown[True], shown[True][0]]
-    assert task.prompt(None, 3, True)[0][0].where == "eval.jsonl line 4"
+    assert task.where(task.prompt(None, 3, True)[0]) == "eval.jsonl line 4"
     drawn = {task.prompt(np.random.default_rng(n), 0, False)[0][0].shown for n in range(300)}
     assert drawn == {*shown[False]}
 
