@@ -108,9 +108,6 @@ def nothing(text, row):
 def constant(text, row):
     return 0.25
 
-def one(text, row):
-    return 1.0
-
 def array(text, row):
     import numpy
     return numpy.array([[0.5]])
@@ -684,57 +681,26 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     refused(tmp_path, f"{again} --eval-data rows.jsonl", "--resume cannot change --eval-data")
 
 
-@pytest.fixture
-def runs_of(directory, tmp_path, monkeypatch):
-    """runs_of(flags): the lines of stderr of a run on rows.jsonl; the run is in `run`."""
-    monkeypatch.chdir(tmp_path)
-    begin_folder(directory("qwen2"), every=3)
-    Path("rewards.py").write_text(REWARDS)
-    flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --save-every 1 --out run"
-    flags += " --prompts 2 --group 4 --minibatches 1 --max-new-tokens 2"
-
-    def run(more):
-        return good(tmp_path, f"{flags} {more}")[1].splitlines()
-
-    return run
-
-
-ONE = "warning: step 0: --reward rewards.py:{} gave {} to every answer: read samples.jsonl, and if"
-ONE += " some deserve another reward, fix the function or name another with --reward"
-WARNINGS = {  # the flags of a run of one step -> what it warns of
-    "--reward rewards.py:constant": ONE.format("constant", "0.25"),
-    "--reward rewards.py:one": ONE.format("one", 1),
-    "": "warning: step 0: no answer ends in '#### ' and the answer of its line: ask for that with "
-    "--instruction, or score other forms with --reward",
-    "--reward rewards.py:close": None,
-    "--reward rewards.py:constant --teacher DIR": None,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("flags", shortened(WARNINGS, *[*WARNINGS][:1]))
-def test_a_run_whose_answers_have_one_reward_warns(runs_of, flags, process_group):
-    """Though some answers are cut off, which have reward 0 and are not asked about."""
-    expected = WARNINGS[flags]
-    assert runs_of(f"--steps 1 {flags}") == ([expected] if expected else [])
-    (first,) = json_lines(Path("run/metrics.jsonl"))
-    assert 0 < first["tokens/truncated_fraction"] < 0.5
-    assert (first["reward/values"] == 1) == ("close" not in flags)
-    if flags == "--reward rewards.py:constant":
-        assert audited("run", reward="rewards.py:constant").wrong is None
-
-
 DATED = "{% set when = strftime_now('%f') %}{% for m in messages %}"
 DATED += "<|im_start|>{{ m.role }} {{ when }}"
 DATED += "{{ tone }} {{ m.content }}<|im_end|>{% endfor %}"
 
 
 def test_a_run_keeps_its_date_and_the_arguments_of_its_template(
-    runs_of, tmp_path, monkeypatch, capsys, process_group
+    directory, tmp_path, monkeypatch, capsys, process_group
 ):
-    """A microsecond is as good as a day."""
+    """A microsecond is as good as a day. All rewards are the same, which the run warns of."""
+    monkeypatch.chdir(tmp_path)
+    begin_folder(directory("qwen2"), every=3)
+    Path("rewards.py").write_text(REWARDS)
     Path("DIR/chat_template.jinja").write_text(DATED)
     tone = """--template-args '{"tone":"loud"}'"""
-    runs_of(f"--steps 1 {tone} --lr-decay constant --reward rewards.py:close")
+    flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --save-every 1 --out run {tone}"
+    flags += " --prompts 2 --group 4 --minibatches 1 --max-new-tokens 6 --lr-decay constant"
+    _, err = good(tmp_path, f"{flags} --steps 1 --reward rewards.py:constant")
+    assert "warning: step 0: --reward rewards.py:constant gave 0.25 to every answer: " in err
+    (first,) = json_lines(Path("run/metrics.jsonl"))
+    assert 0 < first["tokens/truncated_fraction"] < 0.5 and first["reward/values"] == 1
     config = Config(**json.loads(Path("run/config.json").read_text()))
     assert config.date and config.template_args == '{"tone":"loud"}'
 
@@ -745,12 +711,12 @@ def test_a_run_keeps_its_date_and_the_arguments_of_its_template(
     (first,) = asked()
     day = Text("DIR").date.fromisoformat(config.date)
     assert first.endswith("loud") and first[:6] == f"{day:%f}"
-    good(tmp_path, "--resume --out run --steps 2 --reward rewards.py:close")
+    good(tmp_path, "--resume --out run --steps 2 --reward rewards.py:constant")
     assert asked() == {first}
-    assert audited("run", 1, reward="rewards.py:close").wrong is None
+    assert audited("run", 1, reward="rewards.py:constant").wrong is None
 
     capsys.readouterr()
-    given = "--reward rewards.py:close --samples 1 --eval-prompts 2"
+    given = "--reward rewards.py:constant --samples 1 --eval-prompts 2"
     assert main(f"eval run {given}".split()) == 0
     out = capsys.readouterr().out
     day = config.date[:10]

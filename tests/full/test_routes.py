@@ -31,9 +31,9 @@ SHAPE = dict(vocab_size=12, num_experts=8, num_experts_per_tok=2, num_hidden_lay
              sparse_layers=(0, 2), initializer_range=0.2)  # fmt: skip
 
 
-def moe(**changes):
+def moe():
     """A small model with experts in two of three layers."""
-    return tiny_model("qwen3_moe", **SHAPE | changes)
+    return tiny_model("qwen3_moe", **SHAPE)
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +88,9 @@ class Rollout:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("normalized", [True, False])
-def test_replayed_experts_have_the_weights_of_this_router(normalized):
+def test_replayed_experts_have_the_weights_of_this_router():
     """The two implementations agree. Weights, layer and token each matter."""
-    model, s = moe(norm_topk_prob=normalized), Rollout(0)
+    model, s = moe(), Rollout(0)
     own = model.hidden(torch.tensor([s.tokens]))
     routes = torch.tensor([*s.routes, [[experts.UNRECORDED] * 2] * 2])
     replay = Replay(routes, (0, 2))
@@ -112,6 +111,25 @@ def test_replayed_experts_have_the_weights_of_this_router(normalized):
     for name, p in model.named_parameters():
         assert (p.grad - by_hand[name]).abs().max() < 1e-13, name
     assert by_hand["model.layers.0.mlp.gate.weight"].abs().max() > 1e-6
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("normalized", [True, False])
+def test_a_layer_weights_the_recorded_experts_token_by_token(normalized):
+    """Equations (6) and (12) in loops, with no code of `route`."""
+    mlp = moe().model.layers[0].mlp
+    mlp.config = dataclasses.replace(mlp.config, norm_topk_prob=normalized)
+    M, K = mlp.config.hidden_size, 2
+    torch.manual_seed(0)
+    x_NM = torch.randn(5, M, dtype=torch.float64)
+    ids_NK = torch.stack([torch.randperm(8)[:K] for _ in range(5)])
+    out_1NM = mlp(x_NM[None], on_routing=Replay(ids_NK[:, None], [0]))
+    counts = torch.eye(8, dtype=torch.int64)
+    for x_M, ids_K, out_M in zip(x_NM, ids_NK, out_1NM[0]):
+        p_E = (mlp.gate.weight @ x_M).softmax(-1)
+        weights_K = p_E[ids_K] / (p_E[ids_K].sum() if normalized else 1)
+        true_M = sum(w * mlp.experts(x_M[None], counts[e])[0] for w, e in zip(weights_K, ids_K))
+        assert (out_M - true_M).abs().max() < 1e-13
 
 
 def test_the_policy_scores_with_recorded_experts_and_a_reference_without(process_group):
