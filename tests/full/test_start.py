@@ -275,7 +275,6 @@ def _start(rank, name, directory):
     grid = Grid(plan)
     with LiveBytes() as counted:
         with torch.device("meta"):
-            whole = Transformer(shape).double()
             model = Transformer(shape).double()
         model = parallelize(model, plan, device_mesh=grid, **options)
         materialise(model)
@@ -285,7 +284,7 @@ def _start(rank, name, directory):
     own = [local(p.detach()) for p in model.parameters()]
     for p in own:
         p.fill_(7.0)
-    load_hf(directory, model=model, whole=whole)
+    load_hf(directory, model=model)
     largest = max(p.numel() * 8 for p in truth.parameters())
     return sum(p.numel() * 8 for p in own), counted.peak, largest, [*found, apart(model)]
 
