@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_audit import edit_line, rows_of
-from test_ranks import TASK, _train, ranks, trained
+from test_ranks import TASK, _train, ranks
 
 from full import equivalence
 from full.__main__ import main

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from conftest import shortened
 
-from full import talk
 from full.__main__ import main
 from full.audit import audited
 from full.config import Config
@@ -696,11 +695,9 @@ def test_a_run_keeps_its_date_and_the_arguments_of_its_template(
     Path("DIR/chat_template.jinja").write_text(DATED)
     tone = """--template-args '{"tone":"loud"}'"""
     flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --save-every 1 --out run {tone}"
-    flags += " --prompts 2 --group 4 --minibatches 1 --max-new-tokens 6 --lr-decay constant"
+    flags += " --prompts 2 --group 4 --minibatches 1 --max-new-tokens 24 --lr-decay constant"
     _, err = good(tmp_path, f"{flags} --steps 1 --reward rewards.py:constant")
     assert "warning: step 0: --reward rewards.py:constant gave 0.25 to every answer: " in err
-    (first,) = json_lines(Path("run/metrics.jsonl"))
-    assert 0 < first["tokens/truncated_fraction"] < 0.5 and first["reward/values"] == 1
     config = Config(**json.loads(Path("run/config.json").read_text()))
     assert config.date and config.template_args == '{"tone":"loud"}'
 

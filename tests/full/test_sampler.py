@@ -14,7 +14,7 @@ from oracles import LiveBytes
 from test_faults import fails, kill, run
 from test_ranks import SHAPE as FLAGS
 from test_ranks import ranks
-from test_start import SHAPE, shape_of
+from test_start import shape_of
 
 from full import rollouts as rollouts_py
 from full.batches import collect
@@ -25,7 +25,7 @@ from full.places import Place, full, local
 from full.plans import Plan
 from full.questions import make_task
 from full.tasks import Task
-from full.tiny import tiny, tiny_model
+from full.tiny import tiny_model
 from full.trainer import Trainer
 from full.transformer import Transformer
 
