@@ -333,9 +333,10 @@ class Config(train_grpo.Config):
             flag = _flag(f.name)
             value = getattr(self, f.name)
             choices = choices_of(f)
-            if f.type is float and type(value) is int:
-                setattr(self, f.name, float(value))
-            elif choices and value not in choices:
+            if f.type is float and type(value) is int and abs(value) <= self.LARGEST[float]:
+                value = float(value)
+                setattr(self, f.name, value)
+            if choices and value not in choices:
                 wrong.append(f"{flag} must be one of {_shown(choices)}, got {value!r}")
             elif not choices and type(value) is not f.type:
                 wrong.append(f"{flag} must be {f.type.__name__}, got {value!r}")
@@ -406,6 +407,8 @@ OTHER_NAMES = {
     "warmup-steps": "--lr-warmup",
     "batch-size": "--prompts, the questions of a step, and --group, the answers to each",
     "wandb": "the argument `log` of full.api.run",
+    "tensorboard": "the argument `log` of full.api.run",
+    "threads": "OMP_NUM_THREADS in the environment", "offload": "--data-parallel fsdp-offload",
 }  # fmt: skip
 
 

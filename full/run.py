@@ -24,7 +24,7 @@ from full.questions import make_task
 from full.ranks import (
     Interrupted, Progress, Stop, agree, current_device, errors_on_all_ranks, say,
 )  # fmt: skip
-from full.rollouts import Unheard
+from full.rollouts import Sampler, Unheard
 from full.saves import Checkpointer
 from full.tasks import read_date
 from full.trainer import Trainer
@@ -106,11 +106,10 @@ def start_run(config, progress=None, *, make=make_task, log=None, goes_on=False)
 
 def close_groups(trainer):
     """Destroy the process groups of a trainer and its sampler, in a process that goes on."""
-    groups = {*trainer.grid.made.values()}
-    if trainer.config.engine:
-        groups.add(trainer.sampler.group)
-    else:
-        groups |= {*trainer.sampler.model.part.grid.made.values()}
+    sampler = trainer.sampler
+    groups = {*trainer.grid.made.values(), getattr(sampler, "group", None)}
+    if isinstance(sampler, Sampler):
+        groups |= {*sampler.model.part.grid.made.values()}
     for group in groups - {None}:  # of other ranks
         dist.destroy_process_group(group)
 

@@ -74,7 +74,7 @@ STEPS = {  # settings that between them reach every line of conformance/definiti
     "replayed routes, 2 updates": dict(
         replay_routes=True, generator_dtype="bfloat16", balance_coef=0.5, router_bias_rate=0.05,
         kl_coef=0.1, proximal=True, minibatches=2),
-    "LoRA, KL, 2 updates": dict(lora_rank=3, lora_alpha=6.0, kl_coef=0.1, minibatches=2),
+    "LoRA, KL, 2 updates": dict(lora_rank=3, kl_coef=0.1, minibatches=2),
     "LoRA of experts, router and head": dict(
         lora_rank=2, lora_targets="k_proj,o_proj,gate_proj,down_proj,gate,lm_head", kl_coef=0.1,
         router_bias_rate=0.05, balance_coef=0.5, advantage="gae", proximal=True, minibatches=2),

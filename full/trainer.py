@@ -100,6 +100,7 @@ class Trainer(AnyTrainer):
     Every method is collective: all ranks call it, with whatever share of the batch, none included.
     """
 
+    sampler_class = Sampler  # of this process
     COUNTS = "policy_version", "skipped", "skipped_in_a_row"
     MOST_SKIPPED = 3  # non-finite gradients in a row that end a run
 
@@ -138,7 +139,7 @@ class Trainer(AnyTrainer):
         # A model that has memory stays as it is: a whole copy.
         self.sampler = generator
         if isinstance(generator, Transformer):
-            self.sampler = Sampler(generator)
+            self.sampler = self.sampler_class(generator)
             if next(generator.parameters()).is_meta:
                 shard_generator(generator, self.device, policy=self.model, grid=self.grid)
         # The reference of a model with factors is its base.

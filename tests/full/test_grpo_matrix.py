@@ -3,6 +3,7 @@
 import pytest
 from conftest import shortened
 
+from full.config import Config
 from full.steps import STEPS, step_error
 
 # Settings whose parts are in no other setting of the default suite, or in none of test_audit.py.
@@ -12,6 +13,12 @@ BY_DEFAULT = (
     "staleness 1, the sampler's old", "REINFORCE++, geometric mask", "GMPO, sequence mask",
     "SAPO, LitePPO, soft overlong, IcePop", "DPPO by trees", "GSPO, a teacher",
 )  # fmt: skip
+
+
+@pytest.mark.quick
+def test_every_setting_is_one_that_a_run_may_have():
+    for changes in STEPS.values():
+        Config(**changes)
 
 
 @pytest.mark.parametrize("name", shortened(STEPS, *BY_DEFAULT))

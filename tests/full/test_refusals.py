@@ -223,6 +223,7 @@ SETTINGS = {  # a file of settings, its text, and what is said of it
     ("a.toml", "steps = 3.0"): "steps: expected int, got 3.0",
     ("a.toml", f"lr = 1{400 * '0'}"): "lr: expected float, got 1000",
     ("a.toml", "lr = nan"): "--lr must be finite and at least 0, got nan",
+    ("a.toml", "clip_low = -1"): "--clip-low must be finite and at least 0, got -1.0",
     ("a.toml", "exact = 1"): "exact: expected bool, got 1",
     ("a.toml", "kl = 'k4'"): "kl: expected one of k1, k3, got 'k4'",
     ("a.toml", "[model]\nlayers = 1"): "model: expected str, got {'layers': 1}",

@@ -1,6 +1,7 @@
 """An idea is one entry of one table: an objective, an advantage, an aggregation, a metric. Or one
 class: a sampler, a kind of layer."""
 
+import dataclasses
 import inspect
 import json
 import re
@@ -12,12 +13,13 @@ from torch import nn
 from test_run import TINY
 
 import train_grpo
-from full import logs, rollouts
+from full import api, logs, rollouts
 from full import run as run_py
 from full.__main__ import main
 from full.advantages import ADVANTAGES, Advantage
 from full.batches import Demonstrations, RolloutQueue
 from full.engine import Engine
+from full.flags import parse_config
 from full.metrics import METRICS, Metric
 from full.objectives import AGGREGATIONS, OBJECTIVES
 from full.saves import Checkpointer
@@ -112,6 +114,30 @@ def test_a_sampler(run, monkeypatch):
     monkeypatch.setattr("full.run.build", lambda *made: (build(*made)[0], Guesses(), None))
     lines = run("--turns 1 --prompts 3")
     assert [line["reward/solved"] for line in lines] == [1 / 3, 1 / 3]
+
+
+def test_a_sampler_that_wraps_this_processs_own(tmp_path, monkeypatch):
+    """In a process that goes on, which closes the groups of a sampler too."""
+    counts = []
+
+    class Counting(rollouts.Sampler):
+        def generate(self, rows, /, **how):
+            done = super().generate(rows, **how)
+            counts.append(sum(len(row.logprobs) for row in done))
+            return done
+
+    config = parse_config(f"{TINY} --steps 1 --out {tmp_path}/own".split())
+    monkeypatch.setattr(Trainer, "sampler_class", Counting)
+    api.run(config)
+    assert min(counts) > 0
+
+    class Wrapped:
+        def __init__(self, model):
+            inner = Counting(model)
+            self.push, self.generate = inner.push, inner.generate
+
+    monkeypatch.setattr(Trainer, "sampler_class", Wrapped)
+    api.run(dataclasses.replace(config, out=f"{tmp_path}/wrapped"))
 
 
 PROTOCOLS = {
