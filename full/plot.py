@@ -30,6 +30,7 @@ def plot(argv) -> int:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     panels = figure.subplot_mosaic([["reward", "solved", "solved"], ["entropy", "gap", "norm"]])
+    dots = {}  # (step, solved) -> numbers of the runs that have this evaluation
     for n, run in enumerate(runs):
         lines = RunDirectory(run).lines(RunDirectory.METRICS)
         for name, axes in panels.items():
@@ -38,10 +39,11 @@ def plot(argv) -> int:
             axes.plot(*columns, f"C{n}.-", lw=0.8, markersize=1.5, label=run.name)
 
         # What a step leaves is drawn after it, and what was solved before the first step at 0.
-        dots = [(0, x["eval/solved_before"]) for x in lines if "eval/solved_before" in x]
-        dots += [(x["step"] + 1, x["eval/solved"]) for x in lines if "eval/solved" in x]
-        columns = np.array(dots, dtype=float).reshape(-1, 2).T
-        panels["solved"].plot(*columns, f"C{n}o", markersize=3.5, alpha=0.6)
+        found = [(0, x["eval/solved_before"]) for x in lines if "eval/solved_before" in x]
+        found += [(x["step"] + 1, x["eval/solved"]) for x in lines if "eval/solved" in x]
+        for dot in found:
+            dots.setdefault(dot, []).append(n)
+    draw_dots(panels["solved"], dots)
 
     # An axis reaches from 0 to the largest value, so a curve of small rewards is not flat. Negative
     # rewards extend it. It reaches at least to LEAST, because smaller values are mostly noise.
@@ -61,3 +63,17 @@ def plot(argv) -> int:
     figure.savefig(runs[0] / "curve.png", dpi=150)
     print(f"wrote {runs[0] / 'curve.png'}")
     return 0
+
+
+def draw_dots(axes, dots):
+    """Draw a dot for each run that has it: equal dots of several runs stand side by side."""
+    from matplotlib.transforms import ScaledTranslation
+
+    size = 3.5  # points; an inch has 72
+    for (x, y), runs in dots.items():
+        for place, n in enumerate(runs):
+            # The shift is in inches, not in steps. It comes after plot, which sets the limits.
+            (dot,) = axes.plot([x], [y], f"C{n}o", markersize=size)
+            inches = size / 72 * (place - (len(runs) - 1) / 2)
+            shift = ScaledTranslation(inches, 0, axes.figure.dpi_scale_trans)
+            dot.set_transform(axes.transData + shift)
