@@ -28,6 +28,12 @@ from full.ranks import (  # noqa: E402
 )  # fmt: skip
 from full.run import start_run  # noqa: E402
 
+# Commands read a run, or measure. They are one process, and none of them trains.
+COMMANDS = {
+    "audit": audit.main, "chat": talk.chat, "check": check.main, "eval": talk.evaluation,
+    "export": talk.export, "inspect": contents.main, "plan": estimate.main, "plot": plot,
+}  # fmt: skip
+
 
 def connected(argv):
     """Return the checked settings of a run, for which the ranks have met."""
@@ -55,21 +61,8 @@ def main(argv) -> int:
     on stderr. 130, 143: the run was saved after Ctrl-C or SIGTERM.
     """
     try:
-        # Commands read a run, or measure. They are one process, and none of them trains.
-        command, rest = argv[:1], argv[1:]
-        if command == ["plot"]:
-            return quietly(plot, rest)
-        if command == ["audit"]:
-            return quietly(audit.main, rest)
-        if argv and argv[0] in ("eval", "chat", "export"):
-            return talk.main(argv)
-        if command == ["check"]:
-            return quietly(check.main, rest)
-        if command == ["inspect"]:
-            return quietly(contents.main, rest)
-        if command == ["plan"]:
-            return quietly(estimate.main, rest)
-
+        if argv and argv[0] in COMMANDS:
+            return quietly(COMMANDS[argv[0]], argv[1:])
         progress = Progress()
         with naming_lost_ranks(progress):
             number = start_run(connected(argv), progress).signal

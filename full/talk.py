@@ -22,7 +22,6 @@ from full.checkpoint import checkpoints
 from full.config import Config, resumed_config
 from full.flags import add_flags
 from full.directory import RunDirectory
-from full.exits import quietly
 from full.export import ONE_PROCESS, beside, one_process, policy_in, write_hf
 from full.hf import load_hf
 from full.lora import save_factors
@@ -395,7 +394,7 @@ def chat(argv) -> int:
     return 0
 
 
-# export, main -----------------------------------------------------------------------------------
+# export -----------------------------------------------------------------------------------------
 # A run leaves its last weights in OUT/hf by itself. `export` does the same with any checkpoint.
 
 
@@ -444,9 +443,3 @@ def export(argv) -> int:
     if config.task == "jsonl" and (note := text_of(config).note):
         print(note)
     return 0
-
-
-def main(argv) -> int:
-    """Run the command that argv begins with, and return its exit code, 0."""
-    commands = dict(eval=evaluation, chat=chat, export=export)
-    return quietly(commands[argv[0]], argv[1:])
