@@ -39,7 +39,6 @@ class Batch(NamedTuple):
     weight_BS: torch.Tensor  # of log-probs, and a tenth of its absolute value of entropies
     documents_BS: torch.Tensor
     positions_BS: torch.Tensor  # in the document
-    states_BSM: torch.Tensor | None = None  # weights of the last states
 
     @classmethod
     def of(cls, tokens, weights, documents, **more):
@@ -53,10 +52,7 @@ class Batch(NamedTuple):
     def loss(self, hidden_BSM, logprobs_N, entropies_N):
         """This part's terms of the loss, a sum."""
         w = self.weight_BS.flatten().to(logprobs_N)
-        loss = -(w * logprobs_N + 0.1 * w.abs() * entropies_N).sum()
-        if self.states_BSM is None:
-            return loss
-        return loss + 0.1 * (self.states_BSM * hidden_BSM).sum()
+        return -(w * logprobs_N + 0.1 * w.abs() * entropies_N).sum()
 
 
 def batch(is_packed=True, without=0) -> Batch:
@@ -115,11 +111,11 @@ class Training:
 
     rows: of this rank. Default: its share by d.
     micros: how many micro-batches they make. Default: a row each in a pipeline, else one.
-    method: of ring_attention. adamw: AdamW's options. options: of `parallelize`.
+    method: of ring_attention. options: of `parallelize`.
     """
 
     def __init__(self, model, grid, whole, *, rows=None, micros=0, method="ring",
-                 adamw=None, **options):  # fmt: skip
+                 **options):  # fmt: skip
         plan, device = grid.plan, next(model.parameters()).device
         count, length = whole.tokens_BS.shape
         if rows is None:
@@ -135,7 +131,7 @@ class Training:
 
         own = attention if is_packed or plan.cp > 1 else None
         self.model = parallelize(model, plan, device_mesh=grid, attention=own, **options)
-        make = lambda p: torch.optim.AdamW(p, **adamw or dict(lr=0.01))  # noqa: E731
+        make = lambda p: torch.optim.AdamW(p, lr=0.01)  # noqa: E731
         self.optimizer = LocalOptimizer(self.model, make, zero=options.get("mode") == "zero1")
 
         # The model's own attention is that of all rows.
@@ -146,12 +142,10 @@ class Training:
         if is_packed and len(of_micros) > 1:
             self.attentions = [functools.partial(attention, of=some) for some in of_micros]
         self.total, self.tp = whole.tokens_BS.numel(), plan.tp
-        self.before_sum = lambda model: None  # a test's fault
 
     def backward(self):
         """Add this rank's gradients and sum them over ranks; its loss."""
         loss = backward(self.model, self.parts, self.attentions, self.total)
-        self.before_sum(self.model)
         reduce_gradients(self.model)
         return loss
 
@@ -161,39 +155,6 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
-
-    def results(self, steps):
-        """What `one_process` gives, of this rank's parameters; the loss is that of all ranks."""
-        found, places = [], self.model.part.places
-        for _ in range(steps):
-            loss = self.backward().double() / self.tp  # the ranks of a t group have the same loss
-            dist.all_reduce(loss)
-            grads = {name: full(p.grad, places[name]).cpu().clone()
-                     for name, p in self.model.named_parameters()}  # fmt: skip
-            found.append((loss.cpu(), grads, self.update().cpu()))
-        return found, {name: full(p, places[name]).cpu()
-                       for name, p in self.model.named_parameters()}  # fmt: skip
-
-
-def off(found, truth, by_tensor=False):
-    """The largest error of some tensors, by the largest entry of all, or of the tensor itself."""
-    scale = max(x.abs().max() for x in truth.values())
-    errors = [
-        (found[name] - truth[name]).abs().max() / (truth[name].abs().max() if by_tensor else scale)
-        for name in found
-    ]
-    return torch.stack(errors).max()
-
-
-def errors(found, truth, by_tensor=False) -> list:
-    """The worst errors of loss, gradients, clip norm of any step; of the parameters after them."""
-    rows = []
-    for (loss, grads, norm), (true_loss, true_grads, true_norm) in zip(
-        found[0], truth[0], strict=True
-    ):
-        of_step = (loss / true_loss - 1).abs(), off(grads, true_grads, by_tensor)
-        rows.append([*of_step, (norm / true_norm - 1).abs(), off(found[1], truth[1])])
-    return torch.tensor(rows).nan_to_num(nan=math.inf).amax(0).tolist()
 
 
 # A case is written as its plan, the kind of its model, and words of this table.

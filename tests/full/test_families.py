@@ -1,6 +1,6 @@
-"""Every family: models.py's own check, transformers as the truth, configs, experts.
+"""Families: models.py's own check, what a config.json means and what is refused, experts.
 
-CASES have each field of a family's config off its default.
+test_transformers.py holds each family to transformers.
 """
 
 import copy
@@ -9,7 +9,6 @@ import math
 
 import pytest
 import torch
-from conftest import shortened
 
 import models
 from full import check
@@ -24,91 +23,9 @@ from full.tiny import tiny, tiny_model
 from full.transformer import Transformer
 from models import CHECK_FAMILIES, FULL, SLIDING
 
-SIZES = dict(
-    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, initializer_range=0.2, max_position_embeddings=64,
-)  # fmt: skip
-MOE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
-GEMMA = dict(model_type="gemma3_text", head_dim=16, sliding_window=6, query_pre_attn_scalar=24)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=32)  # fmt: skip
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
-BETAS = dict(beta_fast=1.5, beta_slow=0.25, original_max_position_embeddings=32)
-CASES = {  # transformers' own keywords; "rope": rope_parameters without the theta
-    "llama": dict(model_type="llama", rms_norm_eps=1e-5, num_key_value_heads=1),
-    "llama tied, biased": dict(model_type="llama", head_dim=12, tie_word_embeddings=True,
-                               attention_bias=True, mlp_bias=True, theta=5e5),
-    "llama linear": dict(model_type="llama", num_key_value_heads=None, mlp_bias=True,
-                         rope=dict(rope_type="linear", factor=2.0)),
-    "llama llama3": dict(model_type="llama", head_dim=None, tie_word_embeddings=True, rope=LLAMA3),
-    "mistral": dict(model_type="mistral", head_dim=12, sliding_window=5, rms_norm_eps=1e-5),
-    "mistral full": dict(model_type="mistral", sliding_window=None, theta=1e6,
-                         num_key_value_heads=1),
-    "mistral tied, yarn": dict(model_type="mistral", head_dim=16, sliding_window=7,
-                               tie_word_embeddings=True, rope=YARN),
-    "qwen3": dict(model_type="qwen3", head_dim=12, rms_norm_eps=1e-4, num_key_value_heads=1),
-    "qwen3 tied": dict(model_type="qwen3", head_dim=16, tie_word_embeddings=True, theta=5e5),
-    "qwen3 bias": dict(model_type="qwen3", head_dim=10, attention_bias=True),
-    "qwen3 slides": dict(model_type="qwen3", head_dim=8, use_sliding_window=True, sliding_window=5,
-                         max_window_layers=1),
-    "qwen3 layer types": dict(model_type="qwen3", head_dim=8, use_sliding_window=True,
-                              sliding_window=4, layer_types=[SLIDING, FULL, SLIDING]),
-    "qwen3 linear": dict(model_type="qwen3", head_dim=8, rope=dict(rope_type="linear", factor=4.0)),
-    "qwen3 llama3": dict(model_type="qwen3", head_dim=16, rope=LLAMA3),
-    "qwen3 yarn": dict(model_type="qwen3", head_dim=16, rope=YARN),
-    "qwen3 yarn, betas": dict(model_type="qwen3", head_dim=16, rope=YARN | BETAS),
-    "qwen3 yarn, factor": dict(model_type="qwen3", head_dim=16,
-                               rope=YARN | dict(attention_factor=1.7)),
-    "qwen2": dict(model_type="qwen2", theta=1e6, rms_norm_eps=1e-5),
-    "qwen2, heads do not divide": dict(model_type="qwen2", hidden_size=50),
-    "qwen2 tied": dict(model_type="qwen2", tie_word_embeddings=True, num_key_value_heads=4),
-    "qwen2 slides": dict(model_type="qwen2", use_sliding_window=True, sliding_window=5,
-                         max_window_layers=2),
-    "qwen3_moe": MOE | dict(head_dim=12),
-    "qwen3_moe normed": MOE | dict(norm_topk_prob=True, attention_bias=True, num_experts_per_tok=3),
-    "qwen3_moe layers": MOE | dict(decoder_sparse_step=2, num_hidden_layers=4, mlp_only_layers=[1]),
-    "qwen3_moe all dense": MOE | dict(mlp_only_layers=[0, 1, 2]),
-    "qwen3_moe tied, slides": MOE | dict(tie_word_embeddings=True, use_sliding_window=True,
-                                         sliding_window=5, max_window_layers=2),
-    "gemma3": GEMMA,
-    "gemma3 pattern": GEMMA | dict(sliding_window_pattern=2, attention_bias=True, theta=3e5),
-    "gemma3 layer types": GEMMA | dict(layer_types=[FULL, SLIDING, FULL], rms_norm_eps=1e-4),
-    "gemma3 all full": GEMMA | dict(layer_types=[FULL] * 3),
-    "gemma3 all sliding": GEMMA | dict(layer_types=[SLIDING] * 3),
-    "gemma3 capped": GEMMA | dict(final_logit_softcapping=3.0, attn_logit_softcapping=2.0),
-    "gemma3 untied, scaled": GEMMA | dict(tie_word_embeddings=False, sliding_window_pattern=3,
-                                          full_rope=dict(rope_type="linear", factor=8.0)),
-    "gemma3 llama3": GEMMA | dict(sliding_window_pattern=2, full_rope=LLAMA3),
-}  # fmt: skip
-
-
-def hf_config(case):
-    transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
-    raw = SIZES | (CASES | RELEASED)[case]
-    theta, rope = raw.pop("theta", 1e4), raw.pop("rope", {"rope_type": "default"})
-    kind, full = raw.pop("model_type"), raw.pop("full_rope", None)
-    if kind == "gemma3_text":
-        full = {"rope_theta": theta} | (full or {"rope_type": "default"})
-        local = {"rope_type": "default", "rope_theta": 500.0}
-        raw["rope_parameters"] = {FULL: full, SLIDING: local}
-    else:
-        raw["rope_parameters"] = {"rope_theta": theta} | rope
-    return transformers.AutoConfig.for_model(kind, **raw)
-
-
-def make(case, directory):
-    """transformers' model of a case, whose files, several for the weights, are in the directory."""
-    transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        hf_config(case), dtype=torch.float32, attn_implementation="eager")  # fmt: skip
-    for p in model.parameters():
-        p.data += 0.05 * torch.randn_like(p)
-    model.save_pretrained(directory, max_shard_size="20KB")
-    assert (directory / "model.safetensors.index.json").exists()
-    return model.eval(), directory
-
-
 FEW = {name: check.CASES[name] for name in ("qwen3", "gemma3_text")}
 FAULTS = {
     "full.transformer.causal_attention": lambda *qkv, layer, scale, **_: models.masked_attention(
@@ -145,98 +62,6 @@ def test_check_passes_and_sees_a_planted_fault(fault, monkeypatch):
     assert passed == (fault is None)
 
 
-@pytest.fixture(scope="module", params=CASES)
-def hf(request, tmp_path_factory):
-    return make(request.param, tmp_path_factory.mktemp("hf"))
-
-
-def their_gradient(name, parameters):
-    """transformers' gradient of our parameter `name`; from version 5 on its experts are fused."""
-    path, _, leaf = name.rpartition(".")
-    if name in parameters:
-        return parameters[name].grad
-    if f"{path}.gate_up_proj" in parameters:
-        return parameters[f"{path}.gate_up_proj"].grad.chunk(2, 1)[leaf == "up_proj"]
-    count = sum(key.startswith(path) and key.endswith(f"{leaf}.weight") for key in parameters)
-    return torch.stack([parameters[f"{path}.{e}.{leaf}.weight"].grad for e in range(count)])
-
-
-def test_logits_and_gradients_equal_transformers(hf):
-    theirs, directory = hf
-    ours, generator = load_hf(directory), torch.Generator().manual_seed(1)
-    tokens = torch.randint(1, 61, (2, 20), generator=generator)  # 0 is Gemma's PAD: no gradient
-    upstream = torch.randn(2, 20, 61, generator=generator)
-    a, b = ours(tokens), theirs(tokens).logits
-    assert (a - b).abs().max() < 1e-5 * b.abs().max()
-    theirs.zero_grad()
-    (b * upstream).sum().backward()
-    grads = torch.autograd.grad(a, list(ours.parameters()), upstream)
-    known = dict(theirs.named_parameters())
-    for (name, _), grad in zip(ours.named_parameters(), grads, strict=True):
-        truth = their_gradient(name, known)
-        assert relative(grad, truth) < 1e-5 < relative(0 * grad, truth), name
-
-    # Its norms stay in float32.
-    theirs = copy.deepcopy(theirs)
-    if hasattr(theirs, "set_experts_implementation"):  # its grouped product has no float64
-        theirs.set_experts_implementation("eager")
-    ours = load_hf(directory, dtype=torch.float64)
-    assert relative(ours(tokens), theirs.double()(tokens).logits) < 1e-6
-
-
-def test_a_round_trip_through_our_format_is_bit_identical(hf, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    theirs, directory = hf
-    ours = load_hf(directory)
-    save_hf(ours, tmp_path, max_shard_bytes=30_000)
-    assert (tmp_path / "model.safetensors.index.json").exists()
-    options = dict(dtype=torch.float32, attn_implementation="eager")
-    back = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
-    assert type(back) is type(theirs)  # layer_types would make a Ministral of a Mistral
-    tokens = torch.arange(12)[None]
-    pairs = zip(theirs.state_dict().items(), back.state_dict().items(), strict=True)
-    assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
-    assert torch.equal(theirs(tokens).logits, back(tokens).logits)
-    again = load_hf(tmp_path)
-    assert all(map(torch.equal, ours.parameters(), again.parameters()))
-    assert again.config == ours.config
-
-
-# The caches that differ: one key head, windows of every pattern, experts, a cap, scaled angles.
-DECODED = ("llama", "mistral", "mistral tied, yarn", "qwen3 layer types", "qwen2 slides",
-           "qwen3_moe tied, slides", "gemma3", "gemma3 capped", "gemma3 llama3")  # fmt: skip
-
-
-@pytest.mark.parametrize("hf", shortened(CASES, *DECODED), indirect=True)
-def test_greedy_decoding_of_a_ragged_batch_equals_transformers_row_by_row(hf):
-    theirs, directory = hf
-    prompts = [list(range(5, 18)), [3, 1]]
-    rows = generate(load_hf(directory), prompts, max_new_tokens=14, temperature=0)
-    options = dict(max_new_tokens=14, do_sample=False, eos_token_id=None, pad_token_id=0)
-    truth = [theirs.generate(torch.tensor([prompt]), **options)[0] for prompt in prompts]
-    assert [row.tokens for row in rows] == [tokens.tolist() for tokens in truth]
-
-
-RELEASED = {  # Qwen3's long contexts, and Llama 3.2
-    "yarn": dict(model_type="qwen3", theta=1e6, head_dim=128, max_position_embeddings=131072,
-                 rope=YARN | dict(original_max_position_embeddings=32768)),
-    "llama3": dict(model_type="qwen3", theta=5e5, head_dim=64, max_position_embeddings=131072,
-                   rope=LLAMA3 | dict(factor=32.0, original_max_position_embeddings=8192)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", RELEASED)
-def test_rope_frequencies_of_released_sizes_are_transformers(case):
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    theirs = hf_config(case)
-    ours = ModelConfig.from_hf(theirs.to_dict())
-    f, factor = rope_frequencies(ours.rope_parameters[FULL], ours.head_dim)
-    want = ROPE_INIT_FUNCTIONS[case](theirs, "cpu")
-    assert torch.allclose(f.float(), want[0], rtol=1e-6) and factor == pytest.approx(want[1])
-
-
 RAW = dict(
     model_type="qwen3", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, head_dim=12,
@@ -249,27 +74,14 @@ def config_of(**changes):
     return ModelConfig.from_hf(raw)
 
 
-THETA = {"rope_type": "default", "rope_theta": 7e5}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e5}
-LONG = LLAMA3 | {"original_max_position_embeddings": 8192}
 INSIDE = {"hidden_size": 64, "num_hidden_layers": 7}
 MEANINGS = [  # fields of a config.json, what they mean, and other spellings of them
-    # RoPE, as transformers 5 writes it and as transformers 4 does. The old words win.
-    (dict(rope_parameters=THETA, dtype="float32"), dict(rope_parameters={FULL: THETA}),
-     dict(rope_theta=7e5, rope_scaling=None, torch_dtype="float32")),
+    # Where both are said, the words of transformers 4 win.
     *((dict(model_type=kind, rope_parameters=LINEAR), dict(rope_parameters={FULL: LINEAR}),
-       dict(rope_theta=7e5, rope_scaling={"type": "linear", "factor": 2.0}),
-       dict(rope_theta=7e5, rope_scaling={"type": "linear", "rope_type": "linear", "factor": 2.0}),
        *(dict(rope_theta=7e5, rope_scaling={key: "linear", "factor": 2.0},
               rope_parameters={"rope_type": "default", "rope_theta": 8e5})
          for key in ("type", "rope_type"))) for kind in ("qwen3", "llama")),
-    (dict(model_type="gemma3_text", layer_types=[SLIDING, FULL], rope_parameters={
-        FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
-        SLIDING: {"rope_type": "default", "rope_theta": 3e4}}),
-     dict(rope_parameters={FULL: LINEAR | {"factor": 8.0, "rope_theta": 2e6},
-                           SLIDING: THETA | {"rope_theta": 3e4}}),
-     dict(rope_theta=2e6, rope_local_base_freq=3e4, sliding_window_pattern=2, layer_types=...,
-          rope_parameters=..., rope_scaling={"rope_type": "linear", "factor": 8.0})),
     (dict(rope_parameters=YARN), dict(rope_parameters={FULL: YARN | {"rope_theta": 1e4}}),
      dict(rope_scaling={"type": "yarn", "factor": 4.0}, original_max_position_embeddings=16)),
     # YaRN reaches factor x original, and no less than the config says.
@@ -277,12 +89,6 @@ MEANINGS = [  # fields of a config.json, what they mean, and other spellings of 
        dict(max_position_embeddings=room)) for said, room in ((16, 64), (40, 64), (80, 80))),
     (dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.5},
           max_position_embeddings=100), dict(max_position_embeddings=250)),
-    (dict(model_type="llama", rope_parameters=LONG | {"rope_theta": 5e5}),
-     dict(rope_parameters={FULL: LONG | {"rope_theta": 5e5}}),
-     dict(rope_theta=5e5, rope_scaling=LONG, rope_parameters=...)),
-    (dict(model_type="mistral", rope_parameters=THETA, sliding_window=6),
-     dict(layer_types=(SLIDING, SLIDING), sliding_window=6),
-     dict(rope_theta=7e5, rope_parameters=...)),
     (dict(model_type="qwen3_moe", num_local_experts=9),
      dict(num_experts=9, sparse_layers=(0, 1)), dict(num_experts=9, num_local_experts=...)),
 
@@ -322,13 +128,6 @@ def test_what_the_fields_of_a_config_mean(raw, meaning, spellings):
     assert ModelConfig.from_hf(written) == config or config.model_type == "gemma3_text"
     ropes.clear()  # a copy
     assert all(config.rope_parameters.values())
-
-
-def test_an_absent_field_has_transformers_default():
-    transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
-    for kind in FAMILIES:
-        whole = ModelConfig.from_hf(transformers.AutoConfig.for_model(kind).to_dict())
-        assert whole == ModelConfig.from_hf({"model_type": kind}), kind
 
 
 def written(**changes):
@@ -633,19 +432,3 @@ def test_the_router_bias_really_updates_and_balances():
         update_router_bias(tiny_model("qwen3_moe"), balance.counts)
     with pytest.raises(ValueError, match="router bias"):
         save_hf(model, "nowhere")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", [
-    "llama tied, biased", "qwen2", "qwen3", "qwen3_moe normed", "gemma3 capped"])
-def test_half_precision_is_at_most_twice_as_wrong_as_transformers(case, dtype, tmp_path):
-    theirs, directory = make(case, tmp_path)
-    tokens = torch.randint(1, 61, (4, 40), generator=torch.Generator().manual_seed(1))
-    lower = load_hf(directory, dtype=dtype)
-    truth = load_hf(directory, dtype=torch.float64)
-    with torch.no_grad():
-        for p, q in zip(truth.parameters(), lower.parameters(), strict=True):
-            p.copy_(q)  # the same rounded weights
-        exact, ours = truth(tokens), lower(tokens)
-        error = relative(theirs.to(dtype)(tokens).logits, exact)
-    assert ours.dtype == dtype and relative(ours, exact) < 2 * error

@@ -1,7 +1,6 @@
 """What only shows below a run: messages, memory, lengths, frozen weights, recomputation.
 
-That every plan is one process is in test_equivalence.py, and against transformers in
-test_parity.py.
+That every plan is one process is in test_equivalence.py.
 """
 
 import collections

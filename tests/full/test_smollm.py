@@ -13,8 +13,7 @@ import torch
 from conftest import ROOT
 from pages import Page, lines_of
 from test_ranks import as_script
-from test_released import CHAT, same_answer, same_logits, same_tokens, theirs
-from test_transformers import KeepFloat64
+from test_transformers import float32_is_float64
 
 from full.generate import generate
 from full.hf import load_hf
@@ -26,6 +25,13 @@ needs_packages = pytest.mark.skipif(
 )
 LETTERS = "Say  the words 'naïve' and 日本語 🙂, 12345 + 678.\n\n\tdef f(x): return x**2 <|im_end|>"
 
+CHAT = [
+    {"role": "system", "content": "You add numbers."},
+    {"role": "user", "content": "What is 12 + 30?\nEnd with '#### ' and the answer."},
+    {"role": "assistant", "content": "12 + 30 = 42\n#### 42"},
+    {"role": "user", "content": "And  7 more, in 日本語?"},
+]
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
@@ -34,6 +40,19 @@ def directory(tmp_path_factory):
     assert smollm.main([f"{folder / 'smollm'}"]) == 0
     assert smollm_tasks.main([f"{folder}"]) == 0
     return folder / "smollm"
+
+
+def theirs(directory, dtype=torch.float32):
+    """transformers' model of a directory, and the prompt of CHAT."""
+    import transformers
+
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, output_loading_info=True)  # fmt: skip
+    assert not any(info.values()), info
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    prompt = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert Text(directory).prompt(CHAT) == prompt
+    return model.eval(), prompt
 
 
 @pytest.mark.slow
@@ -78,14 +97,14 @@ def test_digits_are_tokens_of_their_own_and_a_template_has_its_marks(directory):
 @needs_packages
 @torch.no_grad()
 def test_logits_are_transformers_to_1e_10_in_float64(directory):
-    model, tokenizer = theirs(directory)
-    tokens = torch.tensor([same_tokens(directory, tokenizer)])
     ours = load_hf(directory, dtype=torch.float64)
-    got = ours(tokens)
-    # transformers computes RoPE's frequencies in float32, whatever the dtype of the weights.
-    model.double().model.rotary_emb.inv_freq = 1e5 ** (-torch.arange(0, 64, 2).double() / 64)
-    with KeepFloat64():
+    with float32_is_float64():
+        model, prompt = theirs(directory, torch.float64)
+        # Its frequencies were made before.
+        model.model.rotary_emb.inv_freq = 1e5 ** (-torch.arange(0, 64, 2).double() / 64)
+        tokens = torch.tensor([prompt])
         want = model(tokens).logits
+    got = ours(tokens)
     assert want.std() > 1 and (got - want).abs().max() < 1e-10 * want.abs().max()
 
     # Rows of queries in llama.cpp's order would be another model.
@@ -98,11 +117,12 @@ def test_logits_are_transformers_to_1e_10_in_float64(directory):
 @pytest.mark.slow
 @needs_packages
 def test_it_answers_as_transformers_does_and_knows_a_capital(directory):
-    model, tokenizer = theirs(directory)
+    model, prompt = theirs(directory)
     ours, text = load_hf(directory, dtype=torch.float32), Text(directory)
-    prompt = same_tokens(directory, tokenizer)
-    same_logits(ours, model, prompt)
-    same_answer(ours, model, prompt, text.end)
+    greedy = dict(do_sample=False, max_new_tokens=12, repetition_penalty=1.0, pad_token_id=0)
+    truth = model.generate(torch.tensor([prompt]), eos_token_id=list(text.end), **greedy)
+    (row,) = generate(ours, [prompt], max_new_tokens=12, temperature=0, end=text.end)
+    assert row.tokens == truth[0].tolist()
     prompt = text.prompt([{"role": "user", "content": "What is the capital of France?"}])
     (row,) = generate(ours, [prompt], max_new_tokens=24, temperature=0, end=text.end)
     assert "Paris" in text.decode(row.tokens[len(prompt) :])
