@@ -1,14 +1,12 @@
 """A model of the folder in training under a plan, without a trainer: for tests and measurements.
 
-Rows of random tokens, their loss, an optimizer, and what comes out by step.
+Rows of random tokens, their loss, and an optimizer.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from full import ring
 from full.masks import Mask
