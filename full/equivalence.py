@@ -82,6 +82,7 @@ quick 2 tied forks --plan c2 --tree sparse
 quick 2 tied critic --plan p2
 quick 2 routers biased --plan d2e2
 ordinary 1 dense critic --tree dta --chunk-tokens 9 --recompute | --micro-tokens 1
+ordinary 1 dense lora-head --tree dta --chunk-tokens 9 --recompute
 ordinary 1 tied forks --tree sparse | --data-parallel fsdp
 ordinary 2 dense dynamic,demos,lone,stale,filtered,reward --plan d2
 ordinary 2 dense stale --plan d2 --data-parallel zero1 then --plan p2
@@ -96,7 +97,8 @@ ordinary 2 experts biased --plan t2 --data-parallel fsdp then --plan c2 --tree s
 ordinary 2 routers balanced --plan d2 | --plan p2 | --plan d2e2 --data-parallel fsdp
 ordinary 2 routers balanced --plan c2 | --plan t2e2
 ordinary 2 tied forks --plan t2 --batch-rows 8
-ordinary 2 routers routes --plan t2 --tree dta --chunk-tokens 16 | --plan d2e2 --tree sparse
+ordinary 2 routers routes --plan t2 --tree dta --chunk-tokens 9 --recompute
+ordinary 2 routers routes --plan d2e2 --tree sparse
 ordinary 2 routers lora-all --plan t2 | --data-parallel fsdp | --plan t2 then --plan d2e2
 ordinary 2 tied rounded --compute-dtype float32 --data-parallel fsdp --tree sparse
 ordinary 2 deep rounded --compute-dtype float32 --plan p2 --pp-schedule zbv

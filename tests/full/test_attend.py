@@ -118,37 +118,16 @@ def test_attention_and_its_gradients_are_the_plain_attention(name, tile, both, m
         assert norms.pop(5) == 0 and min(norms) > 1 and relative(0 * truth[2], truth[2]) == 1
 
 
-STRIDES = {
-    "last two exchanged": lambda x: x.mT.contiguous().mT,
-    "tokens first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "every second number": lambda x: torch.stack((x, 0 * x), -1).flatten(-2)[..., ::2],
-}
-
-
 @quick
-@pytest.mark.parametrize("name", STRIDES)
-def test_strides_do_not_matter(both, name):
-    """Of inputs, and of upstream gradients, of which an expanded one has a stride of 0."""
+def test_strides_do_not_matter(both):
+    """Torch's kernel is silently wrong where the last one is not 1."""
     leaves, dout = draw(20, width=6)
-    for mask, upstream in ((Mask.causal(20), dout), (None, torch.ones(()).expand(dout.shape))):
-        truth = attend(*leaves, mask)[0]
-        want = grad_of(truth, leaves, upstream.contiguous().double())
-        views = [STRIDES[name](x.detach()).requires_grad_() for x in leaves]
-        assert all(torch.equal(a, b) for a, b in zip(views, leaves, strict=True))
-        out = attend(*views, mask)[0]
-        upstream = STRIDES[name](dout) if mask else upstream.double()
-        assert worst((out, *grad_of(out, views, upstream)), (truth, *want)) < 1e-14
-
-
-@quick
-def test_expanded_inputs_get_the_sum_of_the_gradients(both):
-    leaves, dout = draw(13, heads=4, groups=4)
-    one = [x.detach()[:1, :1].clone().requires_grad_() for x in leaves]
-    pair = attend(*(x.expand(2, 4, -1, -1) for x in one), Mask.causal(13))
-    truth = plain_attention(*one, Mask.causal(13).dense())
-    want = grad_of(truth[0], one, dout.sum((0, 1), keepdim=True))
-    truth = [x.expand(2, 4, *x.shape[2:]) for x in truth]
-    assert worst((*pair, *grad_of(pair[0], one, dout)), (*truth, *want)) < 1e-12
+    truth = attend(*leaves, Mask.causal(20))[0]
+    *turned, dout_turned = (x.detach().mT.contiguous().mT for x in (*leaves, dout))
+    views = [x.requires_grad_() for x in turned]
+    out = attend(*views, Mask.causal(20))[0]
+    found = out, *grad_of(out, views, dout_turned)
+    assert worst(found, (truth, *grad_of(truth, leaves, dout))) < 1e-14
 
 
 @quick
@@ -260,41 +239,24 @@ def test_garbage_in_pad_reaches_nothing(kind, poison, both, tile):
     assert all(grad[:, :, ~PAD].any() for grad in grads)
 
 
-@pytest.mark.parametrize("poison", shortened([math.nan, math.inf, -math.inf], math.nan, math.inf))
-@pytest.mark.parametrize("case", ["future", "document", "window"])
-def test_what_is_not_finite_stays_out_of_other_tiles_and_is_not_hidden(case, poison, both, tile):
-    """Rows that share no tile with a bad query or key are clean; rows that see it are not."""
-    at = torch.arange(40)
-    bad, mask, reached, clean = {
-        "future": (30, Mask.causal(40), at >= 30, at < 0),
-        "document": (12, Mask.documents(doc_ids=at // 10), (at // 10 == 1) & (at >= 12), at < 10),
-        "window": (20, Mask.causal(40, window=8), (at >= 20) & (at < 28), at < 12),
-    }[case]
-    clean = clean & (tile <= 10)
-    leaves, dout = draw(40)
+@pytest.mark.parametrize("which", range(3))
+def test_nan_stays_in_its_document_and_is_not_hidden(which, both, tile):
+    """Token 12 of the second document: of its q, k or v. Tiles of 128 hold several documents."""
+    at, bad = torch.arange(40), 12
+    mask, (leaves, dout) = Mask.documents(doc_ids=at // 10), draw(40)
+    clean = (at // 10 != 1) & (tile <= 10)
     truth = attend(*leaves, mask)[0]
-    upstream = torch.where(clean[:, None], dout, 0.0)
-    want = grad_of(truth, leaves, upstream, retain_graph=True)[0]
-    of_all = grad_of(truth, leaves, dout)
-    for which in range(3):
-        tensors = [x.detach().clone() for x in leaves]
-        tensors[which][:, :, bad] = poison
-        tensors = [x.requires_grad_() for x in tensors]
-        out, lse = attend(*tensors, mask)
-        dq = grad_of(out, tensors, upstream, retain_graph=True)[0]
-        pairs = (out, truth), (dq, want)
-        assert all(worst([a[:, :, clean]], [b[:, :, clean]]) < 1e-12 for a, b in pairs)
-        if which == 2 or math.isnan(poison):  # never hidden
-            shown = at == bad if which == 0 else reached
-            assert not out[:, :, shown].isfinite().all(-1).any()
-            assert which == 2 or lse[:, :, shown].isnan().all()
-
-        # Whatever arrives from upstream: a document has tiles of its own, unless a tile is longer.
-        grads = grad_of(out, tensors, dout)
-        if case == "document" and math.isnan(poison):
-            assert grads[0][:, :, bad].isnan().all()
-            others = [[x[:, :, at // 10 != 1] for x in some] for some in (grads, of_all)]
-            assert tile > 10 or worst(*others) < 1e-12
+    want = truth, *grad_of(truth, leaves, dout)
+    tensors = [x.detach().clone() for x in leaves]
+    tensors[which][:, :, bad] = math.nan
+    tensors = [x.requires_grad_() for x in tensors]
+    out, lse = attend(*tensors, mask)
+    found = out, *grad_of(out, tensors, dout)
+    assert worst([x[:, :, clean] for x in found], [x[:, :, clean] for x in want]) < 1e-12
+    reached = at == bad if which == 0 else (at >= bad) & (at < 20)
+    assert not out[:, :, reached].isfinite().all(-1).any()
+    assert which == 2 or lse[:, :, reached].isnan().all()
+    assert found[1][:, :, bad].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -368,27 +330,6 @@ def test_merge_of_dead_rows_has_clean_values_and_gradients():
 
 
 @quick
-@pytest.mark.parametrize("a, b, c", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
-def test_parts_and_their_gradients_merge_to_the_whole_in_any_order(a, b, c):
-    leaves, dout = draw(11, 24)
-    mask, (q, k, v) = Mask.causal(24).slice(slice(4, 15), slice(24)), leaves  # dead beyond key 14
-    parts = []
-    for keys in (slice(0, 3), slice(3, 9), slice(9, 24)):
-        parts.append(attend(q, k[:, :, keys], v[:, :, keys], mask.slice(slice(None), keys)))
-    assert (parts[2][1] == -math.inf).any() and (parts[0][1] > -math.inf).all()
-    upstream = dout, noise(dout.shape[:3])
-    truth = plain_attention(*leaves, mask.dense())
-    want = grad_of(truth, leaves, upstream, retain_graph=True)
-    assert all(grad.norm() > 1 for grad in want)
-    for pair in (
-        merge(*merge(*parts[a], *parts[b]), *parts[c]),
-        merge(*parts[a], *merge(*parts[b], *parts[c])),
-    ):
-        assert worst(pair, truth) < 1e-14
-        assert worst(grad_of(pair, leaves, upstream, retain_graph=True), want) < 1e-12
-
-
-@quick
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_merge_takes_parts_in_low_precision_and_gives_their_dtype(dtype):
     gen = torch.Generator().manual_seed(0)
@@ -411,36 +352,6 @@ def test_the_kernel_runs_where_it_can():
     assert not can_fuse(torch.empty(1, 2, 3, 64, device="meta", dtype=torch.bfloat16))
 
 
-def bad(**changes):
-    shapes = {"q": (2, 4, 5, 8), "k": (2, 2, 5, 8), "v": (2, 2, 5, 8)} | changes
-    return [torch.zeros(shapes[name]) for name in "qkv"]
-
-
-@quick
-@pytest.mark.parametrize(
-    "tensors, options, text",
-    [
-        (bad(q=(2, 4, 8)), {}, r"expected q \(B, H, q, D\).*\(2, 4, 8\)"),
-        (bad(v=(2, 2, 6, 8)), {}, "k and v of one shape"),
-        (bad(q=(1, 4, 5, 8)), {}, "batch and head size"),
-        (bad(q=(2, 4, 5, 16)), {}, "batch and head size"),
-        (bad(q=(2, 3, 5, 8)), {}, "multiple of key heads"),
-        (bad(q=(2, 0, 5, 8)), {}, "multiple of key heads"),
-        (bad(q=(2, 4, 5, 513), k=(2, 2, 5, 513), v=(2, 2, 5, 513)), {}, "1 to 512"),
-        ([*bad()[:2], bad()[2].double()], {}, "one dtype"),
-        ([x.long() for x in bad()], {}, "one dtype"),
-        (bad(), {"mask": Mask.causal(6)}, r"a mask of \(5, 5\) queries and keys, got \(6, 6\)"),
-        (bad(), {"mask": Mask.causal(5, batch=3)}, "batch of 3"),
-        (bad(), {"mask": torch.ones(5, 5) > 0}, "expected a Mask or None as mask, got Tensor"),
-        (bad(), {"mask": "causal"}, "expected a Mask or None as mask, got str"),
-        (bad(), {"scale": -1.0}, "expected a positive number or None as scale"),
-    ],
-)
-def test_bad_input_is_refused_with_what_came(tensors, options, text):
-    with pytest.raises(ValueError, match=text):
-        attend(*tensors, **options)
-
-
 def test_a_compiled_model_calls_attention_outside_its_graphs():
     leaves, dout = draw(12)
 
@@ -458,7 +369,6 @@ LARGE = {
     "blocks": lambda: Mask.blocks(AT // 77, AT % 50 != 3),
     "padding": lambda: Mask.padding(AT % 7 != 2),
     "tree": lambda: Mask.tree(torch.where((AT < 1000) | (AT >= 2500), 4096, 2500)),
-    "window": lambda: Mask.causal(4096, window=1000),
 }
 
 

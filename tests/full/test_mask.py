@@ -149,32 +149,6 @@ def test_the_callers_arrays_are_neither_kept_nor_written():
     assert torch.equal(mask.dense(), before) and start.tolist() == [3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(
-    "make, text",
-    [
-        (lambda: Mask([0, 1], [2, 2, 2]), r"one shape.*start \(1, 2\), end \(1, 3\)"),
-        (lambda: Mask([0.5, 1], [2, 2]), "integers as a mask's start, got float64"),
-        (lambda: Mask(torch.zeros(1, 1, 2), [2, 2]), r"\(B, S\) or \(S,\)"),
-        (lambda: Mask([0, 0], [2, 2], window=0), "at least 1 as a window, got 0"),
-        (lambda: Mask.causal(4).with_window(2.5), "got 2.5"),
-        (lambda: Mask.causal(4, window=True), "got True"),
-        (lambda: Mask.documents(), "got neither"),
-        (lambda: Mask.documents(doc_ids=[0, 1, 0]), "row 0: a document continues after another"),
-        (lambda: Mask.blocks([[0, 0], [1, 0]]), "row 1: block numbers decrease"),
-        (lambda: Mask.tree([1, 1]), "subtree_end"),
-        (lambda: Mask.tree([3, 2]), "subtree_end"),
-        (lambda: Mask.causal(2).slice([False, True], ALL), "arrays of integers"),
-        (lambda: Mask.causal(2).slice([0.0, 1.0], ALL), "arrays of integers"),
-        (lambda: Mask.causal(4).slice([2, 1], ALL), "ascending"),
-        (lambda: Mask.causal(4).slice([1, 1], ALL), "ascending"),
-        (lambda: Mask.causal(4).slice(ALL, slice(None, None, -1)), "ascending"),
-    ],
-)
-def test_what_cannot_be_a_mask_is_refused(make, text):
-    with pytest.raises(ValueError, match=text):
-        make()
-
-
 @seeds
 def test_masks_share_a_digest_only_if_they_are_equal(seed):
     """Also after one change of one number."""
@@ -247,21 +221,6 @@ def test_boxes_cover_every_visible_pair_once(seed, tile):
                     covers(mask.slice(rows, keys), tile)
 
 
-@pytest.mark.parametrize("n", [0, 1])
-def test_no_token_and_one_token_make_masks(n):
-    zeros, ones, causal = np.zeros(n, int), np.ones(n, int), Mask.causal(5)
-    for mask in (
-        Mask.full(n), Mask.causal(n, window=1), Mask.documents(doc_ids=zeros), Mask.tree(ones),
-        Mask.documents(position_ids=zeros + 3), Mask.blocks(zeros), Mask.padding(ones),
-        Mask.padding(ones, causal=False),
-    ):  # fmt: skip
-        assert mask.shape == (1, 1, n, n) and mask.dense().all()
-        assert len(boxes(mask, sizes_of(4))) == n
-        covers(mask, 4)
-    for empty in (causal.slice(slice(0), ALL), causal.slice([4], []), causal.slice([], [])):
-        assert boxes(empty, sizes_of(8)) == [] and work_of(empty) == 0
-
-
 @pytest.mark.parametrize(
     "mask, tile, most_boxes, most_work",
     [
@@ -276,20 +235,6 @@ def test_no_token_and_one_token_make_masks(n):
 def test_boxes_are_few_and_waste_little(mask, tile, most_boxes, most_work):
     assert 0.98 < work_of(mask, tile) / mask.dense().sum().item() < most_work
     assert len(boxes(mask, sizes_of(tile))) <= most_boxes
-
-
-@pytest.mark.parametrize(
-    "mask, least, most",
-    [
-        (Mask.causal(4096), 0.95, 1.05),
-        *((Mask.documents(doc_ids=np.arange(4096) // n), 1.0, 1.25)
-          for n in (200, 300, 517, 1000)),
-    ],
-)  # fmt: skip
-def test_zigzag_balances_work(mask, least, most):
-    parts = (indices(4096, rank, 4).numpy() for rank in range(4))
-    work = np.array([work_of(mask.slice(part, ALL)) for part in parts])
-    assert least <= work.max() / work.mean() <= most
 
 
 def test_long_structures_are_one_square_each():

@@ -15,9 +15,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import SORT
 from test_run import SAVING, TINY, TOML, _task, call, contents
 
+from full import attend, check_attention, chunks, masks, ring, tree, trie
 from full.__main__ import main
 from full.flags import parse_config
 
@@ -281,3 +283,96 @@ def test_wrong_settings_of_a_file_are_one_clear_line(
     else:
         assert re.search(says, refusal(capsys, command))
     assert [*contents(tmp_path)] == [name]
+
+
+# Calls -------------------------------------------------------------------------------------------
+# What is refused before anything runs, on one process. A call of several ranks is refused alike on
+# all of them, and is tested with its file.
+
+TWO = [[1, 2, 3], [1, 4, 5]]
+
+
+def qkv(**changes):
+    """q, k and v, (2, 4, 5, 8) and (2, 2, 5, 8), of other shapes."""
+    shapes = {"q": (2, 4, 5, 8), "k": (2, 2, 5, 8), "v": (2, 2, 5, 8)} | changes
+    return [torch.zeros(shapes[name]) for name in "qkv"]
+
+
+def over_a_tree(*given, **options):
+    """Attention of five tokens in groups, which says what boxes say."""
+    return tree.tree_attention(*given, trie.TokenTrie([[1, 2, 3], [1, 2, 4], [5]]), **options)
+
+
+def train(model, trie, **options):
+    chunks.tree_backward(model, trie, lambda i, logprobs, entropy: logprobs.sum(), **options)
+
+
+CALLS = {  # a call, and what its ValueError says
+    # Trees.
+    "TokenTrie([[1, 2], []])": "sequence 1: expected 1-D integers, 1 token or more",
+    "TokenTrie([[1.5, 2.0]])": "sequence 0: expected 1-D integers",
+    "TokenTrie([[[1, 2]]])": "sequence 0: expected 1-D integers",
+    "TokenTrie([[1, 2], [3, -1]])": "sequence 1: expected token ids .*, got -1",
+    "TokenTrie([[1], np.array([2**63 + 1], np.uint64)])": "sequence 1: expected token ids .* got -",
+    "train(TinyModel(), TWO)": "expected a TokenTrie, got list",
+    "train(TinyModel().requires_grad_(False), TokenTrie(TWO))":
+        "no parameter of the model requires a gradient",
+    "torch.inference_mode()(train)(TinyModel(), TokenTrie(TWO))": "use tree_scores",
+    "tree_scores(TinyModel(), TokenTrie(TWO), max_tokens=2)":
+        "call tree_scores under torch.no_grad",
+    "train(TinyModel(), TokenTrie(TWO), masks=[[True, True]])": "got 1 masks for 2 sequences",
+    "train(TinyModel(), TokenTrie(TWO), masks=[[True, True], [True]])":
+        r"mask 1: expected shape \(2,\), got \(1,\)",
+    **{f"partition_tree(TokenTrie(TWO), {n})": f"expected max_tokens of 1 or more.*got {n}"
+       for n in (0, -1, 2.5)},
+    "partition(TWO, 2, strategy='best')": "expected strategy .dfs. or",
+    "partition(TWO, 0)": "world of 1 or more",
+    "redistribute([[1], [2]], ['a'])": "2 sequences, but data for 1; one for each",
+    "redistribute([[]], ['a'])": "sequence 0: expected 1-D integers",
+    # Attention. In groups of a tree it says what it says in boxes.
+    "attend(*qkv(q=(2, 4, 8)))": r"expected q \(B, H, q, D\).*\(2, 4, 8\)",
+    "attend(*qkv(v=(2, 2, 6, 8)))": "k and v of one shape",
+    "attend(*qkv(q=(1, 4, 5, 8)))": "batch and head size",
+    "attend(*qkv(q=(2, 4, 5, 16)))": "batch and head size",
+    "attend(*qkv(q=(2, 3, 5, 8)))": "multiple of key heads",
+    "attend(*qkv(q=(2, 0, 5, 8)))": "multiple of key heads",
+    "attend(*qkv(q=(2, 4, 5, 513), k=(2, 2, 5, 513), v=(2, 2, 5, 513)))": "1 to 512",
+    "attend(*qkv()[:2], qkv()[2].double())": "one dtype",
+    "attend(*(x.long() for x in qkv()))": "one dtype",
+    "attend(*qkv(), Mask.causal(6))": r"a mask of \(5, 5\) queries and keys, got \(6, 6\)",
+    "attend(*qkv(), Mask.causal(5, batch=3))": "batch of 3",
+    "attend(*qkv(), torch.ones(5, 5) > 0)": "expected a Mask or None as mask, got Tensor",
+    "attend(*qkv(), 'causal')": "expected a Mask or None as mask, got str",
+    "attend(*qkv(), scale=-1.0)": "expected a positive number or None as scale",
+    "over_a_tree(*qkv()[:2], qkv()[2].double())": "in one dtype",
+    "over_a_tree(*torch.zeros(3, 1, 4, 6, 8))":
+        "expected a mask of .6, 6. queries and keys, got .5, 5.",
+    "over_a_tree(*qkv(), scale=-1)": "positive number or None as scale, got -1",
+    "over_a_tree(*qkv(), window=0)": "at least 1 as a window, got 0",
+    "ring_attention(*qkv(), group=object())": "not been initialized",
+    "indices(4, 2, 2)": "^expected 0 <= rank < world",
+    # Masks.
+    "Mask([0, 1], [2, 2, 2])": r"one shape.*start \(1, 2\), end \(1, 3\)",
+    "Mask([0.5, 1], [2, 2])": "integers as a mask's start, got float64",
+    "Mask(torch.zeros(1, 1, 2), [2, 2])": r"\(B, S\) or \(S,\)",
+    "Mask([0, 0], [2, 2], window=0)": "at least 1 as a window, got 0",
+    "Mask.causal(4).with_window(2.5)": "got 2.5", "Mask.causal(4, window=True)": "got True",
+    "Mask.documents()": "got neither",
+    "Mask.documents(doc_ids=[0, 1, 0])": "row 0: a document continues after another",
+    "Mask.blocks([[0, 0], [1, 0]])": "row 1: block numbers decrease",
+    "Mask.tree([1, 1])": "subtree_end", "Mask.tree([3, 2])": "subtree_end",
+    "Mask.causal(2).slice([False, True], ALL)": "arrays of integers",
+    "Mask.causal(2).slice([0.0, 1.0], ALL)": "arrays of integers",
+    "Mask.causal(4).slice([2, 1], ALL)": "ascending",
+    "Mask.causal(4).slice([1, 1], ALL)": "ascending",
+    "Mask.causal(4).slice(ALL, slice(None, None, -1))": "ascending",
+}  # fmt: skip
+NAMES = globals() | {name: x for module in (attend, check_attention, chunks, masks, ring, trie)
+                     for name, x in vars(module).items()}  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_cannot_be_is_refused(call):
+    with pytest.raises(ValueError, match=CALLS[call]):
+        eval(call, dict(NAMES))
