@@ -17,6 +17,7 @@ Trees:
 Models:
     full/model_config.py: ModelConfig
     full/transformer.py: Transformer, causal_attention
+    full/deltanet.py: Documents
     full/logprobs.py: token_logprobs
     full/generate.py: KVCache, generate, prefill
     full/exact.py: make_exact

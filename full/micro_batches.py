@@ -15,6 +15,7 @@ import torch
 
 from full.attend import attend
 from full.chunks import redistribute, tree_backward
+from full.deltanet import Documents
 from full.exact import packed_attention
 from full.masks import Mask
 from full.packing import (
@@ -72,7 +73,8 @@ class RowBatches(PackedBatches):
         # The block-diagonal mask of the whole row. Tiles between documents cost nothing, and a ring
         # cuts the mask to what each pair of ranks needs.
         mask = Mask.documents(doc_ids=document_1S)
-        return masked_attention(mask, group, self.config.cp_method)
+        attention = masked_attention(mask, group, self.config.cp_method)
+        return attention if group else Documents(attention, document_1S)
 
 
 class ExactBatches(RowBatches):

@@ -22,6 +22,8 @@ import models
 from full.rope import complete_rope, rope_frequencies
 from models import ACTIVATIONS, FULL, SLIDING
 
+LINEAR = "linear_attention"  # a type of layer: gated DeltaNet, see deltanet.py
+
 
 @dataclass
 class ModelConfig(models.ModelConfig):
@@ -37,6 +39,13 @@ class ModelConfig(models.ModelConfig):
     final_logit_softcapping: float | None = None  # c of (7')
     router_bias_rate: float = 0.0  # the rate of (11). 0: the router has no bias
     value_head: bool = False  # a critic, see `Transformer.values`
+    partial_rotary_factor: float = 1.0  # the part of a head that RoPE turns
+    attn_output_gate: bool = False  # of softmax layers: deltanet.GatedAttention
+    linear_conv_kernel_dim: int = 0  # of LINEAR layers: tokens of a convolution, widths and numbers
+    linear_key_head_dim: int = 0  # of heads
+    linear_value_head_dim: int = 0
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
 
     def __post_init__(self):
         sizes = (
@@ -47,14 +56,25 @@ class ModelConfig(models.ModelConfig):
             require_size(name, getattr(self, name))
         given = self.rope_parameters
         super().__post_init__()
+        self.rope_parameters.pop(LINEAR, None)
 
         # What is needed -> is it met?
         layers = range(self.num_hidden_layers)
         kinds = set(self.layer_types)
+        key_heads, value_heads = self.linear_num_key_heads, self.linear_num_value_heads
+        linear = (key_heads, value_heads, self.linear_key_head_dim, self.linear_value_head_dim,
+                  self.linear_conv_kernel_dim)  # fmt: skip
         experts = (self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size)
         needs = {
-            f"layer_types: {len(layers)} of {FULL} or {SLIDING}":
-                len(self.layer_types) == len(layers) and kinds <= {FULL, SLIDING},
+            f"layer_types: {len(layers)} of {FULL} or {SLIDING}, or of {FULL} and {LINEAR}":
+                len(self.layer_types) == len(layers) and (
+                    kinds <= {FULL, SLIDING} or kinds == {FULL, LINEAR}),
+            "linear_conv_kernel_dim, linear_key_head_dim, linear_value_head_dim, "
+            "linear_num_key_heads, linear_num_value_heads: positive, and for each key head a whole "
+            f"number of value heads, for {LINEAR}":
+                LINEAR not in kinds or min(linear) > 0 and value_heads % key_heads == 0,
+            "partial_rotary_factor: a part of head_dim that is an even number":
+                0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0,
             "num_attention_heads: a multiple of num_key_value_heads":
                 self.num_attention_heads % self.num_key_value_heads == 0,
             "head_dim: an even number, for RoPE": self.head_dim % 2 == 0,
@@ -78,7 +98,7 @@ class ModelConfig(models.ModelConfig):
         if wrong:
             raise ValueError(f"a {self.model_type} config needs {'; '.join(wrong)}; got {self}")
         for kind, rope in self.rope_parameters.items():
-            rope = complete_rope(rope, self.head_dim, self.max_position_embeddings)
+            rope = complete_rope(rope, self.rotary_dim, self.max_position_embeddings)
             self.rope_parameters[kind] = rope
 
             # YaRN is for positions up to factor x original, whatever length a file repeats.
@@ -103,8 +123,13 @@ class ModelConfig(models.ModelConfig):
             raise ValueError(f"{path}: {error}") from error
 
     def frequencies(self, kind):
-        """Return the D / 2 frequencies of (5), scaled, in a type of layer."""
-        return rope_frequencies(self.rope_parameters[kind], self.head_dim)[0]
+        """Return the frequencies of (5), scaled, in a type of layer: one for two entries."""
+        return rope_frequencies(self.rope_parameters[kind], self.rotary_dim)[0]
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many entries of a head RoPE turns."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     def to_hf(self) -> dict:
         """Return the config.json that transformers 4 and 5 and `from_hf` read back to this."""

@@ -95,7 +95,7 @@ class Rope:
 
     def __init__(self, config):
         ropes = config.rope_parameters.items()
-        self.frequencies = {kind: rope_frequencies(rope, config.head_dim) for kind, rope in ropes}
+        self.frequencies = {kind: rope_frequencies(rope, config.rotary_dim) for kind, rope in ropes}
         self.moved = {}  # (device, layer type) -> f of (5) there, as each copy waits for the device
 
     def __call__(self, positions_BS, dtype, /):

@@ -6,7 +6,7 @@ needs no skill. If you only train, skip this file.
 
 import torch
 
-from full.model_config import ModelConfig
+from full.model_config import LINEAR, ModelConfig
 from full.tasks import Task
 from full.transformer import Transformer
 from models import FULL, SLIDING
@@ -29,6 +29,14 @@ TINY = {  # what a tiny model of each family needs in addition to the sizes
         },
     ),
 }  # fmt: skip
+HYBRID = {  # and of each family with recurrent layers, which need more of an attention
+    "qwen3_5_text": dict(
+        norm_offset=True, attn_output_gate=True, partial_rotary_factor=0.4, num_hidden_layers=4,
+        layer_types=(LINEAR, LINEAR, FULL, LINEAR), linear_conv_kernel_dim=4,
+        linear_key_head_dim=6, linear_value_head_dim=5, linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    ),
+}  # fmt: skip
 
 
 def tiny(model_type="qwen3", **changes) -> ModelConfig:
@@ -37,7 +45,7 @@ def tiny(model_type="qwen3", **changes) -> ModelConfig:
         vocab_size=53, hidden_size=24, intermediate_size=40, num_hidden_layers=2, head_dim=10,
         num_attention_heads=4, num_key_value_heads=2, model_type=model_type, initializer_range=0.3,
     )  # fmt: skip
-    return ModelConfig(**base | TINY[model_type] | changes)
+    return ModelConfig(**base | (TINY | HYBRID)[model_type] | changes)
 
 
 def tiny_model(model_type="qwen3", seed=1, dtype=torch.float64, **changes) -> Transformer:

@@ -18,6 +18,7 @@ from full import lora
 from full.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
 from full.checkpoint import read_checkpoint, write_checkpoint
 from full.config import DEMO_LR
+from full.deltanet import Documents
 from full.experts import ExpertLoads
 from full.hf import load_hf
 from full.metrics import METRICS, loss_metrics
@@ -167,7 +168,7 @@ class Trainer(AnyTrainer):
         is_empty = next(model.parameters()).is_meta
         model = parallelize(
             model, self.plan, device_mesh=self.grid, mode=config.mode,
-            attention=causal_attention, schedule=config.pp_schedule,
+            attention=Documents(causal_attention), schedule=config.pp_schedule,
             ac=config.ac, compile=config.compile,
             offload=config.offload, compute_dtype=compute_dtype,
         )  # fmt: skip

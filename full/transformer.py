@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import models
+from full import deltanet
 from full.experts import SparseMLP
 from full.logprobs import all_gather_logits, require_tokens_in_vocabulary, token_logprobs
-from full.model_config import ModelConfig
+from full.model_config import LINEAR, ModelConfig
 from full.rope import Rope
 
 
@@ -73,15 +74,43 @@ class Attention(models.Attention):
     norm_class = RMSNorm
 
 
+class GatedAttention(deltanet.GatedAttention):
+    """Adds to `deltanet.GatedAttention`: the norms above."""
+
+    norm_class = RMSNorm
+
+
+class GatedDeltaNet(deltanet.GatedDeltaNet):
+    """Adds to `deltanet.GatedDeltaNet`: the norm above."""
+
+    norm_class = RMSNorm
+
+
 class Layer(models.Layer):
-    """Adds to `models.Layer`: the parts of this folder. Experts know the number of their layer."""
+    """Adds to `models.Layer`: the parts of this folder, and layers that are recurrent.
+
+    Experts know the number of their layer. A recurrent layer has `linear_attn`, not `self_attn`.
+    """
 
     norm_class, attention_class, sparse_class = RMSNorm, Attention, SparseMLP
 
     def __init__(self, config, layer):
+        if config.layer_types[layer] == LINEAR:
+            self.attention_class = GatedDeltaNet
+        elif config.attn_output_gate:
+            self.attention_class = GatedAttention
         super().__init__(config, layer)
+        if config.layer_types[layer] == LINEAR:  # Hugging Face's name for it
+            self.linear_attn = self.self_attn
+            del self.self_attn
         if layer in config.sparse_layers:
             self.mlp.layer = layer
+
+    def forward(self, x_BSM, ropes, attention, /, **options):
+        if hasattr(self, "self_attn"):
+            return super().forward(x_BSM, ropes, attention, **options)
+        y_BSM = x_BSM + self.linear_attn(self.input_layernorm(x_BSM), ropes, attention)
+        return y_BSM + self.mlp(self.post_attention_layernorm(y_BSM), **options)
 
 
 class Transformer(models.Transformer):
@@ -97,7 +126,8 @@ class Transformer(models.Transformer):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.rope = Rope(config)
-        self.attention = causal_attention  # used unless `hidden` is given another one
+        # Used unless `hidden` is given another one.
+        self.attention = deltanet.Documents(causal_attention)
         self.residual_dtype = None  # of the states between layers. None: as the weights
         self.head_dtype = None  # of the head's product, if it is wider. None: as the weights
         self.shard = {}  # which rows of the head this rank has: group= and vocab_start=. {}: all
@@ -111,7 +141,8 @@ class Transformer(models.Transformer):
             stages of a pipeline get from the stage before. They are not scaled as embeddings are.
         positions: int64, (B, S). For RoPE only. Default: 0..S-1.
         attention: attention(q, k, v, layer=, scale=) -> (B, H, S, D), with q (B, H, S, D) and with
-            k and v (B, G, S, D). Sliding layers add window=. Default: `self.attention`.
+            k and v (B, G, S, D). Sliding layers add window=. Gated DeltaNet layers call two methods
+            of it, see `deltanet.Documents`. Default: `self.attention`.
         on_routing: on_routing(p (N, E), ids of experts (N, K), layer=), called once in each sparse
             layer. It returns a loss to attach, or None. Such as a `Balance`. If it has a method
             `choose`, this replaces the router's ids, see `Replay`. Default: no call.
@@ -206,15 +237,21 @@ class Transformer(models.Transformer):
 def drawn_weights(model, seed: int):
     """Yield the name and the first weights of each parameter of a whole model, on the CPU.
 
-    Matrices are normal(0, initializer_range), norms are 1, biases are 0. A value head is 0 too, so
-    that the first values are 0. The seed decides all, alike in every dtype and under every plan.
+    Matrices are normal(0, initializer_range), norms are 1, biases are 0; A and dt of recurrent
+    layers are as transformers draws them. A value head is 0 too, so that the first values are 0.
+    The seed decides all, alike in every dtype and under every plan.
     """
     # One tensor at a time: the draws of a tensor follow the draws of the tensor before it. In
     # float32 on the CPU, so that dtype and device do not change the draw.
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         if name.endswith("norm.weight"):
-            yield name, torch.full(p.shape, 0.0 if model.config.norm_offset else 1.0)
+            is_offset = model.config.norm_offset and "linear_attn" not in name
+            yield name, torch.full(p.shape, 0.0 if is_offset else 1.0)
+        elif name.endswith("dt_bias"):
+            yield name, torch.ones(p.shape)
+        elif name.endswith("A_log"):  # decay slow and fast: a of (2) at rest is e^-0.01 to e^-21
+            yield name, torch.empty(p.shape).uniform_(0.01, 16, generator=generator).log()
         elif name.endswith("bias") or name == "score.weight":
             yield name, torch.zeros(p.shape)
         else:

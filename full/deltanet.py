@@ -1,0 +1,230 @@
+"""Gated DeltaNet, the recurrent layers of Qwen3.5: adds a second kind of layer to `models.py`.
+
+A recurrent layer keeps one matrix S per head instead of all keys and values. A token first lets S
+fade, then replaces what S holds under its key by its value, then reads S with its query. For the
+tokens t = 1, 2, .. of a document, per head, with x the layer's input and |k| = |q| = 1:
+
+    (1)  q, k, v = silu(conv(Wx)),  conv_t = sum_n w_n (Wx)_(t-n), n = 0..kernel-1, a w per channel
+    (2)  a_t     = exp(-exp(A) softplus(x_t . W_a + dt))  in (0, 1),  b_t = sigmoid(x_t . W_b)
+    (3)  u_t     = b_t (v_t - (a_t S_(t-1))^T k_t)        the correction of what S says under k_t
+         S_t     = a_t S_(t-1) + k_t u_t^T                S_0 = 0
+         o_t     = S_t^T q_t / sqrt(K)
+    (4)  y_t     = O [norm(o_t) * silu(Z x_t)]
+    (5)  chunk of C tokens, S_0 the state before it, D_ij = a_(j+1) .. a_i what of j is left at i:
+         (I + [b_i D_ij k_i . k_j]_(j<i)) U = b (V - D_i0 K S_0)
+         o_i = D_i0 q_i S_0 + sum_(j<=i) D_ij (q_i . k_j) u_j,   S_C = D_C0 S_0 + sum_j D_Cj k_j u_j
+    (6)  S_C = A S_0 + B and o_i = R_i S_0 + o0_i: run (3) with values [v 0] from the state [0 I],
+         and it returns [o0 R] and [B A], since every column of S goes its own way
+
+As with attention, the layer does not know which tokens come before which: the caller says so. A
+recurrent layer calls two more methods of the object that `attention` is, see `Documents`. (5) costs
+C times fewer steps than (3), and 2 C (K + V) + C^2 flops a token and head more. Every fourth layer
+is softmax attention, `GatedAttention`. Not here: the fused kernels of flash-linear-attention.
+
+Letters:  B rows   S tokens   M width   H heads, H / r of keys   K width of a key   V of a value
+X = 2 H K / r + H V channels of the convolution   C chunk   c = C + 1   k kernel   D width of a head
+
+References: Yang et al. arXiv:2406.06484 (chunks), arXiv:2412.06464 (the gate).
+"""
+
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.linalg import solve_triangular
+
+import models
+
+CHUNK = 64  # tokens of (5): the triangular system grows with it, the number of steps shrinks
+
+# The recurrence ---------------------------------------------------------------------------------
+# Token by token, which is the definition, and in chunks, which trains.
+
+
+def by_token(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, S_BHKV):
+    """Return the outputs (B, H, S, V) and the last state: equation (3) and nothing else."""
+    out = []
+    # One unbind. To slice each token would make the backward quadratic in the number of tokens.
+    tokens = zip(*(x.unbind(2) for x in (q_BHSK, k_BHSK, v_BHSV, log_a_BHS.exp(), b_BHS)))
+    for q_BHK, k_BHK, v_BHV, a_BH, b_BH in tokens:
+        S_BHKV = a_BH[..., None, None] * S_BHKV
+        u_BHV = b_BH[..., None] * (v_BHV - torch.einsum("bhkv,bhk->bhv", S_BHKV, k_BHK))
+        S_BHKV = S_BHKV + k_BHK[..., None] * u_BHV[..., None, :]
+        out.append(torch.einsum("bhkv,bhk->bhv", S_BHKV, q_BHK))  # (3)
+    return torch.stack(out, 2), S_BHKV
+
+
+def one_chunk(q_BHCK, k_BHCK, v_BHCV, log_a_BHC, b_BHC, restart_BC, S_BHKV):
+    """Return the outputs (B, H, C, V) and the last state of C tokens, by (5)."""
+    # Index 0 of D is the state before the chunk, index i is token i. With a restart at token 3,
+    # numbers are 0 0 0 1 1, and nothing before token 3 is left at it. A decay of 0 would have no
+    # logarithm, so a restart is a mask and never a decay.
+    sum_BHc = F.pad(log_a_BHC.masked_fill(restart_BC[:, None], 0.0).cumsum(-1), (1, 0))
+    number_Bc = F.pad(restart_BC.cumsum(-1), (1, 0))
+    left_B1cc = (number_Bc[:, :, None] == number_Bc[:, None, :]).tril()[:, None]
+    # NUMERICS: masked before exp, since exp overflows above the diagonal, and 0 * inf is NaN.
+    # Pinned by tests/full/test_deltanet.py::test_chunks_are_the_recurrence.
+    log_D_BHcc = sum_BHc[..., :, None] - sum_BHc[..., None, :]
+    D_BHcc = log_D_BHcc.masked_fill(~left_B1cc, -torch.inf).exp()
+    of_state_BHC1 = D_BHcc[..., 1:, :1]  # D_i0
+    D_BHCC = D_BHcc[..., 1:, 1:]
+
+    # Each correction depends on the earlier ones: a triangular system instead of C steps.
+    system_BHCC = b_BHC[..., None] * D_BHCC * (k_BHCK @ k_BHCK.mT)  # its diagonal is not read
+    right_BHCV = b_BHC[..., None] * (v_BHCV - of_state_BHC1 * (k_BHCK @ S_BHKV))
+    u_BHCV = solve_triangular(system_BHCC, right_BHCV, upper=False, unitriangular=True)
+    out_BHCV = of_state_BHC1 * (q_BHCK @ S_BHKV) + (D_BHCC * (q_BHCK @ k_BHCK.mT)) @ u_BHCV
+    at_end_BHC1 = D_BHcc[..., -1, 1:, None]  # D_Cj
+    return out_BHCV, D_BHcc[..., -1:, :1] * S_BHKV + (at_end_BHC1 * k_BHCK).mT @ u_BHCV  # (5)
+
+
+def by_chunk(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, S_BHKV=None, restart_BS=None, size=CHUNK):
+    """Do what `by_token` does, `size` tokens at a time.
+
+    S_BHKV: the state before the first token. Default: 0.
+    restart_BS: bool. Where a document begins, with the state 0. Default: nowhere.
+    """
+    if S_BHKV is None:
+        S_BHKV = v_BHSV.new_zeros(*k_BHSK.shape[:2], k_BHSK.shape[3], v_BHSV.shape[3])
+    if restart_BS is None:
+        restart_BS = torch.zeros_like(b_BHS[:, 0], dtype=torch.bool)
+    out = []
+    chunks = [x.split(size, 2) for x in (q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS)]
+    for *given, restart_BC in zip(*chunks, restart_BS.split(size, 1)):
+        part, S_BHKV = one_chunk(*given, restart_BC, S_BHKV)
+        out.append(part)
+    return torch.cat(out, 2), S_BHKV
+
+
+# One seam ---------------------------------------------------------------------------------------
+# Softmax layers call attention(q, k, v, layer=, scale=). Recurrent layers call two more methods of
+# the same object. All three answer one question: which tokens come before which?
+
+
+class Documents:
+    """Adds what recurrent layers need to the attention of rows of documents side by side.
+
+    attention: the callable of the softmax layers, in which tokens see their own document.
+    ids_BS: int64. Which document each token is of. Default: each row is a document.
+    """
+
+    def __init__(self, attention, ids_BS=None):
+        self.attention = attention
+        self.ids_BS = ids_BS
+
+    def __call__(self, q, k, v, /, **options):
+        return self.attention(q, k, v, **options)
+
+    def windows(self, x_BSX, /, *, kernel, layer):
+        """Return the last `kernel` inputs of each token, (B, S, X, kernel), its own the last."""
+        # With kernel 3 and documents 0 0 1 1, the windows are ..0, .01, ..2 and .23. A dot is 0.
+        inputs_BSXk = F.pad(x_BSX, (0, 0, kernel - 1, 0)).unfold(1, kernel, 1)
+        if self.ids_BS is None:
+            return inputs_BSXk
+        return inputs_BSXk * self.same_document(kernel).to(x_BSX.device)[:, :, None]
+
+    def same_document(self, kernel):
+        """Return whether each of a token's last `kernel` tokens is of its document, (B, S, kernel).
+        """
+        ids_BSk = F.pad(self.ids_BS, (kernel - 1, 0), value=-2).unfold(1, kernel, 1)
+        return ids_BSk == ids_BSk[..., -1:]
+
+    def recurrence(self, q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, /, *, layer):
+        """Return the outputs (B, H, S, V) of (3)."""
+        restart_BS = None
+        if self.ids_BS is not None:
+            restart_BS = (self.ids_BS.diff(prepend=self.ids_BS[:, :1]) != 0).to(q_BHSK.device)
+        return by_chunk(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, restart_BS=restart_BS)[0]
+
+
+# The layers -------------------------------------------------------------------------------------
+
+
+class GatedDeltaNet(nn.Module):
+    """Compute (1) to (4): (B, S, M) -> (B, S, M). Names are Hugging Face's."""
+
+    norm_class = models.RMSNorm
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.layer = layer
+        self.kernel = config.linear_conv_kernel_dim
+        self.act = models.ACTIVATIONS[config.hidden_act]
+        self.key_width = config.linear_key_head_dim  # K
+        self.value_width = config.linear_value_head_dim  # V
+        M, H = config.hidden_size, config.linear_num_value_heads
+        width_q = config.linear_num_key_heads * self.key_width
+        width_v = H * self.value_width
+        X = 2 * width_q + width_v  # rows of q, then of k, then of v
+        self.in_proj_qkv = nn.Linear(M, X, bias=False)
+        self.in_proj_z = nn.Linear(M, width_v, bias=False)
+        self.in_proj_b = nn.Linear(M, H, bias=False)
+        self.in_proj_a = nn.Linear(M, H, bias=False)
+        self.conv1d = nn.Conv1d(X, X, self.kernel, groups=X, bias=False)  # (X, 1, kernel)
+        self.A_log = nn.Parameter(torch.zeros(H))
+        self.dt_bias = nn.Parameter(torch.ones(H))
+        # It scales by w, also where the other norms of the model scale by 1 + w.
+        plain = SimpleNamespace(rms_norm_eps=config.rms_norm_eps, norm_offset=False)
+        self.norm = self.norm_class(self.value_width, plain)
+        self.out_proj = nn.Linear(width_v, M, bias=False)
+
+    def forward(self, x_BSM, ropes, attention, /):
+        if not hasattr(attention, "recurrence"):
+            name = getattr(attention, "__qualname__", type(attention).__name__)
+            raise ValueError(f"layer {self.layer} is a gated DeltaNet: expected an attention with "
+                             f"`windows` and `recurrence`, got {name}")  # fmt: skip
+        # NUMERICS: the decay, the state and what enters it are float32 where the model computes in
+        # less: errors of a state stay in it for as long as it lasts. Pinned by
+        # tests/full/test_deltanet.py::test_a_bfloat16_model_keeps_float32_states.
+        wide = torch.promote_types(x_BSM.dtype, torch.float32)
+        inputs_BSXk = attention.windows(
+            self.in_proj_qkv(x_BSM), kernel=self.kernel, layer=self.layer)
+        y_BSX = self.act((inputs_BSXk.to(wide) * self.conv1d.weight[:, 0].to(wide)).sum(-1))  # (1)
+
+        # The widths follow from the heads that are here: a rank may have some of them.
+        H = len(self.A_log)
+        width_v = H * self.value_width
+        width_q = (y_BSX.shape[-1] - width_v) // 2
+        q_BSHK, k_BSHK, v_BSHV = (
+            y.unflatten(-1, (-1, width)) for y, width in
+            zip(y_BSX.split([width_q, width_q, width_v], -1),
+                (self.key_width, self.key_width, self.value_width)))  # fmt: skip
+        # A key head serves r value heads that are side by side.
+        r = H // k_BSHK.shape[2]
+        q_BHSK, k_BHSK = (unit(x).repeat_interleave(r, 2).transpose(1, 2) for x in (q_BSHK, k_BSHK))
+        raw_BSH = self.in_proj_a(x_BSM).to(wide) + self.dt_bias.to(wide)
+        log_a_BSH = -self.A_log.to(wide).exp() * F.softplus(raw_BSH)
+        b_BSH = self.in_proj_b(x_BSM).to(wide).sigmoid()  # (2)
+        given = q_BHSK * self.key_width**-0.5, k_BHSK, v_BSHV.transpose(1, 2)
+        out_BHSV = attention.recurrence(*given, log_a_BSH.mT, b_BSH.mT, layer=self.layer)
+        gate_BSX = F.silu(self.in_proj_z(x_BSM).to(wide))
+        out_BSX = self.norm(out_BHSV.transpose(1, 2)).flatten(2) * gate_BSX
+        return self.out_proj(out_BSX.to(x_BSM.dtype))  # (4)
+
+
+def unit(x_BSHK):
+    """Return vectors of length 1, or of 0 where a vector is 0."""
+    # The 1e-6 is inside the root, as the models were trained.
+    return x_BSHK * (x_BSHK.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+class GatedAttention(models.Attention):
+    """Adds to `models.Attention`: a gate on the output, and RoPE for a part of each head."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.rotary_dim = config.rotary_dim  # R: the first entries of a head, which RoPE turns
+        width = 2 * config.num_attention_heads * config.head_dim  # query and gate, head by head
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+
+    def forward(self, x_BSM, ropes, attention, /):
+        D, R = self.head_dim, self.rotary_dim
+        q_BSHD, gate_BSHD = self.q_proj(x_BSM).unflatten(-1, (-1, 2 * D)).chunk(2, -1)
+        k_BSGD = self.k_proj(x_BSM).unflatten(-1, (-1, D))
+        v_BGSD = self.v_proj(x_BSM).unflatten(-1, (-1, D)).transpose(1, 2)
+        q_BHSD, k_BGSD = (
+            torch.cat([models.apply_rope(x[..., :R], *ropes[self.kind]), x[..., R:]], -1)
+            .transpose(1, 2) for x in (self.q_norm(q_BSHD), self.k_norm(k_BSGD)))  # fmt: skip
+        out_BHSD = attention(q_BHSD, k_BGSD, v_BGSD, **self.options)
+        return self.o_proj((out_BHSD.transpose(1, 2) * gate_BSHD.sigmoid()).flatten(2))
