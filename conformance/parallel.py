@@ -29,8 +29,8 @@ FILE.py may have these too, where its parallelism differs from the default:
                                  one, it has run the backward and reduced the gradients itself, as a
                                  pipeline or an accumulation does. None: this rank has no loss.
     gather(model, name, x)       Return a whole tensor from a rank's part x of parameter `name`. All
-                                 ranks that have the parameter call it. A DTensor needs none. A
-                                 tensor of the definition's shape is a replica, and needs none.
+                                 ranks that have the parameter call it. A tensor or a DTensor of
+                                 the definition's shape needs none: the tensor is a replica.
     clip(model, max_norm)        Clip gradients and return their norm before. Default: torch's
                                  clip_grad_norm_.
     optimizer(model, **adamw)    Return an object with step(). Default: torch's AdamW.
@@ -263,7 +263,7 @@ def local_part(x):
 
 def bring_together(subject, model, name, x, like):
     """Return the whole tensor that this rank's tensor is a part of."""
-    if not isinstance(x, DTensor) and x.shape != like.shape:
+    if x.shape != like.shape:
         if subject.gather is None:
             shapes = f"{tuple(like.shape)}, got {tuple(x.shape)} on rank {dist.get_rank()}"
             raise ValueError(f"{name}: expected {shapes}. Write `gather`, which makes it whole")

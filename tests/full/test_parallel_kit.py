@@ -1,12 +1,13 @@
 """The kit of parallelisms finds planted bugs, names what they look like, and passes right ones.
 
 Two parallelisms, written as a trainer would write them, with an option for each bug: tensor with
-sequence parallelism, and data parallelism.
+sequence parallelism, and data parallelism. The third one is the full edition.
 """
 
 import functools
 import os
 import re
+import runpy
 import subprocess
 import sys
 
@@ -183,6 +184,22 @@ def data_parallel(bug):
                 rank_loss=functools.partial(data_loss, bug))  # fmt: skip
 
 
+# The full edition --------------------------------------------------------------------------------
+
+
+def full_edition(bug):
+    """Its adapter, under t2 and ZeRO-1. With a bug, no gradient is summed over the ranks."""
+    adapter = runpy.run_path(str(ROOT / "conformance/subjects/full_edition.py"))
+
+    def shard(model, mesh):
+        model = adapter["shard"](model, mesh)
+        for name, place in model.part.places.items():
+            model.part.places[name] = place._replace(sums=())
+        return model
+
+    return adapter | dict(shard=shard) if bug else adapter
+
+
 # What the kit says -------------------------------------------------------------------------------
 
 BUGS = {  # for each bug: the parallelism, a stage with a finding, and what the finding says
@@ -205,9 +222,11 @@ BUGS = {  # for each bug: the parallelism, a stage with a finding, and what the 
     "lost row": (data_parallel, "gradient, step 1", "a part of the batch is on no rank"),
     "divided again": (data_parallel, "gradient, step 1", "divided by 3 once too often"),
     "not reduced": (data_parallel, "gradient, step 1", "not reduced over dp"),
+    "not summed": (full_edition, "gradient, step 1", "layernorm.* partial over t: "),
 }
-QUICK = ("norm forgotten", "bias everywhere", "uneven", "local norm", "wrong shard", "own slice")
-RIGHT = {"tensor": tensor_parallel(None), "data": data_parallel(None)}
+QUICK = ("norm forgotten", "bias everywhere", "uneven", "local norm", "wrong shard", "own slice",
+         "not summed")  # fmt: skip
+RIGHT = {"tensor": tensor_parallel(None), "data": data_parallel(None), "full": full_edition(None)}
 
 
 def rows_of(rank, names):
@@ -230,7 +249,7 @@ def quick(tmp_path_factory):
 def test_a_right_parallelism_agrees(name, quick):
     rows = quick[name]
     assert rows["findings"] == [] and rows["hidden"] == []
-    assert rows["planted"] == {"tensor": 20, "data": 8}[name]
+    assert rows["planted"] == {"tensor": 20, "data": 8, "full": 56}[name]
     assert max(rows["errors"].values()) < 1e-10
 
 
@@ -348,7 +367,7 @@ README = (FOLDER / "README.md").read_text()
 COMMANDS = re.findall(r"`((?:[A-Z]\w*=\S+ )*python (?:conformance|tests)/[^`]*)`", README)
 STATUS = {  # 1: the subject differs from its definition, as the table says
     "ddp_uneven.py": 1, "ddp.py": 0, "torch_fsdp2.py": 0, "torch_pipelining.py": 0,
-    "torch_ring.py": 0, "ours.py": 0,
+    "torch_ring.py": 0, "ours.py": 0, "full_edition.py": 0,
 }  # fmt: skip
 
 
