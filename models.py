@@ -7,7 +7,7 @@ documents and the KV cache are three such functions; a ring of ranks and a tree 
     python models.py       # check it: the same model token by token, in float64, 6 s
     load("Qwen3-0.6B")     # a Hugging Face checkpoint as a model, given its directory
 
-For token ids t_1..t_S, x a vector of width M, and [.] the concatenation of heads:
+For token ids t_1..t_S, x of width M, [.] for concatenated heads, and matrices Q K V O gate up down:
 
     (1)  x_i      = embed[t_i]                                         Gemma: times sqrt(M)
     (2)  y_i      = x_i + O [sum_j softmax_j(scale q_i . k_j) v_j]     over visible j, as j <= i
@@ -20,9 +20,9 @@ For token ids t_1..t_S, x a vector of width M, and [.] the concatenation of head
     (8)  logprob_i(t) = z_it / tau - log sum_u exp(z_iu / tau)         tau: the temperature
     (9)  entropy_i    = -sum_u exp(logprob_i(u)) logprob_i(u)
 
-B rows, S new tokens of a row, C tokens that they may see, N tokens of any rows, M width, V words, H
-query heads, G key heads, D width of a head (scale: D^-1/2 by default), E experts of width I, K of
-them for a token, X any number, 1 a size of one. A small letter is a part of the capital letter.
+Letters in names are dimensions: B rows, S new tokens of a row, C tokens that they may see, N tokens
+of any rows, M width, V words, H query heads, G key heads, D width of a head (scale: D^-1/2), E
+experts of width I, K of them a token, X any number. A small letter is a part of the capital one.
 """
 
 import json

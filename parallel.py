@@ -11,7 +11,7 @@ them. If every term is added exactly once, a plan changes nothing but rounding.
     (1)  grad = sum over ranks and micro-batches of dL_r / dtheta, L_r = sum of (loss_n / Z)
     (2)  f: x_r = x             dx = sum_r dx_r   before column-parallel layers y_r = x W_r^T
     (3)  g: y = sum_r y_r       dy_r = dy         after row-parallel layers y_r = x_r W_r^T
-    (4)  logprob = z_t - m - log s                s = sum_r sum_(v on r) exp(z_v - m)
+    (4)  logprob = z_t - m - log s                s = sum_r sum_(v on r) exp(z_v - m), m = max z
     (5)  entropy = log s - u / s                  u = sum_r sum_(v on r) exp(z_v - m) (z_v - m)
     (6)  norm^2  = sum of grad^2 over the distinct entries of all weights
     (7)  theta  <- AdamW(theta, grad min(1, max_norm / (norm + 1e-6)))

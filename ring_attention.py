@@ -18,7 +18,7 @@ window w, as in Mistral and Gemma, it sees j > i - w only.
                                                   dk_j = scale sum_i dS_ij q_i
 
 Letters in names are dimensions:  B batch   H query heads, h = H / W of this rank   G key heads
-D head size   S all tokens, s = S / W of this rank   W ranks   q queries   k keys   2 both k and v
+D head size   S all tokens, s = S / W of this rank   W ranks   q queries   k keys   2 the pair k, v
 """
 
 import math

@@ -1,6 +1,6 @@
 """GRPO on multi-turn tasks: play each prompt several times, and make the better games likelier.
 
-Two rules make a run the same on any number of ranks, until rounding tips a draw between two tokens.
+Two rules make a run the same on any number of ranks, until rounding changes a sampled token.
 **Every loss is a sum over sampled tokens, divided by Z**, the number of sampled tokens in the
 minibatch on all ranks. So gradients are summed over ranks and never averaged. **Each sampling draw
 depends only on (seed, step, group, rollout)**, and never on the rank.
@@ -12,11 +12,11 @@ depends only on (seed, step, group, rollout)**, and never on the rank.
 A group is the rollouts, or games, of one prompt. Rollout i has the reward R_i and sampled tokens t.
 Their log-probs under softmax(logits / temperature) are lp_t now, and were old_t when sampled. H_t
 is the entropy of the policy's distribution at t. The folder full/ adds importance weights, a critic
-and experts. It also has the GRPO paper's divided advantages, mean over a rollout and KL penalty.
+and experts. It also has the GRPO paper's terms: A_i / std, a mean over each rollout, a KL penalty.
 
     (1)  A_i  = R_i - mean of the group's rewards
     (2)  r_t  = exp(lp_t - old_t)
-    (3)  l_t  = -min(r_t A_i, clip(r_t, 1 - low, 1 + high) A_i)  gradient -r_t A_i lp_t', or 0
+    (3)  l_t  = -min(r_t A_i, clip(r_t, 1 - low, 1 + high) A_i)  gradient -r_t A_i dlp_t, or 0
     (4)  l_t <- l_t - entropy_coef H_t
     (5)  loss = sum of l_t / Z over all ranks
 

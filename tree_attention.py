@@ -5,8 +5,8 @@ read, and when they are done, backpropagate the gradients of the copies into it.
 
 Sequences that begin identically (GRPO groups, branching or multi-turn rollouts) form a tree. A
 causal model gives a shared token the same state in all of them, so one forward and one backward per
-distinct token is enough: 5 for the 8 tokens of 5 6 7 / 5 6 8 / 5 9. Each loss still sees its whole
-sequence, and the gradient is the gradient of training on every sequence by itself.
+distinct token is enough. Of the 8 tokens in 5 6 7 / 5 6 8 / 5 9 five are distinct. Each loss still
+sees its whole sequence. The gradient is the gradient of training on every sequence by itself.
 
     python tree_attention.py       # check it against each sequence by itself, in float64, 10 s
 
