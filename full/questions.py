@@ -8,6 +8,7 @@ import contextlib
 import copy
 import inspect
 import json
+import math
 import re
 from decimal import Decimal
 from typing import NamedTuple
@@ -222,14 +223,14 @@ class Jsonl(Task):
             raise ValueError(f"it holds no question, a string, and no messages; it has {[*row]}")
         else:
             messages = [{"role": "user", "content": with_instruction(self.config, row["question"])}]
-            if isinstance(row.get("answer"), str):
-                messages.append({"role": "assistant", "content": row["answer"]})
+            if (answer := answer_in(row)) is not None:
+                messages.append({"role": "assistant", "content": answer})
 
         # Without a reward function, which may do without an answer, the row's says what is right.
         # Only `####` could equal an empty one.
-        if not self.config.reward and not isinstance(row.get("answer"), str):
-            raise ValueError("it holds no answer, a string, and there is no --reward")
-        if not self.config.reward and not gold_of(row["answer"]):
+        if not self.config.reward and answer_in(row) is None:
+            raise ValueError("it holds no answer, a text or a number, and there is no --reward")
+        if not self.config.reward and not gold_of(answer_in(row)):
             raise ValueError("its answer is empty, so nothing says what is right")
 
         # An assistant's message at the end is a demonstration, and is not shown. It is none if the
@@ -320,7 +321,7 @@ class Jsonl(Task):
     def _reward(self, line, text) -> float:
         """Score a last answer. ValueError that names the line if the score is not a number."""
         if self.reward is None:
-            return float(same_answer(final_answer(text), gold_of(line.row["answer"])))
+            return float(same_answer(final_answer(text), gold_of(answer_in(line.row))))
 
         # The function gets a copy: a change to the row itself would reach the next answer's reward.
         where = f"for the answer {text[:200]!r} to {line.where}"
@@ -449,6 +450,14 @@ def final_answer(text):
     """Return what follows the last `####`, to the end of its line. None without `####`."""
     _, mark, rest = text.rpartition("####")
     return trimmed(rest.split("\n")[0]) if mark else None
+
+
+def answer_in(row) -> str | None:
+    """Return a row's answer as a text, 1e3 as 1000. None if it is neither text nor number."""
+    answer = row.get("answer")
+    if type(answer) in (int, float) and math.isfinite(answer):
+        return f"{Decimal(str(answer)):f}"
+    return answer if isinstance(answer, str) else None
 
 
 def gold_of(answer) -> str:

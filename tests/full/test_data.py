@@ -252,6 +252,14 @@ def test_a_conversation_needs_room_for_what_is_said_and_an_end_of_each_answer(ta
         task_of(rows=rows, max_new_tokens=count + 1)
 
 
+@pytest.mark.parametrize("answer, said", [(4, "4"), (4.0, "4.00"), (1e3, "1,000"), (-0.5, "-.5")])
+def test_an_answer_may_be_a_number_of_the_file(task_of, answer, said):
+    rows = [{"question": f"{n}?", "answer": answer} for n in range(40)]
+    task = task_of("gemma3", rows)
+    assert say(task, opened(task)[0], f"#### {said}")[2] == 1.0
+    assert say(task, opened(task)[0], "#### 5")[2] == 0.0
+
+
 def test_every_tenth_conversation_is_held_out_by_its_hash(task_of):
     task = task_of("qwen2", numbered(HISTORY) + numbered(TWICE))
     for held_out, lines in task.rows.items():
@@ -519,7 +527,7 @@ REFUSED = [
     (LINE + "message 2 is the system's", line([user("Hi."), system("Be kind.")])),
     (LINE + ".*end with no user's", line([assistant("Hi.")])),
     (LINE + LATE, line([user("a"), user("b"), assistant("c"), user("d")])),
-    (LINE + "it holds no answer, a string", line([user("Hi.")], 4)),
+    (LINE + "it holds no answer, a text or a number", line([user("Hi.")], True)),
     (LINE + ".*roles must alternate", line([assistant("Hi."), user("2 + 2?")])),
     (LINE + ".*tokens are said after the policy's ans", line([user("a"), user("why " * 60)])),
     (LINE + "it holds token 4000, '<image_soft_token>'; the model's last token is 3999",
@@ -531,9 +539,9 @@ REFUSED = [
     (DEMO + "it holds no demonstration", rows(*numbered(HISTORY), demos=1)),
     (DEMO + "it holds no demonstration", rows(*numbered([*TWICE, assistant("8")]), demos=1)),
     # Files.
-    ("rows.jsonl line 1: it holds no answer, a string",
+    ("rows.jsonl line 1: it holds no answer, a text or a number",
      rows(*({"question": row["question"]} for row in QUESTIONS))),
-    ("line 1: it holds no answer, a string", rows({"question": "?", "answer": 1})),
+    ("line 1: it holds no answer, a text or a number", rows({"question": "?", "answer": [1]})),
     (r"line 1: it holds no question, a string, and no messages; it has \['q', 'answer'\]",
      rows({"q": "?", "answer": "1"})),
     ("line 1: it holds both a question and messages",
