@@ -9,6 +9,7 @@ Letters:  B sequences   S tokens of one, s of this rank   T targets   N scored t
 sequence and a token   M width
 """
 
+import contextlib
 import zlib
 from typing import NamedTuple
 
@@ -20,8 +21,9 @@ from torch import nn
 
 import parallel
 from full.experts import UNRECORDED, Replay
+from full.logprobs import require_tokens_in_vocabulary
 from full.places import part_of, reshard
-from full.ranks import all_gather_objects, errors_on_all_ranks
+from full.ranks import all_gather_objects, errors_on_all_ranks, is_lost_rank
 from full.tree import is_critic
 
 
@@ -114,13 +116,83 @@ class Micro(NamedTuple):
         return stage.hidden(self.tokens if x is None else x, **options)
 
 
-def run_micro_batches(model, forward, number, like=None) -> None:
-    """Run forward and backward of micro-batches 0 to number - 1, as `run_1f1b`. Collective for p.
+def states_like(model, shape):
+    """Return memory for the states that one stage sends to the next, (B, s, M). None without p.
 
-    forward: forward(root, n, x), where `root.hidden` runs the layers: the model, or a stage of it.
-    like: as in `run_1f1b`. For p > 1 only.
+    shape: (B, S) of the tokens of a micro-batch on this rank: the same for all micro-batches.
+
+    ValueError on all ranks of a replica unless t can cut S. Collective over c.
     """
-    part_of(model).pipeline.run(model, forward, number, like)
+    part = part_of(model)
+    if part.plan.pp == 1:
+        return None
+    rows, length = shape
+    part.grid.require_cut(length)
+    t = part.plan.tp if part.grid.sequence else 1
+    p = next(model.parameters())
+    dtype = getattr(model, "residual_dtype", None) or part.compute_dtype or p.dtype
+    states = rows, length // t, model.config.hidden_size
+    return torch.empty(states, dtype=dtype, device=part.device)
+
+
+def run_micro_batches(model, forward, number, like=None) -> None:
+    """Run forward and backward of micro-batches 0 to number - 1. Gradients add up in .grad.
+
+    forward: forward(root, n, x) runs micro-batch n, where `root.hidden` runs the layers: the model,
+        or a stage of it. x: None, or the states of the stage before, (B, s, M). It returns the
+        loss, a tensor (), if `model.part.pipeline.has_head(root)`, and states otherwise.
+    number: int. The same on all ranks of a replica. Under a schedule of torch a multiple of p, and
+        at least 2 p.
+    like: `states_like`, for p > 1.
+
+    Collective for p > 1. Then what forward raises on one stage is raised on all ranks of the
+    replica, after the last micro-batch. .grad is of no use afterwards.
+    """
+    with errors_on_all_stages(model, forward, like) as guarded:
+        part_of(model).pipeline.run(model, guarded, number, like)
+
+
+def run_forwards(model, forward, number, like=None) -> None:
+    """Run the forward of micro-batches 0 to number - 1, one after another, without gradients.
+
+    The arguments and errors are those of `run_micro_batches`. What forward returns on the last
+    stage is dropped.
+    """
+    with torch.no_grad(), errors_on_all_stages(model, forward, like) as guarded:
+        part_of(model).pipeline.run_forwards(model, guarded, number, like)
+
+
+@contextlib.contextmanager
+def errors_on_all_stages(model, forward, like):
+    """Give a forward that never raises, and at the end raise its error on all ranks of a replica.
+    """
+    part = part_of(model)
+    if part.plan.pp == 1:
+        yield forward
+        return
+    problem = None
+
+    def forward_or_zeros(root, n, x):
+        nonlocal problem
+        if problem is None:
+            try:
+                y = forward(root, n, x)
+                if not part.pipeline.has_head(root) and y.shape != like.shape:
+                    raise ValueError(f"micro-batch {n}: expected states {tuple(like.shape)} of a "
+                                     f"stage, as `like` is, got {tuple(y.shape)}")  # fmt: skip
+                return y
+            except Exception as error:
+                if is_lost_rank(error):
+                    raise
+                problem = error
+        # The other stages wait for states and for gradients. They get zeros.
+        y = torch.zeros_like(like, requires_grad=True) if x is None else x * 0
+        return y.sum() if part.pipeline.has_head(root) else y
+
+    yield forward_or_zeros
+    with errors_on_all_ranks(part.grid.group["pct"]):
+        if problem is not None:
+            raise problem
 
 
 class PackedBatches:
@@ -216,8 +288,7 @@ class PackedBatches:
             for b, i in enumerate(micro_batches[k]):
                 found[i] = tuple(x_BT[b, : len(sequences[i]) - 1] for x_BT in columns)
 
-        like = self.states_like(rows)
-        self.part.pipeline.run_forwards(self.model, forward, len(rows), like)
+        run_forwards(self.model, forward, len(rows), self.states_like(rows))
         reshard(self.model)  # without a backward FSDP would keep the gathered weights
         if self.plan.pp == 1:
             return found
@@ -312,6 +383,9 @@ class PackedBatches:
 
     def micro(self, row, balance=None) -> Micro:
         """Return this rank's tokens of a row, with the attention of its documents."""
+        # A rank of c would look at its own tokens only, and raise alone.
+        if self.plan.cp > 1:
+            require_tokens_in_vocabulary(row.tokens_1S, self.model.config.vocab_size)
         # Attention and balance are about the whole row. Tokens and positions are this rank's.
         local_s = self.own_tokens(row)
         group = self.part.grid.group["c"] if self.plan.cp > 1 else None
@@ -353,13 +427,7 @@ class PackedBatches:
 
     def states_like(self, rows):
         """Return memory for the states that one stage sends to the next: rows have one length."""
-        if self.plan.pp == 1:
-            return None
-        p = next(self.model.parameters())
-        dtype = getattr(self.model, "residual_dtype", None) or self.part.compute_dtype or p.dtype
-        t = self.plan.tp if self.part.grid.sequence else 1
-        shape = 1, len(self.own_tokens(rows[0])) // t, self.model.config.hidden_size
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return states_like(self.model, (1, len(self.own_tokens(rows[0])))) if rows else None
 
     def score(self, row, hidden_1sM) -> list:
         """Return log-probs, entropies, of a critic values of a row's targets, (B, T) each."""

@@ -170,6 +170,10 @@ def shard_model(model, grid) -> None:
         model.shard = dict(group=group["t"], vocab_start=model.model.embed_tokens.first)
     elif grid.plan.tp > 1:
         parallel.tensor_parallel(model, group["t"], grid.sequence)
+    if grid.plan.tp > 1:  # where a row enters the model
+        model.model.embed_tokens.register_forward_pre_hook(
+            lambda _, args: grid.require_cut(args[0].shape[1])
+        )
     if grid.plan.etp > 1:
         for layer in model.model.layers:
             if hasattr(layer.mlp, "experts"):

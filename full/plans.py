@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import parallel
-from full.ranks import wait_for_all
+from full.ranks import all_gather_objects, wait_for_all
 
 
 class Letter(NamedTuple):
@@ -254,6 +254,24 @@ class Grid(parallel.Grid):
         if plan.pp > 1:  # the stages in between are in no such group
             self.ends = along(self.ranks.reshape(plan.pp, -1)[[0, -1]], [0])
         wait_for_all(device_type)
+
+    def require_cut(self, length) -> None:
+        """Raise ValueError on all c ranks unless t can cut the tokens of each. Collective over c.
+
+        length: int. The tokens of a row that this rank has.
+        """
+        t = self.plan.tp if self.sequence else 1
+        lengths = [length]
+        if t > 1 and self.plan.cp > 1:
+            # COMM: an all-gather of a number over c. Its ranks may hold unequal shards, 27 tokens
+            # are 13 and 14. A rank that raised alone would leave the others in the first layer.
+            # Pinned by
+            # tests/full/test_parallel_faults.py::test_what_some_ranks_cannot_do_is_refused_by_all.
+            lengths = all_gather_objects(length, self.group["c"])
+        if any(length % t for length in lengths):
+            held = " and ".join(map(str, lengths))
+            raise ValueError(f"plan {self.plan}: expected t = {t} to divide the tokens of a rank, "
+                             f"got {held}; pad rows")  # fmt: skip
 
     @property
     def dp_rank(self) -> int:

@@ -203,8 +203,6 @@ class Trainer(AnyTrainer):
         """
         if not num_global_valid_tokens > 0:
             raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
-        if len({t.supervised for t in batch}) > 1:
-            raise ValueError("expected demonstrations or rollouts, got both: make two calls")
         Z = num_global_valid_tokens
         measured = []
 
@@ -212,6 +210,8 @@ class Trainer(AnyTrainer):
         # that is the batch itself. With trees, sequences then move to where their prefixes are.
         run = self.batches(self.model)
         gathered, _ = gather_replica(self.model, batch)
+        if len({t.supervised for t in gathered}) > 1:
+            raise ValueError("expected demonstrations or rollouts, got both: make two calls")
         together = run.share_out(gathered)
 
         def loss_of(indices, mask_BT, *scores):

@@ -11,7 +11,7 @@ import torch
 from full import ring
 from full.masks import Mask
 from full.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradients
-from full.packing import Micro, run_micro_batches
+from full.packing import Micro, run_micro_batches, states_like
 from full.parallelize import parallelize
 from full.places import full, part_of
 from full.ring import indices
@@ -93,13 +93,7 @@ def backward(model, parts, attentions, total):
         losses.append(loss.detach())
         return loss
 
-    like = None
-    if part.plan.pp > 1:  # the states between stages
-        rows, length = micros[0].tokens.shape
-        length //= part.plan.tp if part.grid.sequence else 1
-        p = next(model.parameters())
-        dtype = getattr(model, "residual_dtype", None) or part.compute_dtype or p.dtype
-        like = torch.empty(rows, length, model.config.hidden_size, dtype=dtype, device=p.device)
+    like = states_like(model, micros[0].tokens.shape)
     run_micro_batches(model, forward, len(micros), like)
     return sum(losses, torch.zeros(()))
 

@@ -104,19 +104,25 @@ def _refused_batches(rank):
         plan, model = Plan.parse(text), build("dense", torch.float64)
         place = dict(device_mesh=Grid(plan), attention=causal_attention)
         built[text] = parallelize(model, plan, **place)
+    on_ring = PackedBatches(built["c2"], attention=attention, indices=ring.indices)
     call = PackedBatches(built["t2"], attention=attention).forward_backward
-    return [_fails(PackedBatches, built["c2"], attention=attention), *(
-        _fails(call, *case, None) for case in (
-            ([[1, 2, 3 + rank]], [[True, True]]),
-            ([[1, 2, 3]], [[True, rank == 0]]),
-            ([[1, 2, 3], [4]], [[True] * (2 + rank), []]),
-            ([[1, 2, 3], []], [[True, True], []]),
-            ([[1, 2, 3]], []),
-        ))]  # fmt: skip
+    cases = [
+        ([[1, 2, 3 + rank]], [[True, True]]),
+        ([[1, 2, 3]], [[True, rank == 0]]),
+        ([[1, 2, 3], [4]], [[True] * (2 + rank), []]),
+        ([[1, 2, 3], []], [[True, True], []]),
+        ([[1, 2, 3]], []),
+    ]
+    return [
+        _fails(PackedBatches, built["c2"], attention=attention),
+        _fails(on_ring.forward, [[1, 2, 3, 99]], [[True] * 3]),  # rank 1 has the tokens 2 and 3
+        *(_fails(call, *case, None) for case in cases),
+    ]
 
 
 SAID = [
     "plan c2 splits rows: give indices=",
+    "token id 99 at row 0, column 3 is not in the vocabulary",
     *["ranks 0, 1 work on the same sequences in plan t2, but were given different"] * 2,
     "sequence 0 has 3 tokens and a mask of 3; it needs .* tokens",
     "sequence 1 has 0 tokens and a mask of 0",

@@ -21,7 +21,7 @@ from full.optimizer import (
     LocalOptimizer, clip_grad_norm, first_non_finite, reduce_gradients, sum_in_messages,
     training_tensors,
 )  # fmt: skip
-from full.packing import run_micro_batches
+from full.packing import run_forwards, run_micro_batches
 from full.parallelize import KEPT, parallelize
 from full.places import full
 from full.plans import Grid, Plan
@@ -78,9 +78,11 @@ def test_collectives_are_those_of_the_table(tmp_path):
         ("t2", "dense", {}, plain), ("t2", "dense", dict(ac="op"), plain),
         ("t2", "dense", dict(ac="full"), again | dict(reduce_scatter_=2 * L + 1 + 2 * L + L)),
         ("t2", "dense", dict(sequence=False), dict(allreduce_=(2 * L + 1) + 2 * L + 2 + 1)),
-        ("c2t2", "dense", of_c, plain),
+        # An object that is gathered is two all-gathers: here the tokens of the c ranks, under p an
+        # error or None.
+        ("c2t2", "dense", of_c, plain | dict(allgather_=plain["allgather_"] + 2)),
         ("d2", "dense", {}, {}), ("d2e2", "moe", {}, routed),
-        ("d2e2", "moe", dict(ac="op"), routed), ("p2", "dense", {}, dict(send=3)),
+        ("d2e2", "moe", dict(ac="op"), routed), ("p2", "dense", {}, dict(send=3, allgather_=2)),
     ]  # fmt: skip
     for text, kind, options, expected in cases:
         for found in ranks(tmp_path, Plan.parse(text).world, _counts, text, kind, options):
@@ -144,7 +146,7 @@ def _lengths(rank, text, schedule):
         tokens = torch.arange(4 * length).view(4, 1, length) % 56
         like = torch.empty(1, length, model.config.hidden_size, dtype=torch.float64)
         with torch.no_grad():
-            model.part.pipeline.run_forwards(model, forward, 4, like)
+            run_forwards(model, forward, 4, like)
         run_micro_batches(model, forward, 4, like)
         del tokens, like
         gc.collect()

@@ -1,5 +1,6 @@
 """What parallel.py must refuse, keep and notice: damaged checkpoints, buffers, calls, replicas."""
 
+import functools
 import gc
 import json
 import re
@@ -22,17 +23,19 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from full import checkpoint
+from full import checkpoint, ring
 from full.checkpoint import Damaged, read_checkpoint, write_checkpoint
 from full.directory import RunDirectory
 from full.optimizer import (
     LocalOptimizer, clip_grad_norm, persistent_buffers, reduce_gradients, replica_difference,
     training_tensors,
 )  # fmt: skip
+from full.packing import run_forwards, run_micro_batches, states_like
 from full.parallelize import parallelize
 from full.places import TIED, local, reshard
 from full.plans import Grid, Plan
 from full.tiny import tiny_model
+from full.transformer import causal_attention
 from full.weights import copy_weights, split_for_decoding
 
 def equal_on_ranks(tmp_path, world, function, *args):
@@ -311,7 +314,7 @@ def _call(text, kind="dense", *, grid=None, length=LENGTH, **options):
 
 
 CALLS = [  # plan, kind of model, options of `_call`, what all ranks say
-    ("t2", "dense", dict(length=23), "2 ranks cannot share 23 evenly: pad to a multiple"),
+    ("t2", "dense", dict(length=23), "t = 2 to divide the tokens of a rank, got 23; pad rows"),
     ("d2", "dense", dict(mode="zero3"), "mode: expected one of ddp, fsdp, zero1, got 'zero3'"),
     ("d2", "dense", dict(ac="layers"), "ac: expected one of none, full, op, got 'layers'"),
     ("p2", "dense", dict(schedule="gpipe"), "schedule: expected one of 1f1b, interleaved1f1b"),
@@ -360,6 +363,71 @@ def _refused(rank):
 def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path):
     for text, pattern in equal_on_ranks(tmp_path, 2, _listed, _refused):
         assert re.search(pattern, text), (text, pattern)
+
+
+def _row_of_27(model, run):
+    """13 tokens on one c rank and 14 on the other: t = 2 divides one of the numbers."""
+    grid = model.part.grid
+    model.hidden(ring.shard(torch.arange(27)[None], dim=1, group=grid.group["c"]))
+
+
+def _micro_batches(lengths, states, model, run, breaks=False):
+    """Run rows of these lengths through stages, with states of so many tokens in between."""
+    tokens = [torch.arange(length)[None] for length in lengths]
+
+    def forward(root, n, x):
+        positions = torch.arange(lengths[n])[None]
+        hidden = root.hidden(tokens[n] if x is None else x, positions=positions)
+        if breaks and model.part.pipeline.has_head(root):
+            raise KeyError("mine")
+        return hidden.square().sum() if model.part.pipeline.has_head(root) else hidden
+
+    like = torch.empty(1, states, model.config.hidden_size, dtype=torch.float64)
+    run(model, forward, len(lengths), like)
+
+
+def _states_of_23(model, run):
+    states_like(model, (1, 23))
+
+
+def _ring_of_contiguous_shards(model, run):
+    """Without a mask. Of 10 tokens a zigzag gives the four ranks 3, 2, 2 and 3."""
+    q = torch.ones(1, 2, (3, 2, 3, 2)[dist.get_rank()], 4)
+    ring.ring_attention(q, q, q)
+
+
+BREAKS = functools.partial(_micro_batches, [24] * 4, 12, breaks=True)
+WHAT_NO_RANK_CAN_SEE_ALONE = [  # plan, schedule, what runs, how, what all ranks say
+    ("c2t2", "1f1b", _row_of_27, None, "expected t = 2 to divide .*, got 13 and 14"),
+    ("c2t2", "1f1b", _ring_of_contiguous_shards, None,
+     r"zigzag shards of \(3, 2, 2, 3\) .* got \(3, 2, 3, 2\)"),
+    ("p2t2", "1f1b", _states_of_23, None, "expected t = 2 to divide .*, got 23"),
+    *(("p2t2", schedule, functools.partial(_micro_batches, [23] * 4, 11), run, "got 23; pad")
+      for schedule in ("1f1b", "zbv") for run in (run_micro_batches, run_forwards)),
+    *(("p2t2", schedule, functools.partial(_micro_batches, [24, 20, 24, 24], 12),
+       run_micro_batches, r"micro-batch 1: expected states \(1, 12, 24\) .* got \(1, 10, 24\)")
+      for schedule in ("1f1b", "interleaved1f1b")),
+    ("p2t2", "1f1b", BREAKS, run_micro_batches, "mine"),
+    ("p2t2", "zbv", BREAKS, run_forwards, "mine"),
+]  # fmt: skip
+
+
+def _refused_by_all(rank):
+    found = []
+    for text, schedule, call, run, _ in WHAT_NO_RANK_CAN_SEE_ALONE:
+        model = _split(_model("deep"), text, schedule=schedule, attention=causal_attention)
+        began = time.monotonic()
+        with pytest.raises(Exception) as caught:
+            call(model, run)
+        assert time.monotonic() < began + 20, "it has waited"
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_some_ranks_cannot_do_is_refused_by_all(tmp_path):
+    for said in ranks(tmp_path, 4, _refused_by_all):
+        for text, (*_, pattern) in zip(said, WHAT_NO_RANK_CAN_SEE_ALONE, strict=True):
+            assert re.search(pattern, text), (text, pattern)
 
 
 def _own_parameter(rank, text, mode, shape):
