@@ -31,8 +31,8 @@ Parallel:
     full/plans.py: Plan, Grid
     full/parallelize.py: parallelize, materialise
     full/optimizer.py: reduce_gradients, clip_grad_norm, LocalOptimizer, training_tensors,
-        lr_factor
-    full/packing.py: PackedBatches, Micro
+        lr_factor, name_suspects
+    full/packing.py: PackedBatches, Micro, states_like, run_micro_batches, run_forwards
     full/weights.py: copy_weights
     full/ranks.py: connect, agree
     full/places.py: full

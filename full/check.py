@@ -254,6 +254,9 @@ def main(argv) -> int:
 
     Without a subject each of them is checked, in a process of its own.
     """
+    if {"-h", "--help"} & {*argv}:
+        print(__doc__)
+        return 0
     if not argv:
         codes = [subprocess.run([sys.executable, "-m", "full", "check", subject]).returncode
                  for subject in SUBJECTS]  # fmt: skip

@@ -26,7 +26,8 @@ TEMPERATURE = 0.7
 # The page's own code runs under all of these plans.
 PAGE = (ROOT / "full" / "RECIPES.md").read_text().split("## Your own loss under any plan")[1]
 RECIPE = {}
-exec(re.search(r"```python\n(.*?)```", PAGE, re.S)[1], RECIPE)
+for code in re.findall(r"```python\n(.*?)```", PAGE.split("\n## ")[0], re.S):
+    exec(code, RECIPE)
 attention = RECIPE["attention"]
 
 
@@ -146,6 +147,28 @@ def _by_the_recipe(rank, plans):
         model = build("dense", torch.float64)
         found.append(RECIPE["train"](model, Plan.parse(text), sequences, masks, 3))
     return torch.tensor(found, dtype=torch.float64)
+
+
+def _rows_by_the_recipe(rank, plans):
+    """Norms of three steps, and {row: loss after them}, where this rank knows it."""
+    rows, found = torch.arange(4 * 12).view(4, 12) % 53, []
+    for text in plans:
+        model, plan = build("dense", torch.float64), Plan.parse(text)
+        norms, losses = RECIPE["train_rows"](model, plan, rows, 3)
+        share = rank % plan.dp if plan.pp == 1 else 0
+        losses = {share + plan.dp * n: loss.item() for n, loss in losses.items()}
+        found.append(([norm.item() for norm in norms], losses))
+    return found
+
+
+def test_rows_by_the_recipe_have_one_loss_under_every_plan(tmp_path):
+    """A micro-batch each, by run_micro_batches and run_forwards."""
+    (((true_norms, true),),) = ranks(tmp_path, 1, _rows_by_the_recipe, ["d1"])
+    assert len(true) == 4 and len({*true.values()}) == 4
+    for found in ranks(tmp_path, 2, _rows_by_the_recipe, ["d2", "t2", "p2"]):
+        for norms, losses in found:
+            assert norms == pytest.approx(true_norms, rel=1e-10)
+            assert losses == pytest.approx({n: true[n] for n in losses}, rel=1e-10)
 
 
 def test_the_recipe_gives_one_loss_under_every_plan(tmp_path):
