@@ -2,7 +2,7 @@
 
     python -m full check                  # each of the five subjects, one after the other
     python -m full check ring             # or tree, models, parallel, grpo
-    python -m full check parallel --all  # the slow rows too, of up to 8 ranks
+    python -m full check parallel --all   # the slow rows too, of up to 8 ranks
     torchrun --nproc-per-node 8 -m full check ring         # on your ranks, with NCCL on CUDA
 """
 
