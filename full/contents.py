@@ -51,7 +51,7 @@ def inspect(directory) -> None:
     wanted = {
         source.name: name
         for name, p in model.named_parameters()
-        for source in sources_of(name, p.shape, tensors)
+        for source in sources_of(name, p.shape, tensors, config)
     }
     for name, stored in sorted(tensors.items()):
         part, into = stored.part, wanted.get(name, "not loaded")

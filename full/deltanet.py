@@ -21,8 +21,8 @@ recurrent layer calls two more methods of the object that `attention` is, see `D
 C times fewer steps than (3), and 2 C (K + V) + C^2 flops a token and head more. Every fourth layer
 is softmax attention, `GatedAttention`. Not here: the fused kernels of flash-linear-attention.
 
-Letters:  B rows   S tokens   M width   H heads, H / r of keys   K width of a key   V of a value
-X = 2 H K / r + H V channels of the convolution   C chunk   c = C + 1   k kernel   D width of a head
+Letters:  B rows   S tokens   M width   H heads, G = H / r of keys   K width of a key   V of a value
+X = 2 G K + H V channels of the convolution   C chunk   c = C + 1   k kernel   D width of a head
 
 References: Yang et al. arXiv:2406.06484 (chunks), arXiv:2412.06464 (the gate).
 """
@@ -153,10 +153,11 @@ class GatedDeltaNet(nn.Module):
         self.act = models.ACTIVATIONS[config.hidden_act]
         self.key_width = config.linear_key_head_dim  # K
         self.value_width = config.linear_value_head_dim  # V
+        self.values_per_key = config.linear_num_value_heads // config.linear_num_key_heads  # r
         M, H = config.hidden_size, config.linear_num_value_heads
         width_q = config.linear_num_key_heads * self.key_width
         width_v = H * self.value_width
-        X = 2 * width_q + width_v  # rows of q, then of k, then of v
+        X = 2 * width_q + width_v  # in the order of `rows_in_file`
         self.in_proj_qkv = nn.Linear(M, X, bias=False)
         self.in_proj_z = nn.Linear(M, width_v, bias=False)
         self.in_proj_b = nn.Linear(M, H, bias=False)
@@ -182,31 +183,41 @@ class GatedDeltaNet(nn.Module):
             self.in_proj_qkv(x_BSM), kernel=self.kernel, layer=self.layer)
         y_BSX = self.act((inputs_BSXk.to(wide) * self.conv1d.weight[:, 0].to(wide)).sum(-1))  # (1)
 
-        # The widths follow from the heads that are here: a rank may have some of them.
-        H = len(self.A_log)
-        width_v = H * self.value_width
-        width_q = (y_BSX.shape[-1] - width_v) // 2
-        q_BSHK, k_BSHK, v_BSHV = (
-            y.unflatten(-1, (-1, width)) for y, width in
-            zip(y_BSX.split([width_q, width_q, width_v], -1),
-                (self.key_width, self.key_width, self.value_width)))  # fmt: skip
-        # A key head serves r value heads that are side by side.
-        r = H // k_BSHK.shape[2]
-        q_BHSK, k_BHSK = (unit(x).repeat_interleave(r, 2).transpose(1, 2) for x in (q_BSHK, k_BSHK))
+        # -1: a rank that has some of the rows has some of the key heads, with all of their values.
+        K, width_v = self.key_width, self.values_per_key * self.value_width
+        y_BSGX = y_BSX.unflatten(-1, (-1, 2 * K + width_v))
+        q_BSGK, k_BSGK, v_BSGX = y_BSGX.split([K, K, width_v], -1)
+        v_BHSV = v_BSGX.flatten(2).unflatten(-1, (-1, self.value_width)).transpose(1, 2)
+        # A key head serves value heads that are side by side.
+        q_BHSK, k_BHSK = (unit(x).repeat_interleave(self.values_per_key, 2).transpose(1, 2)
+                          for x in (q_BSGK, k_BSGK))  # fmt: skip
         raw_BSH = self.in_proj_a(x_BSM).to(wide) + self.dt_bias.to(wide)
         log_a_BSH = -self.A_log.to(wide).exp() * F.softplus(raw_BSH)
         b_BSH = self.in_proj_b(x_BSM).to(wide).sigmoid()  # (2)
-        given = q_BHSK * self.key_width**-0.5, k_BHSK, v_BSHV.transpose(1, 2)
+        given = q_BHSK * K**-0.5, k_BHSK, v_BHSV
         out_BHSV = attention.recurrence(*given, log_a_BSH.mT, b_BSH.mT, layer=self.layer)
         gate_BSX = F.silu(self.in_proj_z(x_BSM).to(wide))
         out_BSX = self.norm(out_BHSV.transpose(1, 2)).flatten(2) * gate_BSX
         return self.out_proj(out_BSX.to(x_BSM.dtype))  # (4)
 
 
-def unit(x_BSHK):
+def rows_in_file(config):
+    """Return which row of in_proj_qkv, or of conv1d, in a file each row of ours is, int64 (X,)."""
+    # A file has all q, then all k, then all v. Here a key head's q and k and the v of its value
+    # heads are side by side, so that ranks of t have whole heads. 2 key heads of width 1, r = 2:
+    #     file   q0 q1 k0 k1 v0 v1 v2 v3
+    #     here   q0 k0 v0 v1 q1 k1 v2 v3
+    G = config.linear_num_key_heads
+    width_q = G * config.linear_key_head_dim
+    width_v = config.linear_num_value_heads * config.linear_value_head_dim
+    q, k, v = torch.arange(2 * width_q + width_v).split([width_q, width_q, width_v])
+    return torch.cat([x.view(G, -1) for x in (q, k, v)], 1).flatten()
+
+
+def unit(x_BSGK):
     """Return vectors of length 1, or of 0 where a vector is 0."""
     # The 1e-6 is inside the root, as the models were trained.
-    return x_BSHK * (x_BSHK.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    return x_BSGK * (x_BSGK.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 class GatedAttention(models.Attention):

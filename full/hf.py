@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import models
+from full import deltanet
 from full.model_config import ModelConfig, read_json, require_same_numbers
 from full.places import TIED, local, part_of
 from full.ranks import errors_on_all_ranks
@@ -88,7 +89,9 @@ def open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
         raise ValueError(f"{directory / INDEX} and its files disagree about {wrong[:4]}")
 
     # Frequencies of RoPE, which Llama 2's files hold, follow from the config.
-    text = {n: x for n, x in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
+    # The layers of Qwen3.5 that predict further tokens are no part of the model.
+    text = {n: x for n, x in tensors.items()
+            if not n.endswith("rotary_emb.inv_freq") and not n.startswith("mtp.")}  # fmt: skip
     if any("language_model." in name for name in text):
         names = {name: name.replace("language_model.", "") for name in text
                  if "language_model." in name or name == "lm_head.weight"}  # fmt: skip
@@ -107,20 +110,33 @@ class Source(NamedTuple):
     shape: tuple  # of the stored tensor
     expert: int | None = None  # the part is [expert]. None: all of the parameter
     row: int = 0  # its first row in the stored tensor, in the second to last dimension
+    rows: torch.Tensor | None = None  # of the stored tensor, in our order. None: in that order
 
 
-def sources_of(name, shape, stored) -> list[Source]:
+def rows_in_file(name, config):
+    """Return the rows of a stored tensor in the order that our parameter has. None: in that order.
+    """
+    is_mixed = name.endswith(("linear_attn.in_proj_qkv.weight", "linear_attn.conv1d.weight"))
+    return deltanet.rows_in_file(config) if is_mixed else None
+
+
+def sources_of(name, shape, stored, config) -> list[Source]:
     """Return the sources of a parameter of this shape. stored: the names of a checkpoint."""
     # We have the experts of a layer in one parameter. Checkpoints of transformers 4 have one tensor
     # for each expert; later ones stack the experts, with the rows of gate first and then of up.
     path, _, leaf = name.rpartition(".")
     if not path.endswith(".experts") or name in stored:
-        return [Source(name, tuple(shape))]
+        return [Source(name, tuple(shape), rows=rows_in_file(name, config))]
     E, rows, M = shape
     if f"{path}.gate_up_proj" in stored:
         first = rows if leaf == "up_proj" else 0
         return [Source(f"{path}.gate_up_proj", (E, 2 * rows, M), None, first)]
     return [Source(f"{path}.{e}.{leaf}.weight", (rows, M), e) for e in range(E)]
+
+
+def in_file_order(x, rows):
+    """Return the rows of our tensor x as a file has them. rows: of `rows_in_file`."""
+    return torch.empty_like(x).index_copy_(0, rows.to(x.device), x)
 
 
 def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
@@ -159,7 +175,8 @@ def _load(directory, model, dtype, device) -> Transformer:
         has_head = config.value_head and model.config.value_head
         as_stored = dict(router_bias_rate=0.0, value_head=has_head)
         require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
-    sources = {name: sources_of(name, p.shape, stored) for name, p in whole.named_parameters()}
+    sources = {name: sources_of(name, p.shape, stored, config)
+               for name, p in whole.named_parameters()}  # fmt: skip
     wanted = {source.name: source.shape for some in sources.values() for source in some}
     found = {name: tuple(x.part.get_shape()) for name, x in stored.items()}
     wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
@@ -232,7 +249,7 @@ def _copy_in(own, region, sources, stored):
             cut[-2] = slice(cut[-2].start + source.row, cut[-2].stop + source.row)
         if into.numel():
             path, part = stored[source.name]
-            into.copy_(part[tuple(cut)])
+            into.copy_(part[tuple(cut)] if source.rows is None else part[:][source.rows[cut[0]]])
             # NUMERICS: extremes pass NaN and infinity on, and need no memory. Taken of what was
             # copied, so that a weight which the model's dtype cannot hold is seen as well. Pinned
             # by
@@ -287,7 +304,8 @@ def save_hf(
         place = f"-{n + 1:05}-of-{len(files):05}" if len(files) > 1 else ""
         held = {}
         for name, whole in itertools.islice(tensors, len(names)):
-            stored = models.stored(name, whole)
+            rows = rows_in_file(name, model.config)
+            stored = models.stored(name, whole if rows is None else in_file_order(whole, rows))
             stored |= {copies[name]: whole} if name in copies else {}
             weight_map |= dict.fromkeys(stored, f"model{place}.safetensors")
             if n % writers == rank and problem is None:

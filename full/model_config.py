@@ -153,6 +153,9 @@ class ModelConfig(models.ModelConfig):
             raw.pop("rope_scaling")
             if SLIDING in ropes:
                 raw |= dict(rope_local_base_freq=ropes[SLIDING]["rope_theta"])
+        if self.model_type == "qwen3_5_text":
+            turned = dict(partial_rotary_factor=self.partial_rotary_factor)
+            raw |= dict(rope_parameters=full | turned, rope_scaling=None)
         if self.sliding_window or self.model_type == "mistral":  # where an absent one means 4096
             raw |= dict(sliding_window=self.sliding_window)
         if self.model_type not in ("llama", "mistral"):  # transformers takes these for others then
@@ -210,13 +213,22 @@ FAMILIES = {  # model_type -> (transformers' class, what differs in its equation
         vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=131072,
         eos_token_id=1, final_logit_softcapping=None)),
+    # Recurrent layers, but every 4th. Norms with 1 + w, gated attention, RoPE on a part of a head.
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", dict(norm_offset=True), dict(
+        vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32,
+        num_attention_heads=16, num_key_value_heads=4, head_dim=256, attn_output_gate=True,
+        partial_rotary_factor=0.25, full_attention_interval=4, linear_conv_kernel_dim=4,
+        linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16,
+        linear_num_value_heads=32)),
 }  # fmt: skip
 
 # Fields of the families whose rows have them. In other families transformers ignores them.
 OF_SOME = {
     "query_pre_attn_scalar", "final_logit_softcapping", "num_experts", "num_local_experts",
     "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
-    "mlp_bias",
+    "mlp_bias", "attn_output_gate", "full_attention_interval", "linear_conv_kernel_dim",
+    "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads",
 }  # fmt: skip
 
 IS = {  # a type in words -> whether a value of a JSON file has it
@@ -233,7 +245,8 @@ TYPES = {  # the types that a field of config.json, or of its RoPE parameters, m
     ("an integer",):
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
         "max_position_embeddings num_experts num_experts_per_tok moe_intermediate_size "
-        "max_window_layers decoder_sparse_step",
+        "max_window_layers decoder_sparse_step full_attention_interval linear_conv_kernel_dim "
+        "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads",
     ("an integer", "null"):
         "head_dim num_key_value_heads sliding_window sliding_window_pattern num_local_experts "
         "_sliding_window_pattern original_max_position_embeddings",
@@ -243,7 +256,8 @@ TYPES = {  # the types that a field of config.json, or of its RoPE parameters, m
     ("a finite number", "null"):
         "query_pre_attn_scalar final_logit_softcapping attention_dropout partial_rotary_factor "
         "factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow",
-    ("true or false",): "tie_word_embeddings attention_bias mlp_bias norm_topk_prob value_head",
+    ("true or false",): "tie_word_embeddings attention_bias mlp_bias norm_topk_prob value_head "
+                        "attn_output_gate",
     ("true or false", "null"): "use_sliding_window use_bidirectional_attention",
     ("a string",): "model_type rope_type type",
     ("a string", "null"): "hidden_act hidden_activation dtype torch_dtype",
@@ -284,8 +298,10 @@ def config_from(raw) -> ModelConfig:
     ignored = OF_SOME - {*differs, *defaults} | ({"layer_types"} if family == "llama" else set())
     raw = defaults | {name: x for name, x in raw.items() if name not in ignored}
     require_types(raw)
-    for name in ("num_hidden_layers", "num_attention_heads", "decoder_sparse_step"):
-        require_size(name, raw.get(name, 1))  # the five compute with these
+    sizes = ("num_hidden_layers", "num_attention_heads", "decoder_sparse_step",
+             "full_attention_interval")  # fmt: skip
+    for name in sizes:
+        require_size(name, raw.get(name, 1))  # these are computed with below
     asked = [name for name in models.NOT_HERE if name not in defaults and raw.get(name)]
     if asked:
         raise ValueError(f"config asks for {', '.join(asked)}: not implemented here")
@@ -294,17 +310,30 @@ def config_from(raw) -> ModelConfig:
     window = raw.get("sliding_window", 4096)
     if family == "gemma3_text" and window is None:
         raise ValueError("sliding_window: expected a positive integer, got None")
+    if "full_attention_interval" in defaults and not raw.get("layer_types"):
+        every = raw["full_attention_interval"]
+        raw["layer_types"] = [
+            LINEAR if (n + 1) % every else FULL for n in range(raw["num_hidden_layers"])]
     fields = models.config_fields(raw, differs)
+    turned = 1.0
+    if "partial_rotary_factor" in defaults:
+        # M-RoPE has three positions a token. In text they are equal, and its sections turn alike.
+        rope = fields["rope_parameters"][FULL]
+        rope.pop("mrope_section", None), rope.pop("mrope_interleaved", None)
+        said = rope.pop("partial_rotary_factor", None), raw.pop("partial_rotary_factor")
+        turned = next((x for x in said if x is not None), 1.0)
     kinds = tuple(fields["layer_types"])
     if family in ("mistral", "qwen3_moe") and len({*kinds}) > 1:
         raise ValueError(f"layer_types {list(kinds)} in {family}: transformers has no mix")
+    if not raw.get("attn_output_gate", True):
+        raise ValueError("attn_output_gate false: not implemented here")
 
     eos = raw.get("eos_token_id")
     ends = eos if isinstance(eos, list) else [eos]
     same = {x.name: raw[x.name] for x in dataclasses.fields(ModelConfig)
             if raw.get(x.name) is not None}  # fmt: skip
     return ModelConfig(**same | fields | dict(
-        sliding_window=window if SLIDING in kinds else None,
+        partial_rotary_factor=turned, sliding_window=window if SLIDING in kinds else None,
         rope_parameters={kind: read_rope(fields["rope_parameters"][kind], raw)
                          for kind in {*kinds} & {FULL, SLIDING}},
         eos_token_id=tuple(token for token in ends if token is not None),

@@ -48,10 +48,10 @@ def test_packed_documents_are_separate_documents():
     packed = model.hidden(tokens, attention=Documents(packed_attention(ids), ids))
     found = torch.cat([packed[ids == n] for n in range(9)])
     truth = torch.cat([model.hidden(tokens[ids == n][None])[0] for n in range(9)])
-    upstream = torch.randn_like(truth)
+    upstream = truth.detach().flip(0)
     weights = [p for name, p in model.named_parameters() if name != "lm_head.weight"]
     found, truth = ([y, *torch.autograd.grad(y, weights, upstream)] for y in (found, truth))
-    assert min(y.norm() for y in truth) > 0 and worst(found, truth) < 1e-12
+    assert min(y.norm() for y in truth) > 0 and worst(found, truth) < 1e-11
 
 
 def test_a_bfloat16_model_keeps_float32_states():
