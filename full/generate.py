@@ -2,11 +2,12 @@
 
 The cache has memory that grows with need, sliding layers that forget, rows that leave and enter
 without a copy of the others, and prompts whose keys several rows share. It holds 2 G D numbers per
-token and layer, in sliding layers for about one and a half windows at most.
+token and layer, in sliding layers for about one and a half windows at most, and in recurrent layers
+H K V numbers per row, whatever its length.
 
 Letters:  B rows   S new tokens of a row   C room of the cache   R prompts, L slots of a prompt   H
 query heads   G key heads   D width of a head   V words   h query heads of a key head times new
-tokens
+tokens   In recurrent layers those of deltanet.py; T past inputs and new ones, n past inputs
 """
 
 import math
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 import models
+from full.deltanet import by_chunk
 from full.experts import RouteRecorder
 from full.transformer import causal_attention
 
@@ -42,6 +44,8 @@ class KVCache(models.KVCache):
         sliding layer, window 3     row 0   k k k k . .      lengths 6 2, first 2 0
                                     row 1   k k . . . .
 
+    Recurrent layers have a state, and the last inputs of a convolution, for each row.
+
     `cache.attention` is the callable for `Transformer.hidden`, and `forward_with_cache` feeds
     tokens. Lengths are Python's: nothing is read back from the device. Where new tokens go and what
     they see is decided once a forward, for all layers of one window: `Step`.
@@ -53,15 +57,21 @@ class KVCache(models.KVCache):
         super().__init__(rows, slots={})  # window -> C. Layers are (2, rows or more, G, C, D)
         self.device = device
         self.capacity = capacity  # rows that stores are made for, if there are not more
-        self.windows = {}  # layer -> its window. None: a full layer
+        self.window_of = {}  # layer -> its window. None: a full layer
         self.first = {}  # window -> the position of each row's slot 0
         self.prompts = None  # the cache that holds the prompts of `begin`
         self.prompt_of = []  # and each row's row there
         self.groups = None  # `PromptGroups` of these, made when they are needed
         self.counts = None  # new tokens of each row that are real. None: all
         self.steps = {}  # window -> `Step` of this forward
+        self.states = {}  # recurrent layer -> inputs (B, kernel - 1, X) and states (B, H, K, V)
 
-    def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
+    @property
+    def attention(self):
+        """What layers call: this cache, of which recurrent layers call two methods."""
+        return self
+
+    def __call__(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
         """Write the keys and values of S new tokens a row, and attend to all tokens so far."""
         step, store = self.write(k_BGSD, v_BGSD, layer, window)
         if step.is_prompt:
@@ -78,6 +88,34 @@ class KVCache(models.KVCache):
         queries = q_BHSD.reshape(B, G, -1, D) if S == 1 else q_BHSD
         out = models.masked_attention(queries, k_BGCD, v_BGCD, step.visible_B1SC, scale=scale)
         return out.reshape(q_BHSD.shape)
+
+    def windows(self, x_BSX, /, *, kernel, layer):
+        """Return the last `kernel` inputs of each new token, (B, S, X, kernel)."""
+        B, S, X = x_BSX.shape
+        past_BnX, state_BHKV = self.states.get(layer, (x_BSX.new_zeros(B, kernel - 1, X), None))
+        inputs_BTX = torch.cat([past_BnX, x_BSX], 1)
+        # The next token wants the last inputs that are real. With kernel 3, and 1 real token of 3:
+        #     past a b   new c . .   kept b c
+        first_B1 = torch.tensor(self.counts or [S] * B, device=x_BSX.device)[:, None]
+        at_Bn = first_B1 + torch.arange(kernel - 1, device=x_BSX.device)
+        row_B1 = torch.arange(B, device=x_BSX.device)[:, None]
+        self.states[layer] = inputs_BTX[row_B1, at_Bn], state_BHKV
+        return inputs_BTX.unfold(1, kernel, 1)
+
+    def recurrence(self, q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, /, *, layer):
+        """Return the outputs (B, H, S, V) of `deltanet`'s (3), and keep the last states."""
+        # Padding would stay in a state forever, while later tokens overwrite its keys. Without
+        # decay and correction the state after it is the one before it.
+        inputs_BnX, state_BHKV = self.states[layer]
+        B, _, S, _ = q_BHSK.shape
+        if self.counts and min(self.counts) < S:
+            count_B1 = torch.tensor(self.counts, device=q_BHSK.device)[:, None]
+            is_real_B1S = (torch.arange(S, device=q_BHSK.device) < count_B1)[:, None]
+            log_a_BHS, b_BHS = log_a_BHS * is_real_B1S, b_BHS * is_real_B1S
+        given = q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, state_BHKV
+        out_BHSV, state_BHKV = by_chunk(*given)
+        self.states[layer] = inputs_BnX, state_BHKV
+        return out_BHSV
 
     def write(self, k_BGSD, v_BGSD, layer, window):
         """Store keys and values of S new tokens a row. Return the `Step`, and the layer's store."""
@@ -155,7 +193,7 @@ class KVCache(models.KVCache):
             store = like.new_zeros(2, rows, G, slots, D)
             store[:, :B, :, :C] = old
             self.layers[layer] = store
-            self.windows[layer] = window
+            self.window_of[layer] = window
         return self.layers[layer]
 
     def select(self, rows, /):
@@ -169,10 +207,11 @@ class KVCache(models.KVCache):
         to = [b for b, source in enumerate(rows) if b != source]
         source = [rows[b] for b in to]
         for layer, store in self.layers.items():
-            store = self._store(layer, self.windows[layer], store)
+            store = self._store(layer, self.window_of[layer], store)
             if to:
                 store[:, to] = store[:, source]
         self.first = {window: [first[b] for b in rows] for window, first in self.first.items()}
+        self.states = {layer: tuple(x[rows] for x in kept) for layer, kept in self.states.items()}
         if self.prompts is not None:
             self.prompt_of = [self.prompt_of[b] for b in rows]
 
@@ -194,9 +233,12 @@ class KVCache(models.KVCache):
         for window, first in other.first.items():
             starts = first if window in copied else other.lengths
             self.first[window] = self.first.get(window, []) + [starts[r] for r in rows]
+        for layer, kept in other.states.items():
+            own = self.states.get(layer, [x[:0] for x in kept])
+            self.states[layer] = tuple(torch.cat([x, y[rows]]) for x, y in zip(own, kept))
         for window in copied:
             self.slots[window] = max(self.slots.get(window, 0), other.slots[window])
-        for layer, window in other.windows.items():
+        for layer, window in other.window_of.items():
             if window in copied:
                 theirs = other.layers[layer] if share else other.layers.pop(layer)
                 store = self._store(layer, window, theirs)

@@ -25,6 +25,7 @@ CASES = {
     "sliding qwen": ("qwen2", dict(layer_types=(SLIDING, FULL), sliding_window=3)),
     "one key head": ("qwen3", dict(num_attention_heads=3, num_key_value_heads=1)),
 }
+HYBRID = {"hybrid": ("qwen3_5_text", {})}  # the core's cache has no states
 STARTS = {
     "shared": [[1, 2, 3, 4, 5, 6, 7], [8], [1, 2, 3, 4, 5, 6, 7], [9, 10, 11], [8]],
     "distinct": [[1, 2, 3, 4, 5, 6, 7], [8], [1, 2, 3], [9, 10, 11], [8, 1]],
@@ -34,7 +35,7 @@ NEW = 16
 
 
 def model_of(name):
-    model_type, changes = CASES[name]
+    model_type, changes = (CASES | HYBRID)[name]
     return tiny_model(model_type, seed=3, **changes)
 
 
@@ -109,7 +110,8 @@ def test_slots_and_turns_give_the_rows_of_the_core(name, starts, temperature, ca
         assert all(rows <= stored <= (slots or 5) for rows, stored in caches)
 
 
-@pytest.mark.parametrize("name, starts, temperature", diagonal([*CASES], [*STARTS], [1.0, 0.7, 0]))
+@pytest.mark.parametrize(
+    "name, starts, temperature", diagonal([*CASES, *HYBRID], [*STARTS], [1.0, 0.7, 0]))
 def test_forks_stay_within_the_slots_and_change_no_token(name, starts, temperature, caches):
     model, asked = model_of(name), []
     options = dict(max_new_tokens=NEW, temperature=temperature, end=ENDS, after=Talk.fork)

@@ -169,7 +169,8 @@ class Rows:
     """Random tokens for the rows of a cache, which are compared with full forwards."""
 
     def __init__(self, seed):
-        self.kind, self.ragged = ("qwen3", "mistral", "gemma3_text", "qwen2")[seed % 4], seed % 3
+        kinds = "qwen3", "mistral", "gemma3_text", "qwen2", "qwen3_5_text"
+        self.kind, self.ragged = kinds[seed % 5], seed % 3
         self.model, self.generator = model_of(self.kind), seeded(seed)
         self.cache, self.held = KVCache(capacity=seed % 5), KVCache()
         self.tokens, self.longest = [], 0
@@ -207,7 +208,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("seed", shortened(range(8), 0, 1, 2, 3))
+@pytest.mark.parametrize("seed", shortened(range(10), 0, 1, 2, 3, 4))
 def test_any_series_of_prompts_chunks_and_selections_equals_the_full_forward(seed, share):
     rows = Rows(seed)
     for _ in range(6):  # long enough for stores to grow
@@ -216,7 +217,7 @@ def test_any_series_of_prompts_chunks_and_selections_equals_the_full_forward(see
         rows.select(4)  # rows of unequal lengths are repeated, dropped and reordered
         rows.feed(1)
     assert rows.longest > 49
-    for layer, window in rows.cache.windows.items() if share else ():
+    for layer, window in rows.cache.window_of.items() if share else ():
         if window is None:  # rows hold what follows their prompts, and room for 32 tokens more
             assert rows.cache.layers[layer].shape[3] <= 6 * (3 + 1) + 32
 

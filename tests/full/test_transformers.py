@@ -254,7 +254,7 @@ def test_a_checkpoint_comes_in_older_words_and_goes_as_it_came(hf, tmp_path):
 
 # The caches that differ: one key head, windows of every pattern, experts, a cap, scaled angles.
 DECODED = ("llama", "mistral tied, yarn", "qwen3 layer types", "qwen3_moe tied, slides",
-           "gemma3 capped", "gemma3 llama3")  # fmt: skip
+           "gemma3 capped", "gemma3 llama3", "qwen3_5")  # fmt: skip
 
 
 @pytest.mark.parametrize("hf", shortened(CASES, *DECODED), indirect=True)
