@@ -257,8 +257,8 @@ def shard_layer(layer, group, sequence):
     def enter(module, args):
         return copy_to_tp_region(args[0], group, sequence), *args[1:]
 
-    # Norms, routers and experts stay as they are.
-    blocks = [layer.self_attn] if hasattr(layer.mlp, "experts") else [layer.self_attn, layer.mlp]
+    # Norms, routers, experts and layers without attention stay as they are.
+    blocks = [x for x in layer.children() if {"o_proj", "down_proj"} & {*x._modules}]
     for block in blocks:
         block.register_forward_pre_hook(enter)
         for name, linear in list(block.named_children()):

@@ -20,7 +20,7 @@ from full.chunks import tree_backward, tree_scores
 from full.masks import Mask
 from full.ranks import is_rank_0
 from full.ring import METHODS, ring_attention, ring_of, shard, unshard
-from full.tiny import TINY, tiny_model
+from full.tiny import HYBRID, TINY, tiny_model
 from full.trie import TokenTrie
 from ring_attention import attention_definition, launch, repeat_key_heads
 from tree_attention import CheckModel, check_loss, definition
@@ -308,7 +308,7 @@ def family_rows(device="cpu"):
     """Return {family: the worst of each column} over a few trees. device: of the tree's model."""
     few = {name: forests()[name] for name in ("prefixes", "binary", "forest")}
     found = {}
-    for kind in TINY:
+    for kind in (*TINY, *HYBRID):
         lines = [line for _, line in tree_rows(tiny_model(kind), few, tiny_model(kind).to(device))]
         found[kind] = {column: max(line[column] for line in lines) for column in lines[0]}
     return found

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from full.model_config import ModelConfig
+from full.model_config import LINEAR, ModelConfig
 from full.optimizer import messages_of
 from full.parallelize import MODES
 from full.pipeline import keep_stage_and_ends
@@ -77,6 +77,9 @@ class Rank:
     """
 
     def __init__(self, plan, config, step, stage=0):
+        if LINEAR in config.layer_types:
+            raise ValueError(f"expected layers of attention, whose memory is in closed form here, "
+                             f"got layers of {LINEAR}")  # fmt: skip
         parts = step.micros * plan.cp * plan.tp
         if step.tokens % parts:
             raise ValueError(f"{step.tokens} tokens of a replica must divide by "

@@ -15,8 +15,8 @@ import torch
 
 from full.attend import attend
 from full.chunks import redistribute, tree_backward
-from full.deltanet import Documents
 from full.exact import packed_attention
+from full.forest import Forest, SharedForest, parents_in
 from full.masks import Mask
 from full.packing import (
     PackedBatches, PackedRow, PaddedTokens, pack, pack_row, routes_of_tokens,
@@ -35,21 +35,30 @@ def padded(vectors, like):
     return torch.from_numpy(out_BT).to(like)
 
 
-def masked_attention(mask, group, method="ring", attend_alone=attend):
-    """Return what a layer calls: attention under a mask of the whole row, by a group or alone.
+class MaskedAttention:
+    """What layers call: attention under a mask of the whole row, by a group or alone.
 
-    method: how the ranks of the group share it, as in `ring_attention`.
+    parent_N: which token comes before which, for recurrent layers; see `forest.Forest`.
+    method: how the ranks of the group share the keys, as in `ring_attention`.
     attend_alone: `attend`, or `attend_short` for trees, whose paths are often short.
     """
 
-    def attention(q, k, v, /, *, layer, scale, window=None):
-        # A layer with a window narrows the mask further.
-        narrowed = mask.with_window(window)
-        if group is None:
-            return attend_alone(q, k, v, narrowed, scale=scale)[0]
-        return ring_attention(q, k, v, group=group, mask=narrowed, method=method, scale=scale)
+    def __init__(self, mask, parent_N, group, method="ring", attend_alone=attend):
+        forest = Forest(parent_N) if group is None else SharedForest(parent_N, group)
+        self.windows = forest.windows
+        self.recurrence = forest.recurrence
+        self.mask = mask
+        self.group = group
+        self.method = method
+        self.attend_alone = attend_alone
 
-    return attention
+    def __call__(self, q, k, v, /, *, layer, scale, window=None):
+        # A layer with a window narrows the mask further.
+        mask = self.mask.with_window(window)
+        if self.group is None:
+            return self.attend_alone(q, k, v, mask, scale=scale)[0]
+        options = dict(group=self.group, mask=mask, method=self.method, scale=scale)
+        return ring_attention(q, k, v, **options)
 
 
 class RowBatches(PackedBatches):
@@ -73,8 +82,7 @@ class RowBatches(PackedBatches):
         # The block-diagonal mask of the whole row. Tiles between documents cost nothing, and a ring
         # cuts the mask to what each pair of ranks needs.
         mask = Mask.documents(doc_ids=document_1S)
-        attention = masked_attention(mask, group, self.config.cp_method)
-        return attention if group else Documents(attention, document_1S)
+        return MaskedAttention(mask, parents_in(document_1S[0]), group, self.config.cp_method)
 
 
 class ExactBatches(RowBatches):
@@ -102,8 +110,10 @@ class TreeBatches(RowBatches):
         # On a ring a rank holds some of the tokens, while the mask is about indices of the whole
         # row. So a tree crosses ranks like any sequence: keys and values travel, queries stay.
         trie, length = tree
-        mask = trie.mask(0, len(trie), padding=length - len(trie))
-        return masked_attention(mask, group, self.config.cp_method, attend_short)
+        padding = length - len(trie)
+        mask = trie.mask(0, len(trie), padding=padding)
+        parent_N = np.pad(trie.parent.numpy(), (0, padding), constant_values=-1)
+        return MaskedAttention(mask, parent_N, group, self.config.cp_method, attend_short)
 
     def pack_micro_batches(self, sequences, masks, routes=None):
         """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""

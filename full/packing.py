@@ -533,12 +533,29 @@ class PaddedTokens(nn.Module):
         length = tokens_1S.shape[1]
         pad = -length % tp if length else tp
 
-        def attention_without_padding(q, k, v, /, **options):
-            out = attention(*(x[:, :, :length] for x in (q, k, v)), **options)
-            return F.pad(out, (0, 0, 0, pad))
-
         x_1SM = self.model.hidden(
             F.pad(tokens_1S, (0, pad)), positions=F.pad(positions, (0, pad)),
-            attention=attention_without_padding, **options,
+            attention=_WithoutPadding(attention, length, pad), **options,
         )  # fmt: skip
         return x_1SM[:, :length]
+
+
+class _WithoutPadding:
+    """An attention for rows of `length` tokens and `pad` tokens of padding, whose outputs are 0."""
+
+    def __init__(self, attention, length, pad):
+        self.attention = attention
+        self.length = length
+        self.pad = pad
+
+    def __call__(self, *qkv, **options):
+        out = self.attention(*(x[:, :, : self.length] for x in qkv), **options)
+        return F.pad(out, (0, 0, 0, self.pad))
+
+    def windows(self, x_1SX, /, **options):
+        x_1SXk = self.attention.windows(x_1SX[:, : self.length], **options)
+        return F.pad(x_1SXk, (0, 0, 0, 0, 0, self.pad))
+
+    def recurrence(self, *given, **options):
+        out = self.attention.recurrence(*(x[:, :, : self.length] for x in given), **options)
+        return F.pad(out, (0, 0, 0, self.pad))

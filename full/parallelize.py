@@ -174,6 +174,9 @@ def shard_model(model, grid) -> None:
         model.model.embed_tokens.register_forward_pre_hook(
             lambda _, args: grid.require_cut(args[0].shape[1])
         )
+        for layer in model.model.layers:
+            if hasattr(layer, "linear_attn"):
+                recurrent_tensor_parallel(layer.linear_attn, grid)
     if grid.plan.etp > 1:
         for layer in model.model.layers:
             if hasattr(layer.mlp, "experts"):
@@ -196,6 +199,21 @@ def expert_tensor_parallel(mlp, grid) -> None:
         if not lora.is_factor(name):
             part = parallel.parameter_shard(p, grid.group["etp"], inner_width(name))
             setattr(mlp.experts, name, part)
+
+
+def recurrent_tensor_parallel(mixer, grid) -> None:
+    """Keep this rank's key heads of a recurrent layer, and the value heads of each, in place."""
+    # in_proj_qkv and conv1d have a key head's rows of q, k and v next to one another, so the rows
+    # of some heads are one slice, as everywhere else. Each head has a state of its own.
+    region = group, _ = grid.group["t"], grid.sequence
+    mixer.register_forward_pre_hook(
+        lambda _, args: (parallel.copy_to_tp_region(args[0], *region), *args[1:])
+    )
+    for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"):
+        setattr(mixer, name, parallel.ColumnParallelLinear(getattr(mixer, name), group))
+    mixer.out_proj = parallel.RowParallelLinear(mixer.out_proj, *region)
+    for owner, name in ((mixer.conv1d, "weight"), (mixer, "A_log"), (mixer, "dt_bias")):
+        setattr(owner, name, parallel.parameter_shard(getattr(owner, name), group))
 
 
 def apply_fsdp(root, part) -> None:

@@ -112,13 +112,22 @@ class Place(NamedTuple):
         return x
 
 
+def layout(name, grid):
+    """Return `parallel.layout`, with the heads of recurrent layers distributed over t as well."""
+    path, is_recurrent, rest = name.partition(".linear_attn.")
+    if is_recurrent:
+        like = {"out_proj": "o_proj", "norm": "q_norm"}.get(rest.split(".")[0], "q_proj")
+        name = f"{path}.self_attn.{like}.weight"
+    return parallel.layout(name, grid)
+
+
 def place_of(name, shape, grid, mode, ends_share_embedding) -> Place:
-    """Return the place of a parameter with this shape of the whole: by `parallel.layout`.
+    """Return the place of a parameter with this shape of the whole: by `layout`.
 
     ends_share_embedding: bool. The first and the last stage share an embedding, on different ranks.
     """
     plan = grid.plan
-    how = parallel.layout(f".{name}", grid)
+    how = layout(f".{name}", grid)
     is_expert = ".experts." in name
     mesh = grid.experts if is_expert else grid.dense
     place = Place(mesh, (tuple(map(range, shape)),), holders=plan.world // plan.pp)

@@ -190,14 +190,16 @@ class Plan:
         for letters, degree, what, size in (
             ("t", self.tp, "query heads", "num_attention_heads"),
             ("t", self.tp, "key heads", "num_key_value_heads"),
+            ("t", self.tp, "key heads of recurrent layers", "linear_num_key_heads"),
             ("t", self.tp, "intermediate_size", "intermediate_size"),
             ("t * c", ulysses * self.tp * self.cp, "query heads (ulysses)", "num_attention_heads"),
             ("e", self.ep, "experts", "num_experts"),
             ("ffn's t", self.etp, "moe_intermediate_size", "moe_intermediate_size"),
         ):
-            if config is not None and degree > 1 and getattr(config, size) % degree:
+            size = getattr(config, size, 0)  # models.ModelConfig has no recurrent layers
+            if degree > 1 and size % degree:
                 raise ValueError(f"plan {self}: expected {what} divisible by {letters} = {degree}, "
-                                 f"got {getattr(config, size)}")  # fmt: skip
+                                 f"got {size}")  # fmt: skip
 
     def __str__(self):
         """Return the shortest string that parses to this plan."""

@@ -12,8 +12,9 @@ import os
 
 import torch
 
+from full.forest import parents_in
 from full.masks import Mask
-from full.micro_batches import masked_attention
+from full.micro_batches import MaskedAttention
 from full.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradients
 from full.packing import PackedBatches
 from full.parallelize import parallelize
@@ -38,7 +39,8 @@ def build():
 
 
 def attention(document_1S, group):
-    return masked_attention(Mask.documents(doc_ids=document_1S), group)
+    mask = Mask.documents(doc_ids=document_1S)
+    return MaskedAttention(mask, parents_in(document_1S[0]), group)
 
 
 def shard(model, mesh):

@@ -53,7 +53,8 @@ from full.generate import generate
 from full.hf import load_hf, save_hf
 from full.logprobs import token_logprobs
 from full.masks import Mask
-from full.micro_batches import masked_attention
+from full.forest import parents_in
+from full.micro_batches import MaskedAttention
 from full.model_config import ModelConfig
 from full.objectives import OBJECTIVES
 from full.packing import PackedBatches
@@ -623,7 +624,7 @@ def grpo(options):
 
 
 def ordinary_attention(document_1S, group=None):
-    return masked_attention(Mask.documents(doc_ids=document_1S), None)
+    return MaskedAttention(Mask.documents(doc_ids=document_1S), parents_in(document_1S[0]), None)
 
 
 def fork(row):

@@ -20,7 +20,8 @@ from full.audit import audited
 from full.exact import exact_attention, make_exact, packed_attention, require_exact_kernels
 from full.generate import generate
 from full.masks import Mask
-from full.micro_batches import masked_attention
+from full.forest import parents_in
+from full.micro_batches import MaskedAttention
 from full.packing import PackedBatches
 from full.tiny import TINY, tiny_model
 
@@ -114,7 +115,7 @@ def test_gradients_are_the_ordinary_ones(name):
     results = []
 
     def ordinary(document):
-        return masked_attention(Mask.documents(doc_ids=document), None)
+        return MaskedAttention(Mask.documents(doc_ids=document), parents_in(document[0]), None)
 
     for make in (ordinary, packed_attention):
         model = tiny_model(name)
