@@ -74,11 +74,23 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    """Leave slow rows out. They are no skips, which name what is missing on this machine."""
     if config.getoption("-m") in ("", "quick"):
-        skip = pytest.mark.skip(reason=MARKERS["slow"])
-        for item in items:
-            if item.get_closest_marker("slow"):  # its keywords hold names of folders, too
-                item.add_marker(skip)
+        slow = {item for item in items if item.get_closest_marker("slow")}
+        items[:] = [item for item in items if item not in slow]
+        config.hook.pytest_deselected(items=[*slow])
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("-m") in ("", "quick"):
+        terminalreporter.write_line(f"slow rows are {MARKERS['slow']}")
+
+
+def installed(*packages):
+    """Import packages. The test, or the file, is skipped if one is missing, and says why."""
+    reason = "{0} is not installed: pip install -r tests/requirements.txt"
+    found = [pytest.importorskip(x, reason=reason.format(x.split(".")[0])) for x in packages]
+    return found[0] if len(found) == 1 else found
 
 
 def batch_of(groups):

@@ -1,8 +1,9 @@
 """tests/bench/draw.py: each picture is drawn, and shows what the code has done."""
 
 import pytest
+from conftest import installed
 
-pytest.importorskip("matplotlib", reason="draws PNGs")
+installed("matplotlib")
 
 import draw
 

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conformance import definition, loss, parallel, plain_loop, recorders, step
-from conftest import ROOT, shortened
+from conftest import ROOT, installed, shortened
 from full import byhand
 from safetensors.torch import load_file, save_file
 
@@ -378,7 +378,7 @@ TRL = {  # settings of GRPOConfig: what departs, by which words
 @pytest.mark.parametrize("settings, words", TRL.items())
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_real_run_of_trl(tmp_path, settings, words, world):
-    pytest.importorskip("trl")
+    installed("trl")
     if world == 2 and words:
         pytest.skip("the figures are of one process")
     run("trl", str(tmp_path), *settings.split(), world=world)

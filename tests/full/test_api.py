@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LOOKUP, ROOT, SORT, complaint_of, shortened, slow
+from conftest import LOOKUP, ROOT, SORT, complaint_of, installed, shortened, slow
 from example_tasks import Lookup, Sort
 from pages import Page
 from test_ranks import join, ranks, start
@@ -443,8 +443,7 @@ def share(text, row):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """The directory of a checkpoint whose answers end by chance."""
-    pytest.importorskip("transformers", reason="text needs transformers")
-    pytest.importorskip("trl", reason="has the published chat templates")
+    installed("transformers", "trl")
     import released
 
     path = released.make("qwen2", tmp_path_factory.mktemp("model") / "DIR", layers=1, width=16)
@@ -586,7 +585,7 @@ NOTEBOOK = ROOT / "assets" / "first_run.ipynb"
 @pytest.mark.parametrize("steps", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_the_cells_of_the_notebook_run_and_print_what_it_shows(steps, capsys):
     """In two steps the same lines of tables, and in all of its steps what was learned."""
-    plt = pytest.importorskip("matplotlib.pyplot")
+    plt = installed("matplotlib.pyplot")
     plt.switch_backend("agg")
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     space, pictures = {"__name__": "a notebook"}, 0

@@ -14,9 +14,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
-from conftest import complaint_of, slow
+from conftest import complaint_of, installed, slow
 from test_models import model_of
 from test_ranks import join, ranks, start
 
@@ -34,9 +35,6 @@ from full.tiny import TINY, tiny
 from full.transformer import Transformer
 from full.weights import gather_weights
 from models import FULL
-pytest.importorskip("safetensors", reason="tests/requirements.txt is not installed")
-
-import safetensors.torch  # noqa: E402
 
 NORM = "model.norm.weight"
 EXPERTS = "model.layers.1.mlp.experts."
@@ -390,7 +388,7 @@ def test_a_multimodal_config_names_the_dtype_of_its_text_model(tmp_path):
 
 @pytest.mark.parametrize("old", [False, True])
 def test_the_text_model_of_a_multimodal_checkpoint(tmp_path, old):
-    transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
+    transformers = installed("transformers")
     text = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                 head_dim=8, num_attention_heads=4, num_key_value_heads=2, sliding_window=4,
                 sliding_window_pattern=2)  # fmt: skip

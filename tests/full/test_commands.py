@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, slow
+from conftest import ROOT, installed, slow
 from test_ranks import as_script, start
 from test_rollout import Chat, random_model
 from test_rollout import checkpoint, folder  # noqa: F401, fixtures
@@ -45,7 +45,6 @@ ASK = "--task guess --size 3 --turns 3 --eval-prompts 6 --max-new-tokens 8".spli
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of 9 steps that solves 0, 1/3 and 2/3 of its prompts at its three checkpoints."""
-    pytest.importorskip("safetensors", reason="checkpoints are safetensors")
     folder = tmp_path_factory.mktemp("commands")
     good(folder, f"{SMALL} 9")
     return folder / "run"
@@ -229,7 +228,7 @@ def test_check_says_what_it_takes(capsys):
 
 def test_transformers_reads_the_weights_of_a_task_of_symbols(run):
     """The tokens have no text, so the directory has no tokenizer."""
-    transformers = pytest.importorskip("transformers")
+    transformers = installed("transformers")
     files = {"config.json", "model.safetensors"}
     assert {x.name for x in (run / "hf").iterdir()} == files
     model = load_hf(run / "hf")
@@ -350,8 +349,9 @@ def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
     family, size, tmp_path, chat, monkeypatch, capsys
 ):
     """Train, load, evaluate, talk: each as transformers has it."""
-    released = pytest.importorskip("released", reason="tests/requirements.txt is not installed")
-    transformers = pytest.importorskip("transformers")
+    _, transformers = installed("tokenizers", "transformers")
+    import released
+
     monkeypatch.chdir(tmp_path)
     released.make(family, "released", **size)
 

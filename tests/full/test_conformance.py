@@ -125,7 +125,7 @@ def test_a_right_loss_passes_all(name):
 
 
 def needs(name):
-    return pytest.mark.skipif(not importlib.util.find_spec(name), reason=f"{name} is not installed")
+    return pytest.mark.skipif(not importlib.util.find_spec(name), reason=f"pip install {name}")
 
 
 NAN = {"padding content": "with lp nan"}  # a mask is multiplied

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import shortened
+from conftest import installed, shortened
 
 from full.__main__ import main
 from full.audit import audited
@@ -23,9 +23,7 @@ from full.rollouts import DEMO_PROMPT, Sampler, demonstrations, draw_prompts, pl
 from full.talk import Answer
 from full.tasks import is_held_out
 from full.text import Text
-transformers = pytest.importorskip("transformers", reason="text needs transformers")
-pytest.importorskip("safetensors", reason="checkpoints are safetensors")
-pytest.importorskip("trl", reason="has the published chat templates")
+transformers, _ = installed("transformers", "trl")
 import released  # noqa: E402
 from test_rollout import Script  # noqa: E402
 from test_run import TINY, good, json_lines, refused  # noqa: E402

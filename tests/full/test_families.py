@@ -322,7 +322,6 @@ def test_hostile_rope_parameters_are_taken_or_refused_by_name(rope_type):
 def test_sizes_of_another_model_meet_the_tensors_before_anything_is_allocated(
     tmp_path, monkeypatch, field, value
 ):
-    pytest.importorskip("safetensors", reason="tests/requirements.txt is not installed")
     good = RAW | EXPERTS | {"model_type": "qwen3_moe", "mlp_only_layers": [0]}
     save_hf(Transformer(ModelConfig.from_hf(good)), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(good | {field: value}))
@@ -334,7 +333,6 @@ def test_sizes_of_another_model_meet_the_tensors_before_anything_is_allocated(
 
 @pytest.mark.quick
 def test_a_new_family_is_a_row(tmp_path, monkeypatch):
-    pytest.importorskip("safetensors", reason="tests/requirements.txt is not installed")
     own = dict(head_dim=6, hidden_act="gelu", rope_theta=3e3, num_hidden_layers=2)
     fixed = dict(qk_norm=False, scale_embedding=True)
     monkeypatch.setitem(FAMILIES, "toy", ("ToyForCausalLM", fixed, QWEN | own))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conformance import parallel as kit
-from conftest import ROOT
+from conftest import ROOT, installed
 from test_ranks import as_script, ranks
 from torch import nn
 
@@ -436,7 +436,7 @@ def test_a_subject_has_the_result_of_the_table(file):
     ("apertus", 1, 1, "partial over tp"),
 ])  # fmt: skip
 def test_the_plans_of_transformers(model, micro_batches, status, text):
-    pytest.importorskip("transformers.distributed.configuration_utils")
+    installed("transformers.distributed.configuration_utils")
     environment = dict(MODEL=model, MICRO_BATCHES=str(micro_batches))
     done = run("conformance/subjects/transformers_tp.py", "--ranks", "2", **environment)
     assert done.returncode == status and text in done.stdout, done.stdout + done.stderr
@@ -454,7 +454,7 @@ def test_the_plans_of_transformers(model, micro_batches, status, text):
 ])  # fmt: skip
 def test_the_trainers_of_hugging_face(file, package, number, environment, status, text):
     """Of transformers 5.24.0, TRL 1.16.0 and PEFT 0.21.2."""
-    pytest.importorskip(package)
+    installed(package)
     done = run(f"conformance/subjects/{file}", "--ranks", number, **environment)
     assert done.returncode == status, done.stdout + done.stderr
     assert text in done.stdout + done.stderr
@@ -502,7 +502,7 @@ FIGURES = dict(replicated_norms=4e-16, activation=9e-16, cut_matrices=24, distil
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_finding_is_there_without_a_kit(name):
-    pytest.importorskip("trl", reason="it needs transformers too")
+    installed("transformers", "trl")
     code, out, err = as_script("conformance/findings.py", name, cwd=ROOT)
     assert code == 0, err
     number = float(out.split()[-1])

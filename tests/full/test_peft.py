@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from conftest import installed
 from test_ranks import TASK
 from test_run import good
 
@@ -20,7 +21,7 @@ from full.transformer import Transformer
 def test_export_merges_and_an_adapter_is_read_by_peft(process_group, tmp_path):
     """A dense model in float64: transformers' logits of the export, and peft's of the adapter."""
     # Imported here: peft takes longer than torch, and every process of tests imports this file.
-    peft, transformers = map(pytest.importorskip, ("peft", "transformers"))
+    peft, transformers = installed("peft", "transformers")
 
     folder = tmp_path / "dense"
     save_hf(tiny_model("qwen2", vocab_size=12, eos_token_id=(1,)), folder)
@@ -48,7 +49,7 @@ def test_export_merges_and_an_adapter_is_read_by_peft(process_group, tmp_path):
 @pytest.mark.parametrize("more", ["", ",lm_head"])
 def test_an_adapter_of_a_multimodal_base_is_read_by_peft(process_group, tmp_path, more):
     """The language model is a part of it, and its vision tower has a q_proj too."""
-    peft, transformers = map(pytest.importorskip, ("peft", "transformers"))
+    peft, transformers = installed("peft", "transformers")
     text = dict(
         vocab_size=12, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
         num_attention_heads=4, num_key_value_heads=2, sliding_window=4, sliding_window_pattern=2,

@@ -240,7 +240,6 @@ def tensors_of(path, prefix):
 
 def test_what_a_run_writes_is_its_masters(tmp_path, process_group):
     """OUT/hf and `export` are in --dtype; `eval` and the run sample with their rounding."""
-    pytest.importorskip("safetensors")
     good(tmp_path, f"{TINY} {BF16} --steps 2")
     run = tmp_path / "run"
     stored = tensors_of(run / "step-00000002", "model.")

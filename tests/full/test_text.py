@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import released
-from conftest import complaint_of
+from conftest import complaint_of, installed
 
-transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
+transformers = installed("transformers")
 from full.hf import copy_text_files
 from full.text import Text
 

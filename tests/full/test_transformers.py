@@ -13,7 +13,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, shortened
+from conftest import ROOT, installed, shortened
 from released import PUBLISHED
 from test_ranks import ranks
 
@@ -27,9 +27,9 @@ from full.model_config import FAMILIES, LINEAR, ModelConfig
 from full.optimizer import reduce_gradients
 from full.trie import TokenTrie
 from models import FULL, SLIDING
-transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
+
+transformers = installed("transformers")
 # Its table of dtypes is made here, while float32 is float32.
-pytest.importorskip("safetensors.torch", reason="see tests/requirements.txt")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 

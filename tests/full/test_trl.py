@@ -12,7 +12,7 @@ import adapters
 import pytest
 import torch
 from conformance import loss as kit
-from conftest import ROOT
+from conftest import ROOT, installed
 from test_loss import label, tensor
 from test_ranks import as_script
 from test_rollout import checkpoint  # noqa: F401, a fixture
@@ -22,7 +22,8 @@ from full.objectives import grpo_loss
 GOLDEN = json.loads((ROOT / "tests" / "trl_loss_golden.json").read_text())
 COVERED = [case for case in GOLDEN["cases"] if case["ours"]]  # there is no KL times the ratio
 POINTS = ROOT / "tests" / "bench" / "curve_trl.jsonl"
-installed = pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="trl is not installed")
+needs_trl = pytest.mark.skipif(not importlib.util.find_spec("trl"),
+                               reason="trl is not installed: pip install trl")  # fmt: skip
 
 
 @pytest.mark.quick
@@ -47,7 +48,7 @@ def test_loss_and_gradient_are_trls(case):
 
 
 @pytest.mark.slow
-@installed
+@needs_trl
 @pytest.mark.parametrize("how", ["dapo token_mean", "grpo sequence_mean"])
 def test_trls_trainer_adds_micro_batches_up_as_its_adapter_says(tmp_path, how):
     """The gradient in each step of a real run, with two micro-batches, is the definition's."""
@@ -119,13 +120,13 @@ def summary_of(*words, cwd):
     return json.loads(out.splitlines()[-1])
 
 
-@installed
+@needs_trl
 def test_trl_gives_our_loss_and_gradient_on_its_own_batch(tmp_path):
     summary = summary_of(*"--prompt 24 --completion 6 --group 4".split(), cwd=tmp_path)
     assert summary["ok"] and summary["gradient"] < 1e-5 and abs(summary["loss"]) < 1e-5
 
 
-@installed
+@needs_trl
 def test_a_checkpoint_is_measured_on_its_own_prompts(checkpoint, tmp_path):  # noqa: F811
     """Several prompts a step, and memory: at least weights and moments, ours with two copies."""
     directory = shutil.copytree(checkpoint, tmp_path / "checkpoint")
@@ -142,7 +143,7 @@ def test_a_checkpoint_is_measured_on_its_own_prompts(checkpoint, tmp_path):  # n
 
 
 @pytest.mark.slow
-@installed
+@needs_trl
 def test_trl_makes_our_curve_of_our_rollouts(
     checkpoint, tmp_path, monkeypatch, capsys,  # noqa: F811
 ):  # fmt: skip
@@ -188,7 +189,7 @@ def test_trl_makes_our_curve_of_our_rollouts(
 
 @pytest.mark.quick
 def test_the_curves_beside_trls_are_drawn_and_their_table_is_on_the_page(tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="draws")
+    installed("matplotlib")
     import curve_trl
 
     assert curve_trl.main(["draw", f"{POINTS}", f"{tmp_path / 'curve.png'}"]) == 0

@@ -28,7 +28,8 @@ from full.transformer import Transformer
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 if not PYTHON and importlib.util.find_spec("vllm"):
     PYTHON = sys.executable
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON is not set")]
+NEEDED = "VLLM_PYTHON must name the Python of an environment with vLLM"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason=NEEDED)]
 
 # vLLM's attention on CPUs needs heads of at least 32 numbers.
 SHAPE = dict(layers=2, hidden=128, heads=4)
