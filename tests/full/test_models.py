@@ -3,17 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from conftest import complaint_of, shortened
+from conftest import shortened
 from oracles import Watch, draw, plain_attention, worst
-from test_ranks import ranks
 
 from full.check import relative_error as relative
-from full.experts import Balance
 from full.generate import KVCache, forward_with_cache, generate, prefill
 from full.hf import load_hf, save_hf
-from full.logprobs import all_gather_logits, require_tokens_in_vocabulary, token_logprobs
-from full.parallelize import parallelize
-from full.plans import Grid, Plan
+from full.logprobs import require_tokens_in_vocabulary, token_logprobs
 from full.tiny import TINY, tiny, tiny_model
 from full.transformer import RMSNorm, Transformer, causal_attention
 from models import (
@@ -360,46 +356,6 @@ def test_gemma_scales_by_a_rounded_root():
     assert model.embed(torch.tensor([[3]]))[0, 0].equal(row * 55.5)  # 3072 ** 0.5 is 55.43
 
 
-def decode(*prompts, max_new_tokens=2, temperature=0.0, **options):
-    """A call of `generate` for a table of mistakes."""
-    options |= dict(max_new_tokens=max_new_tokens, temperature=temperature)
-    return lambda model: generate(model, prompts, **options)
-
-
-@pytest.mark.parametrize("call, complaint", [
-    (lambda m: m(torch.arange(4)), r"tokens: expected \(B, S\)"),
-    (lambda m: m(torch.ones(4, 24)), r"states \(B, S, M\), got \(4, 24\)"),
-    (lambda m: m.logprobs(torch.ones(2, 24), torch.ones(3).long()), r"and \(N,\), got"),
-    (lambda m: m.logprobs(torch.ones(2, 24), torch.ones(2).long(), temperature=0), "temperature"),
-    (decode([53]), "ids are 0..52"), (decode([]), "at least one token"),
-    (decode([1], max_new_tokens=0), "max_new_tokens"), (decode([1], slots=0), "slots"),
-    (decode(Row([1], [0.5]), temperature=1.0), "needs 2 draws"),
-    (decode([1], max_new_tokens=10**6), "32768 positions"),
-    *((decode([1], temperature=t), "temperature") for t in (-1, float("nan"), float("inf"))),
-    (lambda m: m.values(torch.ones(1, 24)), "add_value_head"),
-    (lambda m: Balance(torch.zeros(3), torch.zeros(2)), r"\(J,\), got \(3,\) and \(2,\)"),
-    (lambda m: all_gather_logits(m.head_weight, None, 53), "logits of a split vocabulary"),
-])  # fmt: skip
-def test_a_callers_mistake_is_named(call, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        call(model_of(dtype=torch.float32))
-
-
-@pytest.mark.parametrize("token, row, column", [
-    (-1, 0, 0), (53, 1, 2), (2**40, 0, 3), (-(2**63), 1, 3)])  # fmt: skip
-def test_a_token_outside_the_vocabulary_is_named(token, row, column):
-    model, tokens, hidden = model_of(), torch.arange(8).view(2, 4), torch.randn(8, 24).double()
-    tokens[row, column] = token
-    at, end = f"row {row}, column {column}", "is not in the vocabulary of 53: ids are 0..52"
-    for call in (model, model.embed):
-        with pytest.raises(ValueError, match=f"^token id {token} at {at} {end}"):
-            call(tokens)
-    at = f"place {4 * row + column}"
-    for call in (model.logprobs, lambda h, t: token_logprobs(h, model.head_weight, t)):
-        with pytest.raises(ValueError, match=f"^target id {token} at {at} {end}"):
-            call(hidden, tokens.flatten())
-
-
 def test_every_token_of_the_vocabulary_and_none_at_all_are_taken():
     model, calls = model_of(), []
     tokens = torch.arange(53)[None]
@@ -422,32 +378,6 @@ def test_off_the_cpu_the_refusal_is_an_assertion_that_waits_for_nothing(monkeypa
     ((condition, message),) = asserted
     assert condition.shape == () and condition.dtype == torch.bool
     assert message == "a token id is outside of 0..52"
-
-
-@pytest.mark.slow
-def test_the_check_of_tokens_can_be_compiled_whole():
-    check = torch.compile(lambda tokens: require_tokens_in_vocabulary(tokens, 53),
-                          fullgraph=True, backend="eager")  # fmt: skip
-    check(torch.arange(53))
-    with pytest.raises(RuntimeError, match="a token id is outside of 0..52"):
-        check(torch.arange(50, 55))
-
-
-def _outside(rank, text, mode):
-    """What this rank's part of a model says of a token that does not exist."""
-    plan = Plan.parse(text)
-    model = tiny_model("qwen3", vocab_size=56, dtype=torch.float32)
-    model = parallelize(model, plan, device_mesh=Grid(plan), mode=mode)
-    call = model.embed if plan.pp > 1 else model.hidden
-    return complaint_of(call, torch.tensor([[0, 1, 56]]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text, mode", [
-    ("t2", "fsdp"), ("d2", "fsdp"), ("p2", "ddp")])  # fmt: skip
-def test_a_token_outside_the_vocabulary_is_refused_alike_under_every_plan(tmp_path, text, mode):
-    truth = "token id 56 at row 0, column 2 is not in the vocabulary of 56: ids are 0..55"
-    assert ranks(tmp_path, 2, _outside, text, mode) == [truth] * 2
 
 
 def test_a_value_head_is_a_row_of_its_own(tmp_path):

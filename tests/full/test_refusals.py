@@ -6,6 +6,7 @@ with that file, and what a call of full.api refuses in test_api.py.
 """
 
 import dataclasses
+import functools
 import io
 import json
 import re
@@ -19,9 +20,11 @@ import torch
 from conftest import SORT
 from test_run import SAVING, TINY, TOML, _task, call, contents
 
-from full import attend, check_attention, chunks, masks, ring, tree, trie
+from full import attend, check_attention, chunks, experts, logprobs, masks, ring, tree, trie, weights
+from full import generate as generation
 from full.__main__ import main
 from full.flags import parse_config
+from full.tiny import tiny_model
 
 BEGIN = f"{TINY} --out new --steps 2"
 TORCHRUN = "is one process: start it without torchrun"
@@ -307,6 +310,18 @@ def train(model, trie, **options):
     chunks.tree_backward(model, trie, lambda i, logprobs, entropy: logprobs.sum(), **options)
 
 
+@functools.cache
+def small(**shape):
+    """A dense model of 53 tokens and a width of 24."""
+    return tiny_model("qwen3", dtype=torch.float32, **shape)
+
+
+def decode(*prompts, **options):
+    how = dict(max_new_tokens=2, temperature=0.0) | options
+    return generation.generate(small(), prompts, **how)
+
+
+OUTSIDE = "is not in the vocabulary of 53: ids are 0..52"
 CALLS = {  # a call, and what its ValueError says
     # Trees.
     "TokenTrie([[1, 2], []])": "sequence 1: expected 1-D integers, 1 token or more",
@@ -351,6 +366,27 @@ CALLS = {  # a call, and what its ValueError says
     "over_a_tree(*qkv(), window=0)": "at least 1 as a window, got 0",
     "ring_attention(*qkv(), group=object())": "not been initialized",
     "indices(4, 2, 2)": "^expected 0 <= rank < world",
+    # Models.
+    "small()(torch.arange(4))": r"tokens: expected \(B, S\)",
+    "small()(torch.ones(4, 24))": r"states \(B, S, M\), got \(4, 24\)",
+    "small().logprobs(torch.ones(2, 24), torch.ones(3).long())": r"and \(N,\), got",
+    "small().logprobs(torch.ones(2, 24), torch.ones(2).long(), temperature=0)": "temperature",
+    "small().values(torch.ones(1, 24))": "add_value_head",
+    "small()(torch.tensor([[0, 1], [2, 53]]))": f"^token id 53 at row 1, column 1 {OUTSIDE}",
+    "small().embed(torch.tensor([[-1, 1]]))": f"^token id -1 at row 0, column 0 {OUTSIDE}",
+    "small().logprobs(torch.ones(2, 24), torch.tensor([3, 2**40]))":
+        f"^target id 1099511627776 at place 1 {OUTSIDE}",
+    "token_logprobs(torch.ones(1, 24), small().head_weight, torch.tensor([-1]))":
+        f"^target id -1 at place 0 {OUTSIDE}",
+    "all_gather_logits(small().head_weight, None, 53)": "logits of a split vocabulary",
+    "Balance(torch.zeros(3), torch.zeros(2))": r"\(J,\), got \(3,\) and \(2,\)",
+    "decode([53])": "ids are 0..52", "decode([])": "at least one token",
+    "decode([1], max_new_tokens=0)": "max_new_tokens", "decode([1], slots=0)": "slots",
+    "decode(models.Row([1], [0.5]), temperature=1.0)": "needs 2 draws",
+    "decode([1], max_new_tokens=10**6)": "32768 positions",
+    **{f"decode([1], temperature=float('{t}'))": "temperature" for t in (-1, "nan", "inf")},
+    "copy_weights(tiny_model('qwen3_moe', router_bias_rate=0.1), tiny_model('qwen3_moe'))":
+        "models differ: .*votes",
     # Masks.
     "Mask([0, 1], [2, 2, 2])": r"one shape.*start \(1, 2\), end \(1, 3\)",
     "Mask([0.5, 1], [2, 2])": "integers as a mask's start, got float64",
@@ -367,8 +403,8 @@ CALLS = {  # a call, and what its ValueError says
     "Mask.causal(4).slice([1, 1], ALL)": "ascending",
     "Mask.causal(4).slice(ALL, slice(None, None, -1))": "ascending",
 }  # fmt: skip
-NAMES = globals() | {name: x for module in (attend, check_attention, chunks, masks, ring, trie)
-                     for name, x in vars(module).items()}  # fmt: skip
+MODULES = attend, check_attention, chunks, experts, generation, logprobs, masks, ring, trie, weights
+NAMES = globals() | {name: x for module in MODULES for name, x in vars(module).items()}
 
 
 @pytest.mark.quick
