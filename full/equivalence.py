@@ -100,6 +100,7 @@ ordinary 2 tied forks --plan t2 --batch-rows 8
 ordinary 2 routers routes --plan t2 --tree dta --chunk-tokens 9 --recompute
 ordinary 2 routers routes --plan d2e2 --tree sparse
 ordinary 2 routers lora-all --plan t2 | --data-parallel fsdp | --plan t2 then --plan d2e2
+ordinary 2 biases lora --plan t2
 ordinary 2 tied rounded --compute-dtype float32 --data-parallel fsdp --tree sparse
 ordinary 2 deep rounded --compute-dtype float32 --plan p2 --pp-schedule zbv
 ordinary 2 biases rounded --compute-dtype float32 --plan d2 --data-parallel zero1

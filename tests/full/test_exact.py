@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from conftest import shortened, slow
 from test_audit import edit_line
-from test_ranks import TASK, read_metrics, trained
-from test_run import good
+from test_ranks import TASK, trained
 
 import models
 from full import exact
@@ -231,15 +230,6 @@ def test_a_run_has_no_gap(tmp_path, world, dtype, more):
         assert line.get("ratio/max_first", line["ratio/max"]) == 1
     if "--staleness" in more:
         assert lines[-1]["logprob_gap/max"] > 0
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_no_gap(tmp_path):
-    for flags in ("--steps 2", "--steps 4 --resume"):
-        good(tmp_path, f"{SHAPE} --exact {flags} --out run".replace("float64", "float32"))
-    lines = read_metrics(tmp_path / "run")
-    assert [line["logprob_gap/max"] for line in lines] == [0.0] * 4
-    assert [line["logprob_gap/identical"] for line in lines] == [1.0] * 4
 
 
 def test_the_audit_allows_nothing(process_group, tmp_path):

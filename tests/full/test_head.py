@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import slow
 from test_audit import edit_line
-from test_ranks import TASK, ranks, read_metrics
+from test_ranks import TASK, read_metrics
 from test_run import good
 
 from full.audit import audited
@@ -15,8 +15,6 @@ from full.flags import parse_config
 from full.export import policy_in
 from full.generate import forward_with_cache, prefill
 from full.hf import load_hf
-from full.parallelize import parallelize
-from full.plans import Grid, Plan
 from full.questions import make_task
 from full.tiny import tiny_model
 from full.trainer import keep_wide
@@ -94,24 +92,8 @@ def test_decoding_and_a_finer_model():
         torch.float64)  # fmt: skip
 
 
-def _split(rank):
-    model = model_of("float32")
-    hidden_NM, targets_N, exact_N = states_of(model)
-    plan = Plan(tp=2)
-    model = parallelize(model, plan, device_mesh=Grid(plan))
-    lp_N, _ = model.logprobs(hidden_NM, targets_N)
-    with torch.no_grad():
-        logits_NV = model.logits(hidden_NM)
-    return (lp_N - exact_N).abs().max().item(), str(logits_NV.dtype), tuple(logits_NV.shape)
-
-
-def test_a_split_vocabulary_has_it_too(tmp_path):
-    for error, dtype, shape in ranks(tmp_path, 2, _split):
-        assert error < 1e-5 and dtype == "torch.float32" and shape == (N, V)
-
-
 @pytest.mark.parametrize("more, world", [
-    ("", 1), *slow(("--plan t2", 2), ("--data-parallel fsdp", 2), ("--plan p2", 2),
+    ("--plan t2", 2), *slow(("", 1), ("--data-parallel fsdp", 2), ("--plan p2", 2),
                    ("--tree dta --chunk-tokens 9", 1), ("--kl-coef 0.1 --proximal", 1)),
 ])  # fmt: skip
 def test_sampler_and_trainer_have_it_and_are_audited(tmp_path, process_group, more, world):

@@ -20,8 +20,9 @@ import torch
 from conftest import SORT
 from test_run import SAVING, TINY, TOML, _task, call, contents
 
-from full import attend, check_attention, chunks, experts, logprobs, masks, ring, tree, trie, weights
+from full import attend, check_attention, chunks, experts, logprobs, lora, masks, ring, tree, trie
 from full import generate as generation
+from full import weights
 from full.__main__ import main
 from full.flags import parse_config
 from full.tiny import tiny_model
@@ -387,6 +388,16 @@ CALLS = {  # a call, and what its ValueError says
     **{f"decode([1], temperature=float('{t}'))": "temperature" for t in (-1, "nan", "inf")},
     "copy_weights(tiny_model('qwen3_moe', router_bias_rate=0.1), tiny_model('qwen3_moe'))":
         "models differ: .*votes",
+    **{f"add_factors(tiny_model('{family}').add_value_head(), Lora(2, 1.0, ('{target}',)), None)":
+       text for family, target, text in [
+        ("qwen2", "qkv_proj", "no matrix to adapt called 'qkv_proj'"),
+        ("qwen2", "", "no matrix to adapt called ''"),
+        ("gemma3_text", "lm_head", "its head is its embedding"),
+        ("qwen2", "score", "'score'"), ("qwen2", "embed_tokens", "'embed_tokens'"),
+        ("qwen3_moe", "act", "'act'"), ("qwen3_moe", "training", "'training'"),  # not matrices
+    ]},
+    "save_factors(add_factors(tiny_model('qwen3_moe'), Lora(2, 1.0, ('up_proj',)), None), '', '')":
+        "no factors of experts",
     # Masks.
     "Mask([0, 1], [2, 2, 2])": r"one shape.*start \(1, 2\), end \(1, 3\)",
     "Mask([0.5, 1], [2, 2])": "integers as a mask's start, got float64",
@@ -403,7 +414,8 @@ CALLS = {  # a call, and what its ValueError says
     "Mask.causal(4).slice([1, 1], ALL)": "ascending",
     "Mask.causal(4).slice(ALL, slice(None, None, -1))": "ascending",
 }  # fmt: skip
-MODULES = attend, check_attention, chunks, experts, generation, logprobs, masks, ring, trie, weights
+MODULES = (attend, check_attention, chunks, experts, generation, logprobs, lora, masks, ring, trie,
+           weights)  # fmt: skip
 NAMES = globals() | {name: x for module in MODULES for name, x in vars(module).items()}
 
 
