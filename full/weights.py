@@ -96,7 +96,7 @@ class CallsInStep:
     def ranks_that_call(self, here) -> int:
         # COMM: an all-reduce of one number over the e ranks before each model call, so that a rank
         # which has ended knows whether the others need its experts once more. Pinned by
-        # tests/full/test_sampler.py::test_replicas_that_end_early_serve_their_experts.
+        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         count = torch.tensor(here, device=self.device)
         dist.all_reduce(count, group=self.group)
         return int(count)

@@ -11,8 +11,7 @@ from signal import SIGKILL
 
 import numpy as np
 import pytest
-import torch
-from conftest import LOOKUP, shortened, slow
+from conftest import slow
 from stub_engine import Stub, turns_of
 from test_ranks import SHAPE, as_script, join, largest_difference, learns_something, read_metrics
 from test_ranks import run_of  # noqa: F401, a fixture
@@ -101,16 +100,19 @@ PLANS = [(1, "", "--minibatches 2"), (2, "--plan t2", "--staleness 1"),
                (1, "", "--forks 2 --fork-turns 1 --advantage per_branch"))]  # fmt: skip
 
 
-def test_a_task_for_one_thread_is_asked_by_the_main_thread(server, tmp_path):
-    """There it may use `signal`, as without an engine. The run is the same."""
+def test_a_task_for_one_thread_is_asked_by_the_main_thread(server, directory, tmp_path):
+    """There it may use `signal`, as without an engine. The run is the same, also of two engines."""
     ask = "signal.signal(signal.SIGALRM, signal.SIG_DFL); signal.alarm(9); signal.alarm(0)"
     flags = _task(tmp_path, top="import signal", init="self.threads = False", reply=ask)
     flags += " --staleness 1"
-    for more in ("", f" --engine {server.url}"):
+    second = serve(directory)
+    for more in ("", f" --engine {server.url},{second.url}"):
         codes, _, err = cli(tmp_path, flags.replace("--out run", f"--out run{bool(more)}") + more)
         assert codes == [0], err
     runs = (read_metrics(tmp_path / name) for name in ("runFalse", "runTrue"))
     assert largest_difference(*runs) < 1e-3
+    assert second.version == server.version != "default"
+    second.shutdown()
 
 
 @pytest.mark.parametrize("world, plan, more", PLANS)
@@ -122,32 +124,6 @@ def test_ranks_and_plans_push_and_sample_as_one_process(
     assert learns_something(truth)
     found = trained(tmp_path, world, f"{flags} {plan} --engine {server.url}")
     assert largest_difference(found, truth) < 1e-12
-
-
-# A task that one thread asks, and a task whose replies arrive late and in any order.
-SLOW = """
-import time, train_grpo
-
-class Slow(train_grpo.Guess):
-    def reply(self, state, answer):
-        time.sleep(sum(answer) % 5 / 200)
-        return super().reply(state, answer)
-"""
-TASKS = {"one thread": f"--task {LOOKUP!r} --size 2 --turns 2"}
-TASKS |= {"slow": "--task FOLDER/slow.py:Slow"}
-
-
-@pytest.mark.parametrize("name", shortened(TASKS, "one thread"))
-def test_tasks_are_asked_as_without_an_engine(server, directory, tmp_path, name):
-    (tmp_path / "slow.py").write_text(SLOW)
-    flags = f"{RUN} --steps 2 {TASKS[name].replace('FOLDER', str(tmp_path))} --group 6"
-    truth = trained(tmp_path, 1, flags)
-    second = serve(directory)
-    found = trained(tmp_path, 1, f"{flags} --engine {server.url},{second.url}")
-    assert largest_difference(found, truth) < 1e-12
-    assert second.version == server.version != "default"
-    second.shutdown()
-    assert truth[-1]["length/rollout_mean"] > 2
 
 
 # Engines that go, and come back ------------------------------------------------------------------

@@ -434,8 +434,6 @@ class Slotted:
 NO_TASK = {
     "mine.py:Nothing": "mine.py has no class 'Nothing'", "mine.py:": "has no class ''",
     "mine.py:Endless": r"Endless needs vocab_size and end, .* got 4 and \(4,\)",
-    "other.py:Echo": "--task other.py:Echo: other.py: no such file",
-    "gues": "expected --task guess, jsonl or FILE.py:Class, got 'gues'",
 }  # fmt: skip
 
 
