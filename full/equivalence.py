@@ -84,6 +84,7 @@ quick 2 routers biased --plan d2e2
 ordinary 1 dense critic --tree dta --chunk-tokens 9 --recompute | --micro-tokens 1
 ordinary 1 dense lora-head --tree dta --chunk-tokens 9 --recompute
 ordinary 1 tied forks --tree sparse | --data-parallel fsdp
+ordinary 1 tied,routers old --exact
 ordinary 2 dense dynamic,demos,lone,stale,filtered,reward --plan d2
 ordinary 2 dense stale --plan d2 --data-parallel zero1 then --plan p2
 ordinary 2 routers lone --tree sparse --plan d2e2

@@ -18,9 +18,6 @@ from full import exact
 from full.audit import audited
 from full.exact import exact_attention, make_exact, packed_attention, require_exact_kernels
 from full.generate import generate
-from full.masks import Mask
-from full.forest import parents_in
-from full.micro_batches import MaskedAttention
 from full.packing import PackedBatches
 from full.tiny import TINY, tiny_model
 
@@ -57,8 +54,6 @@ def gaps(model, rows):
         sampled = torch.tensor(row.logprobs, dtype=torch.float64).to(logprobs)
         found.append((logprobs - sampled)[torch.tensor(row.mask)])
     return torch.cat(found)
-
-
 
 
 @pytest.mark.parametrize("name", shortened(
@@ -106,33 +101,6 @@ def test_attention_is_the_definition(window):
     scores = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(~visible, -torch.inf)
     torch.testing.assert_close(out, truth, atol=1e-13, rtol=0)
     torch.testing.assert_close(lse, scores.logsumexp(-1), atol=1e-13, rtol=0)
-
-
-@pytest.mark.parametrize("name", shortened(TINY, "gemma3_text", "qwen3_moe"))
-def test_gradients_are_the_ordinary_ones(name):
-    """Loss and every gradient of a packed batch, float64, against the ordinary model."""
-    results = []
-
-    def ordinary(document):
-        return MaskedAttention(Mask.documents(doc_ids=document), parents_in(document[0]), None)
-
-    for make in (ordinary, packed_attention):
-        model = tiny_model(name)
-        if make is packed_attention:
-            model = make_exact(model)
-        batches = PackedBatches(model, attention=lambda document, group, make=make: make(document),
-                                micro_tokens=60, temperature=0.7)  # fmt: skip
-        rng = np.random.default_rng(0)
-        sequences = [rng.integers(0, 53, n).tolist() for n in (2, 30, 70, 8)]
-        masks = [(rng.random(len(x) - 1) < 0.7).tolist() for x in sequences]
-
-        def loss_fn(indices, mask, logprobs, entropies):
-            return (logprobs.sin() * mask).sum() + (entropies.cos() * mask).sum()
-
-        loss = batches.forward_backward(sequences, masks, loss_fn)
-        results.append([loss, *(p.grad for p in model.parameters())])
-    for mine, truth in zip(*results, strict=True):
-        torch.testing.assert_close(mine, truth, atol=1e-10, rtol=1e-10)
 
 
 # A slip in each mechanism: of one side, since equal slips of both cancel.

@@ -120,7 +120,7 @@ def test_replay_makes_the_gap_of_a_run_in_bfloat16_smaller(flags, tmp_path):
 AUDITED = {
     "bfloat16": "--compute-dtype bfloat16 --dtype float32", "float64": "",
     "stale": "--staleness 1 --dtype float32 --generator-dtype bfloat16 --kl-coef 0.1",
-    "bias": "--router-bias-rate 0.05 --balance-coef 0.1 --dtype float32",
+    "bias": "--router-bias-rate 0.05 --balance-coef 0.1 --kl-coef 0.05 --dtype float32",
     "forks": "--tree sparse --forks 2 --fork-turns 1 --advantage per_branch --dtype float32",
     "exact": "--exact --dtype float32",
 }
@@ -147,12 +147,14 @@ def runs(flags, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("name", shortened(AUDITED, "bfloat16", "stale"))
+@pytest.mark.parametrize("name", shortened(AUDITED, "bfloat16", "stale", "bias"))
 def test_the_step_by_hand_uses_the_recorded_experts(runs, process_group, name):
     report = audited(runs(name), 1)
     assert report.wrong is None
     rows = {row.key: row for row in report.rows}
     assert {"sampling/routes", "experts/replay_changed"} <= rows.keys()
+    of_bias = {"balance/loss", "balance/loss_first", "experts/load_max", "votes"}
+    assert name != "bias" or of_bias <= rows.keys()
     line = read_metrics(runs(name))[1]
     assert (line["experts/replay_changed"] > 0) == (name != "float64" or line["ratio/max"] > 1)
 

@@ -306,13 +306,8 @@ def test_chunks_hold_each_token_once_and_joined_ones_hold_no_more(size):
         assert all(0 < chunk.stop - chunk.start <= size for chunk in plain)
         assert held_tokens(joined) == held_tokens(plain)
         total += held_tokens(plain)
-
-        # Nobody is an only child any more, and chunks that were no only child begin as before.
         parents = [chunk.parent for chunk in joined if chunk.parent >= 0]
-        assert all(parents.count(parent) > 1 for parent in parents)
-        were = [chunk.parent for chunk in plain]
-        kept = [x.start for x in plain if x.parent < 0 or were.count(x.parent) > 1]
-        assert [chunk.start for chunk in joined] == kept
+        assert all(parents.count(parent) > 1 for parent in parents)  # none is an only child
         if seed < min(8, 1 + size):
             with torch.no_grad():
                 found = tree_logprobs(model, trie, max_tokens=size)
