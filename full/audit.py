@@ -293,7 +293,7 @@ def is_close(model, t, off) -> bool:
 def as_sampled(step):
     """Return the model of a Step's weights as a push gives them to the sampler, in float64."""
     config, model = step.config, copy.deepcopy(step.policy).requires_grad_(False)
-    for name, weight in step.weights.items():
+    for name, weight in step.of_policy.weights.items():
         model.get_parameter(name).data = weight.detach().double()
     rounded = getattr(torch, config.rollout_dtype)
     return (merge(model, rounded) if config.lora is not None else model.to(rounded)).double()
@@ -309,14 +309,17 @@ def after_rows(case, step) -> list:
     # Each entry is held to its own rounding, and the one furthest from it is shown: AdamW makes
     # steps of one length, so a fault in a small tensor is as large as in a big one.
     rows = {}
-    for name, stored in case.weights(path).items():
-        allowed = step.slack[name].flatten()
+    weights = [(prefix, learner, name, stored) for prefix, learner in step.learners.items()
+               for name, stored in case.weights(path, prefix).items()]  # fmt: skip
+    for prefix, learner, name, stored in weights:
+        allowed = learner.slack[name].flatten()
         if case.again:  # the steps on the way to this one have moved other entries by rounding
             allowed = torch.full_like(allowed, (AGAIN + EACH * case.again) * allowed.max())
-        differences = (step.weights[name].double() - stored).abs().flatten()
+        differences = (learner.weights[name].double() - stored).abs().flatten()
         furthest = int((differences / allowed.clamp(min=1e-30)).argmax())
         found, most = differences[furthest].item(), allowed[furthest].item()
-        rows[name] = Row("parameters", 0.0, found, found, most, step.lr or 1.0,
+        name = prefix + name
+        rows[name] = Row("parameters", 0.0, found, found, most, learner.lr or 1.0,
                          f"rounding may turn AdamW's step for an entry of {name}")  # fmt: skip
     worst = max(rows, key=lambda name: rows[name].share)
     case.say(f"parameters after the step: against {path.name}, the worst is {worst}")
@@ -353,7 +356,8 @@ def rows_of(case, line) -> tuple:
     step.free()
     name = "eval/solved"
     if name in line:
-        rows.append(solved_row(case, name, line[name], as_sampled(step), off + step.astray))
+        off += step.of_policy.astray
+        rows.append(solved_row(case, name, line[name], as_sampled(step), off))
     rows = [row._replace(why=row.why or cause(step, row.key)) if row.is_loose else row
             for row in rows]  # fmt: skip
     return sorted(rows, key=lambda row: order().index(row.key)), step

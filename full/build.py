@@ -20,7 +20,7 @@ from full.questions import make_task
 from full.ranks import warn
 from full.tasks import Task, asking
 from full.trainer import keep_wide, plan_of
-from full.transformer import Transformer
+from full.transformer import Critic, Transformer
 from train_grpo import EVALUATION, ROLLOUT
 
 
@@ -54,7 +54,8 @@ def shape_of(config, task) -> ModelConfig:
 def empty_model(config, shape, dtype, *, is_teacher=False) -> Transformer:
     """Make a model on the meta device, with what the settings add to all but a teacher."""
     if not is_teacher:
-        value_head = shape.value_head or config.advantage == "gae"
+        is_critic = config.advantage == "gae" and config.critic == "shared"
+        value_head = shape.value_head or is_critic
         more = dict(value_head=value_head, router_bias_rate=config.router_bias_rate)
         shape = dataclasses.replace(shape, **more)
     with torch.device("meta"):
@@ -91,6 +92,17 @@ def build(config, task):
     if config.kl_coef and config.lora is None:
         reference = empty_model(config, shape, config.compute).requires_grad_(False)
     return model, generator, reference
+
+
+def build_critic(config, shape):
+    """Make the model of --critic separate, if there is one, on the meta device in --dtype.
+
+    shape: the policy's. The Trainer gives it its first weights.
+    """
+    if config.critic == "shared":
+        return None
+    with torch.device("meta"):
+        return Critic(shape).to(getattr(torch, config.dtype))
 
 
 def build_teacher(config, task):

@@ -32,6 +32,7 @@ Dtype = Literal["float32", "float64", "bfloat16"]
 AnyDtype = Literal["", Dtype]
 Overlong = Literal["keep", "filter"]
 Ratio = Literal["token", "sequence", "geometric"]
+Critic = Literal["shared", "separate"]
 Decay = Literal["constant", "linear", "cosine"]
 Mode = Literal["ddp", "zero1", "fsdp", "fsdp-offload"]
 Method = Literal["ring", "allgather", "ulysses"]
@@ -111,6 +112,7 @@ class Config(train_grpo.Config):
     clip_low: float = flag(CORE.clip_low, "ratio clip below 1", "the loss")
     clip_high: float = flag(CORE.clip_high, "ratio clip above 1; 0.28 is DAPO's")
     advantage: str = flag(None, "(1) of full/advantages.py; gae: PPO, with a critic")
+    critic: Critic = flag("shared", "gae: a head of the policy, or separate, a second model")
     teacher: str = flag("", "checkpoint: a token's advantage is its log-prob's gain there")
     aggregation: str = flag("token_mean", "w and Z of (7) of full/objectives.py")
     objective: str = flag("clip", "(3) of full/objectives.py")
@@ -130,6 +132,7 @@ class Config(train_grpo.Config):
 
     minibatches: int = flag(CORE.minibatches, "optimizer steps of a batch", "the optimizer")
     lr: float = flag(None, "AdamW")
+    critic_lr: float = flag(None, "the same of --critic separate")
     lr_warmup: int = flag(CORE.lr_warmup, "steps of linear warm-up, at most --steps; 0: none")
     lr_decay: Decay = flag("linear", "from there to the last step")
     weight_decay: float = flag(0.0, "AdamW, decoupled")
@@ -173,6 +176,7 @@ class Config(train_grpo.Config):
     # A field of this table is None until __post_init__ has looked it up.
     BY_START = dict(
         lr=dict(random=1e-3, demos=1e-4, model=1e-6, lora=1e-5),
+        critic_lr=dict(random=1e-3, demos=1e-3, model=1e-5, lora=1e-5),  # demos teach no critic
         entropy_coef=dict(random=0.02, demos=0.0, model=0.0, lora=0.0),
     )
 

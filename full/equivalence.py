@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 import train_grpo
 from full.batches import Demonstrations, RolloutQueue, pending_batches
-from full.build import empty_model, empty_policy, require_plan
+from full.build import build_critic, empty_model, empty_policy, require_plan
 from full.config import LORA_TARGETS
 from full.flags import parse_config
 from full.logs import step_metrics
-from full.optimizer import persistent_buffers, training_tensors
+from full.optimizer import persistent_buffers
 from full.places import full
 from full.ranks import all_gather_objects
 from full.tiny import TwoTurns, tiny
@@ -42,11 +42,14 @@ BASE = """
     --micro-tokens 40 --lr 0.01 --lr-warmup 0 --lr-decay constant --steps 2 --eval-every 2
     --eval-prompts 3
 """
+SEPARATE = "--advantage gae --critic separate --critic-lr 0.02"
 LORA = "--lora-rank 3 --kl-coef 0.05 --lora-targets"
 RUNS = {  # what one process does too
     "plain": "",
     "old": "--kl-coef 0.05 --proximal",
     "critic": "--advantage gae --kl-coef 0.05 --proximal",
+    "separate": f"{SEPARATE} --proximal --demos 1 --weight-decay 0.1",
+    "separate-stale": f"{SEPARATE} --staleness 1 --aggregation sequence_mean",
     "reward": "--kl-coef 0.1 --kl k1 --kl-in reward --advantage none_batch",
     "sequences": "--objective gspo --aggregation sequence_mean --clip-low 0.01 --clip-high 0.01",
     "filtered": "--aggregation constant --overlong filter",
@@ -60,6 +63,7 @@ RUNS = {  # what one process does too
     "routes": "--replay-routes --router-bias-rate 0.05 --kl-coef 0.05 --proximal",
     "rounded": "--lr 0.001 --kl-coef 0.05 --proximal --advantage gae",  # for mixed precision
     "lora": f"{LORA} {LORA_TARGETS}",
+    "separate-rounded": f"{SEPARATE} --lr 0.001 --proximal",
     "lora-all": f"{LORA} {LORA_TARGETS},gate,lm_head --router-bias-rate 0.05",
     "lora-head": f"{LORA} lm_head,q_proj",
 }
@@ -81,6 +85,7 @@ quick 2 biases old --plan t2
 quick 2 tied forks --plan c2 --tree sparse
 quick 2 tied critic --plan p2
 quick 2 routers biased --plan d2e2
+quick 2 dense separate --plan d2 --data-parallel zero1
 ordinary 1 dense critic --tree dta --chunk-tokens 9 --recompute | --micro-tokens 1
 ordinary 1 dense lora-head --tree dta --chunk-tokens 9 --recompute
 ordinary 1 tied forks --tree sparse | --data-parallel fsdp
@@ -93,6 +98,8 @@ ordinary 2 tied forks --tree dta --chunk-tokens 16 | --plan p2 --tree sparse
 ordinary 2 tied sequences --data-parallel fsdp-offload --ac full
 ordinary 2 deep-tied critic --plan p2 --pp-schedule zbv | --plan p2 --pp-schedule interleaved1f1b
 ordinary 2 deep lora-head --plan p2 --pp-schedule zbv
+ordinary 2 dense separate --plan p2 then --plan t2 --tree dta --chunk-tokens 9
+ordinary 2 routers separate --plan d2e2 --tree sparse
 ordinary 2 experts balanced --plan t2 --ac op | --plan (attn:t2|ffn:t2)
 ordinary 2 experts biased --plan t2 --data-parallel fsdp then --plan c2 --tree sparse
 ordinary 2 routers balanced --plan d2 | --plan p2 | --plan d2e2 --data-parallel fsdp
@@ -119,6 +126,13 @@ slow 1 dense,tied,experts old --data-parallel fsdp-offload | --ac full | --ac op
 slow 2 dense old,rounded --plan d2 --compile | --data-parallel fsdp --compile --ac full
 slow 2 dense,biases,tied forks,critic --plan d2 | --plan t2 | --plan t2 --ac full | --plan c2
 slow 2 dense,biases,tied old,forks,critic --data-parallel fsdp --ac op | --plan t2 --tree sparse
+slow 1 dense,tied separate --tree sparse | --tree dta --chunk-tokens 9 --recompute | --ac full
+slow 2 dense,tied separate --plan d2 | --plan c2 --tree sparse | --plan p2 | --plan t2
+slow 2 dense,experts separate --data-parallel fsdp | --data-parallel fsdp-offload --tree sparse
+slow 2 dense separate-stale --plan d2 | --plan t2 --tree dta --chunk-tokens 9 | --plan c2
+slow 2 deep,deep-tied separate --plan p2 --pp-schedule zbv | --plan p2 --pp-schedule interleaved1f1b
+slow 2 dense separate-rounded --compute-dtype float32 --plan d2 --data-parallel zero1
+slow 4 routers separate --plan d2t2e4 --data-parallel zero1 | --plan p2d2e2 --tree sparse
 slow 2 tied,experts old --plan t2 --tree dta --chunk-tokens 5 --recompute | --plan t2 --compile
 slow 2 deep,deep-tied forks,sequences,lora --plan p2 --pp-schedule interleaved1f1b --tree sparse
 slow 2 dense,deep sequences,demos,dynamic,reward --data-parallel fsdp | --plan t2 | --plan p2
@@ -221,7 +235,9 @@ def trainer_of(config, family, device="cpu") -> Trainer:
         reference = drawn(empty_model(config, shape, config.compute), 2, device)
         reference.requires_grad_(False)
     policy = drawn(empty_policy(config, shape), 1, device)
-    return Trainer(config, policy, generator=generator, reference=reference)
+    critic = build_critic(config, shape)
+    critic = critic and drawn(critic, 3, device)
+    return Trainer(config, policy, generator=generator, reference=reference, critic=critic)
 
 
 @dataclass
@@ -250,21 +266,21 @@ def outcome(row, folder, device="cpu") -> Outcome:
         do_steps(config, queue, trainer, found, last=len(legs) == n + 1)
         if len(legs) > n + 1:
             trainer.save_checkpoint(folder, step=n + 1, pending=queue.stored())
-    stored = training_tensors(trainer.model, trainer.optimizer)
+    stored = trainer.training_tensors()
     found.tensors = {name: full(x).cpu().clone() for name, x in stored.items()}
     return found
 
 
 def do_steps(config, queue, trainer, found, last):
     """Do one step of a run, or all that are left if it is the last leg, and note what comes out."""
-    places = trainer.model.part.places
-
     def note_gradients(*_):
-        # The gradients are summed and clipped, and not used yet.
+        # The gradients of all models are summed and clipped, and not used yet.
         update = len({n for n, _ in found.gradients})
-        for name, p in trainer.model.named_parameters():
-            if p.grad is not None:
-                found.gradients[update, name] = full(p.grad, places[name]).cpu().clone()
+        for model, _, prefix in trainer.learners:
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    whole = full(p.grad, model.part.places[name])
+                    found.gradients[update, prefix + name] = whole.cpu().clone()
 
     def log(step, batch, metrics, updates, solved):
         line = step_metrics(trainer, batch, metrics, updates, step)

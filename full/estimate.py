@@ -22,7 +22,7 @@ from full.parallelize import MODES
 from full.pipeline import keep_stage_and_ends
 from full.places import TIED, inner_width
 from full.plans import Plan
-from full.transformer import Transformer
+from full.transformer import Critic, Transformer
 from parallel import layout, ranks_along
 
 # Published shapes, so that the commands of RESULTS.md need no download.
@@ -49,18 +49,20 @@ class Step(NamedTuple):
     size: int = 4  # bytes of a weight, a gradient, either moment, a state between layers
     ac: str = "full"  # as parallelize's: full | none
     compute: int = 0  # bytes of what products take and give, with compute_dtype; 0: as size
+    critic: str = "shared"  # separate: there is a second model
 
     @property
     def product(self):
         return self.compute or self.size
 
 
-def without_memory(config, stage, stages):
-    """Return a stage of a model on the meta device."""
+def without_memory(kind, config, stage, stages):
+    """Return a stage of a model on the meta device. kind: Transformer or Critic."""
     with torch.device("meta"):
-        model = Transformer(config)
+        model = kind(config)
     if stages > 1:
-        keep_stage_and_ends(model, stage, stages, config.tie_word_embeddings)
+        is_tied = config.tie_word_embeddings and kind is Transformer
+        keep_stage_and_ends(model, stage, stages, is_tied)
     return model
 
 
@@ -76,7 +78,7 @@ class Rank:
     sizes: {name: numbers of each parameter on this rank, before fsdp and zero1 share them out}.
     """
 
-    def __init__(self, plan, config, step, stage=0):
+    def __init__(self, plan, config, step, stage=0, kind=Transformer):
         if LINEAR in config.layer_types:
             raise ValueError(f"expected layers of attention, whose memory is in closed form here, "
                              f"got layers of {LINEAR}")  # fmt: skip
@@ -90,7 +92,7 @@ class Rank:
         self.stage = stage
         self.n = step.tokens // step.micros // plan.cp  # tokens of a micro-batch
         self.wide = max(4, step.product)  # bytes of what is computed in float32 or better
-        part = without_memory(config, stage, plan.pp)
+        part = without_memory(kind, config, stage, plan.pp)
         self.layers = [int(name) for name, _ in part.model.layers.named_children()]
 
         # Rows are distributed: the largest share counts.
@@ -118,14 +120,21 @@ class Rank:
         """Return how many ranks have the same part, which fsdp and zero1 share out among them."""
         return self.plan.edp if ".mlp.experts." in name else self.plan.dp * self.plan.cp
 
-    def memory(self) -> dict:
-        """Return the bytes at the peak of a step by what they are for."""
+    def state(self) -> dict:
+        """Return the bytes that last from step to step by what they are for."""
         size = self.step.size
         weights = self.kept * size
         if self.step.compute and self.step.mode != "fsdp":  # rounded, next to their masters
             weights = self.kept * self.step.compute + self.stepped * size
-        return dict(weights=weights, gradients=self.kept * size, moments=2 * self.stepped * size,
-                    activations=self.activations(), buffers=self.buffers())  # fmt: skip
+        return dict(weights=weights, gradients=self.kept * size, moments=2 * self.stepped * size)
+
+    def memory(self) -> dict:
+        """Return the bytes at the peak of a step by what they are for."""
+        held = self.state() | dict(activations=self.activations(), buffers=self.buffers())
+        if self.step.critic == "separate":  # it runs when the policy's activations are gone
+            critic = Rank(self.plan, self.config, self.step, self.stage, Critic).state()
+            held |= {name: held[name] + critic[name] for name in critic}
+        return held
 
     def activations(self):
         """Return the bytes that wait for their backward.
@@ -218,6 +227,7 @@ def main(argv) -> int:
         help="of a product, with --compute-dtype bfloat16; 0: as --bytes")
     add("--generator-bytes", type=int, choices=(0, 2, 4), default=2, help="of its weights; 0: none")
     add("--ac", choices=("full", "none"), default="full", help="as parallelize's")
+    add("--critic", choices=("shared", "separate"), default="shared", help="as the run's")
     options = parser.parse_args(argv)
     plans = [Plan.parse(text) for text in options.plan]
     config = None
@@ -265,7 +275,7 @@ def print_table(plans, config, options):
     print("|---" * 9 + "|")
     for plan, mode in itertools.product(plans, options.mode):
         step = Step(mode, options.tokens, options.micro_batches, options.bytes, options.ac,
-                    options.compute_bytes)  # fmt: skip
+                    options.compute_bytes, options.critic)  # fmt: skip
         held = [*memory(plan, config, step).values()]
         held.append(generator(plan, config, step, options.generator_bytes))
         *state, activations, buffers, sampling, total = (

@@ -350,6 +350,9 @@ def conflicts(c) -> list:
         (replays and c.trainer_plan.cp > 1,
          "--replay-routes has no c in --plan, whose ranks share a sequence"),
         (replays and c.engine, "--replay-routes has no --engine, which tells no experts"),
+        (c.critic == "separate" and (c.balance_coef or c.router_bias_rate),
+         "--critic separate has no --balance-coef and no --router-bias-rate, which balance the "
+         "policy's experts alone"),
         (c.balance_coef and c.tree != "disabled",
          "--tree has no --balance-coef, a loss of each sequence by itself; use "
          "--router-bias-rate, or leave --tree out"),

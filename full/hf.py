@@ -29,7 +29,7 @@ from full import deltanet
 from full.model_config import ModelConfig, read_json, require_same_numbers
 from full.places import TIED, local, part_of
 from full.ranks import errors_on_all_ranks
-from full.transformer import Transformer
+from full.transformer import Critic, Transformer
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
@@ -174,6 +174,8 @@ def _load(directory, model, dtype, device) -> Transformer:
     if model is not None:
         has_head = config.value_head and model.config.value_head
         as_stored = dict(router_bias_rate=0.0, value_head=has_head)
+        if isinstance(model, Critic):  # it leaves a head out
+            as_stored["tie_word_embeddings"] = config.tie_word_embeddings
         require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
     sources = {name: sources_of(name, p.shape, stored, config)
                for name, p in whole.named_parameters()}  # fmt: skip

@@ -32,9 +32,8 @@ class Logs:
 def step_metrics(trainer, batch, metrics, updates, step) -> dict:
     """Merge all metrics of a step except seconds and the evaluation."""
     found = batch.metrics | metrics | mean_metrics(updates) | {
-        "lr": trainer.learning_rate(step), "policy_version": trainer.policy_version,
-        "updates/skipped": trainer.skipped,
-    }  # fmt: skip
+        "policy_version": trainer.policy_version, "updates/skipped": trainer.skipped,
+    } | trainer.rates(trainer.learning_rate(step))  # fmt: skip
     if step < 0 and updates:
         return found
     if step < 0:

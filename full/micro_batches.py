@@ -67,7 +67,7 @@ class RowBatches(PackedBatches):
     def __init__(self, model, config, experts):
         super().__init__(
             model, attention=self.attention_of_row, indices=indices,
-            balance=experts.balance_of_row if experts.layers else None,
+            balance=experts.balance_of_row if experts and experts.layers else None,
             micro_tokens=config.micro_tokens, temperature=config.temperature,
         )  # fmt: skip
         self.config = config

@@ -18,7 +18,8 @@ frozen reference, smp of the sampler; H_t the entropy, sg: no gradient:
   (5)  l_t <- l_t + kl_coef k(d) - entropy_coef H_t               d = lp_t - ref_t
            k1: d (its gradient has mean 0: for the reward)   k3: exp(-d) + d - 1
   (6)  l_t <- l_t + value_coef max((v - g)^2, (clip(v, v_old +- 0.2) - g)^2) / 2
-           with `gae`: v a head on the policy's states, g_t = v_old_t + A_t before whitening
+           with `gae`: v a head on the policy's states, g_t = v_old_t + A_t before whitening.
+           A critic of its own has this term as its loss, and the policy's l does not have it
   (7)  loss = sum_i sum_t w_i l_it / Z          over all ranks and micro-batches of the step
            token_mean     w_i = 1               Z = sampled tokens
            sequence_mean  w_i = 1 / tokens_i    Z = sequences with a sampled token
@@ -42,7 +43,7 @@ from full.metrics import measured
 # DEVIATES: without --proximal old is smp. In the first update old is the policy itself where
 # rounding could clip: with --proximal if sampler and trainer round apart, and if a step has one
 # update and its weights sampled. The log-ratio of (2) is clamped to +-10 before exp; PPO's critic
-# shares the policy's trunk. Not here: top-p, which biases every ratio. Pinned by
+# shares the policy's trunk by default. Not here: top-p, which biases every ratio. Pinned by
 # tests/full/test_trl.py::test_loss_and_gradient_are_trls. A ratio of a sequence has one gradient
 # for all its tokens (verl: each its own, which is another sum if A or x differ); a token that (4)
 # masks stays in Z (verl's rejection takes it out). Pinned by
@@ -244,6 +245,18 @@ def value_loss(value_N, old_N, return_N):
     """Return the critic's error of (6) for each token, the larger of two squares, halved."""
     near_N = old_N + (value_N - old_N).clamp(-VALUE_CLIP, VALUE_CLIP)
     return torch.maximum((value_N - return_N).square(), (near_N - return_N).square()) / 2
+
+
+def critic_loss(value_BT, old_BT, return_BT, mask_BT, /, *, Z, aggregation, value_coef):
+    """Return the loss of a critic of its own, (6) and (7), and its sum over sampled tokens.
+
+    The arguments are those of `grpo_loss`, which has this loss as a term if the critic is a head.
+    """
+    tokens = SampledTokens(mask_BT, value_BT.dtype)
+    critic_N = value_coef * value_loss(*map(tokens.pick, (value_BT, old_BT, return_BT)))  # (6)
+    w_B, _ = entry_of(AGGREGATIONS, aggregation, "aggregation")(tokens.count_B, 0)
+    loss = (w_B[tokens.row_N].to(critic_N) * critic_N).sum() / Z  # (7)
+    return loss, {"value/loss": critic_N.detach().double().sum()}
 
 
 # The keyword arguments of `grpo_loss` that are settings of a run.

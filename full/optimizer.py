@@ -94,9 +94,12 @@ def first_non_finite(gradients) -> int:
     return next((n for n, is_finite in zip(indices, finite) if not is_finite), -1)
 
 
-def name_suspects(model, suspect: int) -> str:
-    """Say which rank had which non-finite gradient first, from each rank's `reduce_gradients`."""
-    names = [name for name, _ in model.named_parameters()][::-1]
+def name_suspects(model, suspect: int, prefix="") -> str:
+    """Say which rank had which non-finite gradient first, from each rank's `reduce_gradients`.
+
+    prefix: of the names.
+    """
+    names = [prefix + name for name, _ in model.named_parameters()][::-1]
     # COMM: an all-gather of one name over all ranks, which all skip the same step. Pinned by
     # tests/full/test_faults.py::test_a_nan_on_one_rank_is_skipped_by_all_and_named.
     found = all_gather_objects(names[suspect] if suspect >= 0 else None)

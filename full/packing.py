@@ -24,7 +24,7 @@ from full.experts import UNRECORDED, Replay
 from full.logprobs import require_tokens_in_vocabulary
 from full.places import part_of, reshard
 from full.ranks import all_gather_objects, errors_on_all_ranks, is_lost_rank
-from full.tree import is_critic
+from full.tree import scores_of
 
 
 class PackedRow(NamedTuple):
@@ -430,7 +430,7 @@ class PackedBatches:
         return states_like(self.model, (1, len(self.own_tokens(rows[0])))) if rows else None
 
     def score(self, row, hidden_1sM) -> list:
-        """Return log-probs, entropies, of a critic values of a row's targets, (B, T) each."""
+        """Return the scores of a row's targets, (B, T) each, as `scores_of` does."""
         # Some of the N scored tokens have their state on this rank, and searchsorted finds it.
         # Example: this rank has 0 1 6 7 of 8 tokens, and 0 1 3 are scored. It scores 0 and 1.
         local_s = self.own_tokens(row)
@@ -438,9 +438,7 @@ class PackedBatches:
         at_n = row.at_N[here_N]
         x_nM = hidden_1sM[0, torch.searchsorted(local_s, at_n).to(self.device)]
         targets_n = row.targets_N[here_N].to(self.device)
-        columns = [*self.model.logprobs(x_nM, targets_n, temperature=self.temperature)]
-        if is_critic(self.model):
-            columns.append(self.model.values(x_nM))
+        columns = scores_of(self.model, x_nM, targets_n, self.temperature)
 
         # Back into (B, T). The ranks of c have filled in different entries, and the others are 0:
         # their sum is the whole, and all compute the same loss of it. Each has the whole gradient

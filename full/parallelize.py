@@ -24,7 +24,7 @@ from full import lora
 from full.pipeline import SCHEDULES, Pipeline, TorchPipeline, keep_stage_and_ends
 from full.places import Part, inner_width, part_of, place_of
 from full.plans import Grid
-from full.transformer import Transformer
+from full.transformer import Critic, Transformer
 
 AC = "none", "full", "op"
 
@@ -80,7 +80,7 @@ def parallelize(
         model.attention = attention
     grid = with_sequence(device_mesh, sequence)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    is_tied = not hasattr(model, "lm_head")
+    is_tied = not hasattr(model, "lm_head") and not isinstance(model, Critic)
     shard_model(model, grid)
     pipeline = Pipeline(grid.group["p"])
     if schedule != "1f1b":

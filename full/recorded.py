@@ -20,7 +20,7 @@ import torch
 
 from conformance import definition
 from full.batches import Demonstrations, RolloutQueue, SampledBatch, pending_batches
-from full.build import build, build_teacher, empty_policy, shape_of
+from full.build import build, build_critic, build_teacher, empty_policy, shape_of
 from full.checkpoint import checkpoints, read_checkpoint
 from full.config import resumed_config
 from full.directory import RunDirectory
@@ -134,7 +134,7 @@ class Recorded(definition.Sequence):
     T: np.ndarray | None = None  # how far the difference of two logits may be off
     routing: object = None  # the experts of its tokens
     drawn: dict | None = None  # name -> (1 + DRAWS, N): the terms as computed, then of each draw
-    parts: np.ndarray | None = None  # (1 + DRAWS, N): each token's part of the gradient's norm
+    parts: dict | None = None  # model -> (1 + DRAWS, N): a token's part of its gradient's norm
 
     @property
     def targets(self):
@@ -290,7 +290,8 @@ class Case:
         config = dataclasses.replace(self.config, exact=self.files.exact)
         model, generator, reference = build(config, task)
         trainer = Trainer(config, model, generator=generator, reference=reference,
-                          teacher=build_teacher(config, task))  # fmt: skip
+                          teacher=build_teacher(config, task),
+                          critic=build_critic(config, model.config))  # fmt: skip
         start = max([n for n in self.files.checkpoints if n <= sampled_at], default=0)
         pending = self.begin(config, trainer, start)
         self.files.directory.read_reference(trainer)
@@ -394,21 +395,36 @@ class Case:
         teacher = load_hf(self.config.teacher, dtype=stored).requires_grad_(False)
         return widened(keep_wide(self.config, teacher))
 
-    def weights(self, path) -> dict:
-        """Return {name: tensor} of a checkpoint's trained weights, as the run stores them."""
-        named = empty_policy(self.config, self.shape).named_parameters()
+    def critic(self, path):
+        """Return the model of --critic separate of a checkpoint, or None."""
+        critic = build_critic(self.config, self.shape)
+        if critic is None:
+            return None
+        critic = critic.to_empty(device="cpu").double()
+        named = {f"critic.model.{name}": p.detach() for name, p in critic.named_parameters()}
+        read_checkpoint(path, named, only="critic.model.")
+        return widened(keep_wide(self.config, critic))
+
+    def weights(self, path, prefix="") -> dict:
+        """Return {name: tensor} of a checkpoint's trained weights, as the run stores them.
+
+        prefix: "" of the policy, "critic." of the model of --critic separate.
+        """
+        make = build_critic if prefix else empty_policy
+        named = make(self.config, self.shape).named_parameters()
         found = {name: torch.empty_like(p, device="cpu") for name, p in named if p.requires_grad}
-        read_checkpoint(path, {f"model.{name}": x for name, x in found.items()}, only="model.")
+        stored = {f"{prefix}model.{name}": x for name, x in found.items()}
+        read_checkpoint(path, stored, only=f"{prefix}model.")
         return found
 
-    def moments(self, path, weights) -> dict:
+    def moments(self, path, weights, prefix="") -> dict:
         """Return {name: [AdamW's steps, m, v]} of a checkpoint, for these trained weights."""
         found, tensors = {}, {}
         for name, x in weights.items():
             found[name] = [torch.empty(()), torch.empty_like(x), torch.empty_like(x)]
-            keys = (f"optimizer.{name}.{key}" for key in ("step", "exp_avg", "exp_avg_sq"))
-            tensors |= zip(keys, found[name])
-        read_checkpoint(path, tensors, only="optimizer.")
+            keys = ("step", "exp_avg", "exp_avg_sq")
+            tensors |= zip((f"{prefix}optimizer.{name}.{key}" for key in keys), found[name])
+        read_checkpoint(path, tensors, only=f"{prefix}optimizer.")
         return {name: [int(steps), m, v] for name, (steps, m, v) in found.items()}
 
 

@@ -137,14 +137,15 @@ def draw(step, s, found):
     # How far logits may be off. After the first update weights may be astray, and logits by a part
     # of their way, which is that of the log-prob over 1 - p.
     config, s.routing = step.config, found.routing
-    drift = min(1.0, DRIFT * step.astray)
+    drift = step.of_policy.drift
     way = (abs(s.lp - s.old) / np.maximum(-np.expm1(s.lp), LEAST_REST)).max()
     s.T = step.T * found.scale + drift * way
     s.T += flip(s.routing, s.T.max())
     v_off = step.v_off
     if s.v is not None:
-        is_lost = step.has_zeros or step.astray >= 1
-        v_off += drift * abs(s.v - s.v_old).max() + LOST_VALUE * step.lr * is_lost
+        critic = step.of_values
+        is_lost = critic.has_zeros or critic.astray >= 1
+        v_off += critic.drift * abs(s.v - s.v_old).max() + LOST_VALUE * critic.lr * is_lost
 
     # How far each number that the definition reads may be off. An entropy moves by
     # sum p |log p + H| times half of T at most, which is below T H. It is rounded, too.
@@ -219,20 +220,22 @@ class Bound(NamedTuple):
         return [is_off * (x + self.relative * g.abs()) for x in (self.most, self.usual)]
 
 
-def bound_of(u, name, g, shrink) -> Bound:
-    """Return the Bound of a tensor's gradient g in an update, which the clip multiplies by shrink.
+def bound_of(gradient, name, g, shrink) -> Bound:
+    """Return the Bound of a tensor's entries g of a model's gradient; the clip's factor is shrink.
     """
-    rounding, highest = u.rounding[name], g.abs().max().item()
-    most, usual, is_zero = rounding.entry, math.sqrt(rounding.usual), highest <= ZERO * u.norm
+    rounding, highest = gradient.rounding[name], g.abs().max().item()
+    most, usual = rounding.entry, math.sqrt(rounding.usual)
+    is_zero = highest <= ZERO * gradient.norm
     if is_zero:
-        largest = max(x.entry for x in u.rounding.values())
+        largest = max(x.entry for x in gradient.rounding.values())
         most, usual = CANCELED * largest, CANCELED**2 * largest
 
     # A 0 is exact, as in the embedding of a token that is not there, unless all of the tensor's
     # gradient is 0. The clip's factor may be off as the norm is.
     most, usual = most + rounding.doubt, usual + rounding.doubt
-    relative = u.off / u.norm if shrink < 1 else 0.0
-    return Bound(shrink * most, shrink * usual, relative, not (u.flips or is_zero), highest <= most)
+    relative = gradient.off / gradient.norm if shrink < 1 else 0.0
+    has_zeros = not (gradient.flips or is_zero)
+    return Bound(shrink * most, shrink * usual, relative, has_zeros, highest <= most)
 
 
 def error_of_entropy(s, found, T, dtype) -> float:
@@ -276,15 +279,16 @@ def cause(step, key) -> str:
         return ""
     if not of_first and step.is_rounding:
         return "the step's advantages are rounding, so the later updates are not held"
-    if not of_first and step.astray > 0.01:
-        return (f"after the first update the weights may be off by {min(1.0, step.astray):.0%} of "
+    astray = max(learner.astray for learner in step.learners.values())
+    if not of_first and astray > 0.01:
+        return (f"after the first update the weights may be off by {min(1.0, astray):.0%} of "
                 f"the way that they have moved")  # fmt: skip
     if any(flip(s.routing, s.T.max()) for s in found):
         return f"{near_choices(updates)[0]} choices of experts are within rounding"
     edge = [s.drawn["clips"][1:] != s.drawn["clips"][0] for s in found]
     count, tokens = math.ceil(sum(x.sum() for x in edge) / DRAWS), sum(len(s.at) for s in found)
     if count and key.removesuffix("_first") in ("grad_norm", "ratio/clipped_fraction"):
-        most = max(abs(s.parts[1:] - s.parts[0])[x].max(initial=0.0)
+        most = max(abs(s.parts[""][1:] - s.parts[""][0])[x].max(initial=0.0)
                    for s, x in zip(found, edge) if s.parts is not None)  # fmt: skip
         return (f"rounding may put about {count} of {tokens} tokens on the other side of the "
                 f"clip's edge, and one of them is up to {most:.2g} of the gradient's norm")

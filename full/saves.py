@@ -70,8 +70,11 @@ class Checkpointer:
         # memory.
         if self.trainer.skipped_in_a_row:
             return False
-        difference = replica_difference(self.trainer.model, self.trainer.optimizer)
-        if difference:
+        for model, optimizer, prefix in self.trainer.learners:
+            difference = replica_difference(model, optimizer)
+            if not difference:
+                continue
+            difference = f"{'of the critic, ' if prefix else ''}{difference}"
             raise FloatingPointError(f"{difference}; nothing is saved: look at that rank's memory, "
                                      f"and {self.directory.advice}")  # fmt: skip
         pending = self.source.stored()

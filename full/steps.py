@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 from full.batches import RolloutQueue
-from full.build import build, build_teacher, own_shape
+from full.build import build, build_critic, build_teacher, own_shape
 from full.byhand import Step, metrics_by_hand
 from full.config import Config
 from full.directory import RunDirectory
@@ -41,6 +41,9 @@ STEPS = {  # settings that between them reach every line of conformance/definiti
         aggregation="constant", proximal=True, importance_cap=1.0, minibatches=2),
     "gae, KL in the reward": dict(
         advantage="gae", kl_coef=0.1, kl_in="reward", kl="k1", minibatches=2, lr_decay="cosine"),
+    "gae, a critic of its own, 2 updates": dict(
+        advantage="gae", critic="separate", critic_lr=0.02, minibatches=2, weight_decay=0.1,
+        kl_coef=0.1),
     "gae by trees": dict(advantage="gae", aggregation="constant", tree="dta", chunk_tokens=8),
     "leave_one_out, dual clip, filter": dict(
         advantage="leave_one_out", dual_clip=1.5, overlong="filter", max_new_tokens=8,
@@ -114,8 +117,9 @@ def step_error(device="cpu", **changes) -> float:
             save_hf(teacher, folder / "hf")
             config = dataclasses.replace(config, teacher=f"{folder}/hf")
         model, generator, reference = built(config, task, device)
+        critic = build_critic(config, model.config)
         trainer = Trainer(config, model, generator=generator, reference=reference,
-                          teacher=build_teacher(config, task))  # fmt: skip
+                          teacher=build_teacher(config, task), critic=critic)  # fmt: skip
         directory = RunDirectory(folder)
         directory.write_reference(trainer)
         trainer.push_weights()
@@ -142,8 +146,9 @@ def step_error(device="cpu", **changes) -> float:
     truncated = [t for group in batch.groups.values() for t in group if t.truncated]
     assert trainer.policy_version > 1 and (config.overlong != "filter" or truncated)
     worst = [abs(found[name] - x) / max(1.0, abs(x)) for name, (x, *_) in truth.items()]
-    hand = step.weights | persistent_buffers(step.policy)
-    tensors = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    tensors |= persistent_buffers(model)
-    worst += [(x.cpu() - hand[name]).abs().max().item() for name, x in tensors.items()]
+    for learner, by_hand in zip(trainer.learners, step.learners.values()):
+        hand = by_hand.weights | persistent_buffers(by_hand.model)
+        tensors = {name: p for name, p in learner.model.named_parameters() if p.requires_grad}
+        tensors |= persistent_buffers(learner.model)
+        worst += [(x.cpu() - hand[name]).abs().max().item() for name, x in tensors.items()]
     return float(max(worst))

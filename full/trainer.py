@@ -9,6 +9,7 @@ Letters:  B trajectories   T positions   L layers with experts   E experts
 """
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from full.experts import ExpertLoads
 from full.hf import load_hf
 from full.metrics import METRICS, loss_metrics
 from full.micro_batches import BATCHES, padded
-from full.objectives import LOSS_SETTINGS, grpo_loss, loss_denominator
+from full.objectives import LOSS_SETTINGS, critic_loss, grpo_loss, loss_denominator
 from full.optimizer import (
     LocalOptimizer, clip_grad_norm, lr_factor, name_suspects, reduce_gradients,
     training_tensors,
@@ -93,6 +94,26 @@ def build_optimizer(config, model):
     return LocalOptimizer(model, make, zero=config.data_parallel == "zero1")
 
 
+def column(micro, name, like_BT):
+    """Return an array of each trajectory as rows like a tensor, or None if they have none."""
+    # `prepare` gives a column to all trajectories of a step or to none.
+    vectors = [getattr(t, name) for t in micro]
+    return None if vectors[0] is None else padded(vectors, like_BT)
+
+
+class Learner(NamedTuple):
+    """A model that is trained, and its optimizer."""
+
+    model: Transformer
+    optimizer: LocalOptimizer
+    prefix: str = ""  # of its tensors in a checkpoint
+
+    def tensors(self) -> dict:
+        """Return every tensor that a resumed run needs of it."""
+        found = training_tensors(self.model, self.optimizer)
+        return {self.prefix + name: x for name, x in found.items()}
+
+
 class Trainer(AnyTrainer):
     """An `AnyTrainer` for every plan, tree, precision, objective and sampler.
 
@@ -105,14 +126,21 @@ class Trainer(AnyTrainer):
     COUNTS = "policy_version", "skipped", "skipped_in_a_row"
     MOST_SKIPPED = 3  # non-finite gradients in a row that end a run
 
-    def __init__(self, config, model, *, generator=None, reference=None, teacher=None):
+    def __init__(
+        self, config, model, *, generator=None, reference=None, teacher=None, critic=None
+    ):  # fmt: skip
         """Shard the models by the settings' plans, and allocate those on the meta device.
 
         model: Transformer. It is trained. From the meta device it gets its first weights here.
         generator: Transformer, or another `AnySampler`. Its weights come with the first push.
         reference: Transformer. The KL is measured against it; `write_reference` fills it.
         teacher: Transformer. --teacher's, filled here: its log-probs give the advantages.
+        critic: Critic. --critic separate's. It is trained; from the meta device it gets the first
+            weights of a policy.
         """
+        if (critic is None) != (config.critic == "shared"):
+            raise ValueError(f"critic: expected a model with --critic separate and none with "
+                             f"shared, got --critic {config.critic} and {type(critic).__name__}")
         self.config = config
         self.policy_version = 0
         self.where = "starting"  # how far the run is, in words
@@ -135,6 +163,16 @@ class Trainer(AnyTrainer):
             if config.lora_rank:
                 lora.draw_factors(self.model, config.seed)
         self.optimizer = build_optimizer(config, self.model)
+        self.learners = [Learner(self.model, self.optimizer)]
+        self.critic = None  # None: the policy's value head, if there is one
+        self.critic_learns = critic is not None  # from the batch of `prepare`
+        if critic is not None:
+            is_empty = next(critic.parameters()).is_meta
+            self.critic = self.shard_model(keep_wide(config, critic), compute_dtype)
+            if is_empty:
+                first_weights(self.critic, config.model, config.seed)
+            optimizer = build_optimizer(config, self.critic)
+            self.learners.append(Learner(self.critic, optimizer, "critic."))
         self.experts = ExpertLoads(config, self.model, self.device)
 
         # A model that has memory stays as it is: a whole copy.
@@ -180,8 +218,10 @@ class Trainer(AnyTrainer):
         """Return what runs the policy, or another model, on micro-batches of sequences."""
         # A micro-batch is a row of sequences, filled in order up to micro_tokens: lengths 6 3 5 2
         # and micro_tokens 10 give [6 3] [5 2]. With --tree it is a tree of their prefixes.
+        # The experts that are counted and balanced are the policy's.
         kind = "exact" if self.config.exact else self.config.tree
-        return BATCHES[kind](model, self.config, self.experts)
+        experts = self.experts if model is self.model else None
+        return BATCHES[kind](model, self.config, experts)
 
     def loss_denominator(self, batch) -> float:
         """Return this rank's term of Z of (7): the sum over ranks is num_global_valid_tokens."""
@@ -214,18 +254,24 @@ class Trainer(AnyTrainer):
             raise ValueError("expected demonstrations or rollouts, got both: make two calls")
         together = run.share_out(gathered)
 
-        def loss_of(indices, mask_BT, *scores):
-            # The term of (7) of one micro-batch, whose sequences are known by their index.
-            loss, sums = self.loss([together[i] for i in indices], mask_BT, *scores, Z=Z)
-            measured.append(sums)
-            return loss
+        def train(run, loss, routes=None):
+            def loss_of(indices, mask_BT, *scores):
+                # The term of (7) of one micro-batch, whose sequences are known by their index.
+                term, sums = loss([together[i] for i in indices], mask_BT, *scores, Z=Z)
+                measured.append(sums)
+                return term
+
+            given = [t.tokens for t in together], [t.mask for t in together], loss_of
+            run.forward_backward(*given, routes=routes)
 
         # Forward, loss, backward, one micro-batch after the other. Losses are terms of one sum, so
         # their gradients only have to be added, which is what backward() does to .grad. Each layer
         # of experts attaches its term of (8) as it runs.
         self.experts.begin(batch, num_sequences)
-        given = [t.tokens for t in together], [t.mask for t in together], loss_of
-        run.forward_backward(*given, routes=self.routes_of(together))
+        train(run, self.loss, self.routes_of(together))
+        # A critic of its own runs the same micro-batches. Its routers select by themselves.
+        if self.critic_learns:
+            train(self.batches(self.critic), self.critic_loss)
         return self.metrics_of_all_ranks(measured, batch, run.tokens_run)
 
     def routes_of(self, batch) -> list | None:
@@ -247,17 +293,24 @@ class Trainer(AnyTrainer):
             how = dict(objective="reinforce", entropy_BT=entropy_BT, Z=Z)
             return grpo_loss(lp_BT, None, one_BT, mask_BT, **how)
 
-        def column(name):
-            # `prepare` gives a column to all trajectories of a step or to none.
-            vectors = [getattr(t, name) for t in micro]
-            return None if vectors[0] is None else padded(vectors, lp_BT)
-
+        names = "old_logprobs", "advantages", "sampler_logprobs", "ref_logprobs"
+        old_BT, A_BT, sampler_BT, ref_BT = (column(micro, name, lp_BT) for name in names)
+        # A checkpoint's value head has no part in a loss that is not the critic's.
+        values = {}
+        if self.config.advantage == "gae" and self.critic is None:
+            values = dict(value_BT=value_BT, old_value_BT=column(micro, "values", lp_BT),
+                          return_BT=column(micro, "returns", lp_BT))  # fmt: skip
         return grpo_loss(
-            lp_BT, column("old_logprobs"), column("advantages"), mask_BT, Z=Z, **self.settings(),
-            sampler_BT=column("sampler_logprobs"), ref_BT=column("ref_logprobs"),
-            entropy_BT=entropy_BT, value_BT=value_BT, old_value_BT=column("values"),
-            return_BT=column("returns"),
+            lp_BT, old_BT, A_BT, mask_BT, Z=Z, **self.settings(), sampler_BT=sampler_BT,
+            ref_BT=ref_BT, entropy_BT=entropy_BT, **values,
         )  # fmt: skip
+
+    def critic_loss(self, micro, mask_BT, value_BT, *, Z):
+        """Return `critic_loss` of a micro-batch: its trajectories, and the critic's values."""
+        c = self.config
+        old_BT, return_BT = (column(micro, name, value_BT) for name in ("values", "returns"))
+        how = dict(Z=Z, aggregation=c.aggregation, value_coef=c.value_coef)
+        return critic_loss(value_BT, old_BT, return_BT, mask_BT, **how)
 
     def metrics_of_all_ranks(self, measured, batch, tokens_run) -> dict:
         """Return `loss_metrics` of all ranks' micro-batches, and how many tokens were trained on.
@@ -295,6 +348,7 @@ class Trainer(AnyTrainer):
         # Everything in (1)-(7) that has no gradient is computed once, before the first update. From
         # then on the policy moves and these numbers do not. A demonstration needs none of them.
         config = self.config
+        self.critic_learns = self.critic is not None and batch.sampled_by is not None
         if batch.sampled_by is None:
             return {}
         everyone = batch.trained()
@@ -352,7 +406,7 @@ class Trainer(AnyTrainer):
     def forward_only(self, batch, model=None, column=0) -> list:
         """Return a model's scores of the sampled tokens, 0 elsewhere: (T,) for each trajectory.
 
-        model: Default: the policy. column: 0 log-probs, 1 entropies, 2 a critic's values.
+        model: Default: the policy. column: 0 log-probs, 1 entropies, -1 a critic's values.
         """
         # A reference and a teacher are other models: their routers select.
         is_policy = model is None
@@ -370,35 +424,45 @@ class Trainer(AnyTrainer):
     def optim_step(self, lr: float | None = None) -> dict:
         """Sum the gradients over ranks, clip them by their global norm, and update the weights.
 
-        A non-finite norm skips the step on all ranks. MOST_SKIPPED in a row end the run.
+        Each model's by its own norm. A non-finite norm skips the step of all models on all ranks.
+        MOST_SKIPPED in a row end the run.
         """
         # Only here do ranks add up their gradients, once a step, however many micro-batches it had.
         # The sum needs no division: Z was global. The norm is of the sum, never of a rank's part.
-        suspect = reduce_gradients(self.model)
-        norm = clip_grad_norm(self.model, self.config.max_grad_norm)
-        lr = self.config.lr if lr is None else lr
-        metrics = {"grad_norm": norm.item(), "lr": lr}
+        learners = self.learners if self.critic_learns else self.learners[:1]
+        suspects = [reduce_gradients(x.model) for x in learners]
+        norms = [clip_grad_norm(x.model, self.config.max_grad_norm).item() for x in learners]
+        rates = self.rates(self.config.lr if lr is None else lr)
+        metrics = rates | dict(zip(("grad_norm", "critic/grad_norm"), norms))
 
         # One NaN would stay in the weights and in AdamW's moments for good.
-        if norm.isfinite():
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+        if np.isfinite(norms).all():
+            for learner, rate in zip(learners, rates.values()):
+                for group in learner.optimizer.param_groups:
+                    group["lr"] = rate
+                learner.optimizer.step()
             self.experts.update_bias(self.model)
             self.policy_version += 1
             self.skipped_in_a_row = 0
         else:
-            metrics["nonfinite"] = self.skip_step(suspect)
-        self.optimizer.zero_grad()
+            named = [name_suspects(x.model, suspect, x.prefix) for x, suspect, norm
+                     in zip(learners, suspects, norms) if not np.isfinite(norm)]  # fmt: skip
+            metrics["nonfinite"] = self.skip_step(", ".join(named))
+        for learner in learners:
+            learner.optimizer.zero_grad()
         self.experts.counts_LE.zero_()
         return metrics | {"policy_version": self.policy_version}
 
-    def skip_step(self, suspect) -> str:
-        """Count a skipped step; return which rank and parameter had it first, on all ranks."""
+    def rates(self, lr) -> dict:
+        """Return AdamW's rate of each model, by its metric, where the policy's is `lr`."""
+        # The critic's warm-up and decay are the policy's.
+        c = self.config
+        return {"lr": lr} | ({"critic/lr": c.critic_lr * (lr / c.lr)} if self.critic else {})
+
+    def skip_step(self, text) -> str:
+        """Count a skipped step. text: which rank and parameter had it first, on all ranks."""
         self.skipped += 1
         self.skipped_in_a_row += 1
-        text = name_suspects(self.model, suspect)
-
         # Several in a row are not an accident: the weights or the data are broken.
         if self.skipped_in_a_row >= self.MOST_SKIPPED:
             raise FloatingPointError(
@@ -417,14 +481,19 @@ class Trainer(AnyTrainer):
     def save_checkpoint(self, path, **extra) -> None:
         """Write weights, optimizer and `extra` (JSON values) to a directory, all or nothing."""
         state = {name: getattr(self, name) for name in self.COUNTS} | extra
-        write_checkpoint(path, training_tensors(self.model, self.optimizer), state)
+        write_checkpoint(path, self.training_tensors(), state)
+
+    def training_tensors(self) -> dict:
+        """Return every tensor that a resumed run needs, of all models that are trained."""
+        return {name: x for learner in self.learners for name, x in learner.tensors().items()}
 
     def load_checkpoint(self, path) -> dict:
         """Restore what save_checkpoint wrote, on any number of ranks; return its JSON values."""
-        tensors = training_tensors(self.model, self.optimizer)
+        tensors = self.training_tensors()
         state = read_checkpoint(path, tensors, counts=("step", *self.COUNTS))
-        if self.optimizer.has_masters:
-            self.optimizer.copy_to_model()
+        for learner in self.learners:
+            if learner.optimizer.has_masters:
+                learner.optimizer.copy_to_model()
         for name in self.COUNTS:
             setattr(self, name, state[name])
         return state

@@ -234,6 +234,20 @@ class Transformer(models.Transformer):
         return draw_weights(self, seed)
 
 
+class Critic(Transformer):
+    """A critic of its own: a model that gives a state a value, and a token no log-prob.
+
+    It has no head, so of a pipeline the first stage alone has the embedding. `load_hf` reads it
+    from a policy's checkpoint.
+    """
+
+    logprobs = None
+
+    def __init__(self, config: ModelConfig):
+        no_head = dict(value_head=True, tie_word_embeddings=True)
+        super().__init__(dataclasses.replace(config, **no_head))
+
+
 def drawn_weights(model, seed: int):
     """Yield the name and the first weights of each parameter of a whole model, on the CPU.
 

@@ -41,6 +41,7 @@ from full.trainer import Trainer
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 4 "
 TINY += "--lr 0.02 --lr-warmup 0 --eval-every 3 --eval-prompts 6 --save-every 1 --keep 9 --out run"
 RUN = f"{TINY} --steps 4 --kl-coef 0.05 --clip-high 0.02 --clip-low 0.02"
+SEPARATE = "--size 2 --advantage gae --critic separate --critic-lr 0.01"  # 2: there are rewards
 ONE = f"{RUN} --minibatches 1"  # with one update there is no second one to see what the first did
 
 
@@ -136,11 +137,13 @@ def test_the_parts_of_all_tokens_are_the_gradient_s_norm(honest, process_group, 
 
     def find_parts(step, u):
         real(step, u)
-        found.append((sum(s.parts[0].sum() for s in u.trained), u.norm))
+        for name, gradient in u.gradients.items():
+            found.append((sum(s.parts[name][0].sum() for s in u.trained), gradient.norm))
 
     monkeypatch.setattr(Step, "find_parts", find_parts)
     assert_right(audited(honest(f"{TINY} --steps 3 --advantage gae --dtype float64"), 2))
-    assert len(found) == 2
+    assert_right(audited(honest(f"{TINY} --steps 3 {SEPARATE} --dtype float64"), 2))
+    assert len(found) == 2 + 4
     assert all(parts == pytest.approx(norm, rel=1e-4) for parts, norm in found)
 
 
@@ -160,6 +163,7 @@ def test_a_loose_bound_has_a_cause(honest, process_group):
 # Settings that a file or a precision has a part in; STEPS of full/steps.py has all the others.
 SETTINGS = {
     "critic, long warm-up": "--advantage gae --kl-coef 0.05 --kl-in reward --kl k1 --lr-warmup 9",
+    "separate critic": SEPARATE,
     "forks": "--forks 2 --fork-turns 2 --advantage per_branch --dtype float64",
     "proximal": "--proximal --importance-cap 1.001 --generator-dtype bfloat16 --temperature 0.8",
     "filter": "--overlong filter --aggregation constant --max-new-tokens 8 --minibatches 3",
@@ -168,7 +172,7 @@ SETTINGS = {
     "demonstrations": f"--task {LOOKUP!r} --size 2 --demos 3 --kl-coef 0.1 "
     "--entropy-coef 0.02",
 }  # fmt: skip
-QUICK = "critic, long warm-up", "forks", "proximal", "filter"
+QUICK = "critic, long warm-up", "separate critic", "forks", "proximal", "filter"
 
 
 @pytest.mark.parametrize("name", shortened(SETTINGS, *QUICK))
@@ -516,6 +520,11 @@ def _doubled_gradient(real, trainer, *args, **how):
     return found
 
 
+def _doubled_loss(real, *args, **how):
+    loss, sums = real(*args, **how)
+    return 2 * loss, sums
+
+
 def _old_weights(real, trainer):
     return trainer.policy_version if trainer.policy_version > 2 else real(trainer)
 
@@ -527,6 +536,9 @@ FAULTS = {  # function, change(function, its arguments), ranks, flags, the first
     "a mask shifted by one": ("full.batches.play", _shifted_mask, 1, RUN, "rollouts/sampled"),
     "a gradient doubled on one rank": (
         "full.trainer.Trainer.forward_backward", _doubled_gradient, 2, ONE, "grad_norm"),
+    "a doubled loss of the critic": (
+        "full.trainer.Trainer.critic_loss", _doubled_loss, 1, f"{TINY} --steps 3 {SEPARATE}",
+        "critic/grad_norm_first"),
     "old weights in the sampler": (  # of another dtype: else it has the policy's own memory
         "full.trainer.Trainer.push_weights", _old_weights, 1,
         f"{RUN} --generator-dtype bfloat16", "sampling"),
@@ -542,7 +554,7 @@ def _planted(rank, world, port, cwd, log, flags, fault):
     _main(rank, world, port, cwd, log, flags, None)
 
 
-@pytest.mark.parametrize("fault", shortened(FAULTS, *list(FAULTS)[:3]))
+@pytest.mark.parametrize("fault", shortened(FAULTS, *list(FAULTS)[:4]))
 def test_a_planted_fault_is_named(tmp_path, process_group, fault):
     _, _, world, flags, key = FAULTS[fault]
     (tmp_path / "here").mkdir()

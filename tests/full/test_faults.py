@@ -199,9 +199,9 @@ FAULTS = {
         [], [r"AttributeError: 'Mine' object has .* 'prompt' \(.*task\.py:Mine\)\n"],
         task=dict(init="del type(self).prompt"), goes_on=False),
     "sampling: killed": Fault([(None, GET, 4, kill)], saved="2", flags=KL, codes=ONE),
-    "sampling: both ranks killed, masters of zero1": Fault(
+    "sampling: both ranks killed, masters of zero1, a critic": Fault(
         [(None, GET, 4, kill)], saved="2", codes=BOTH,
-        flags="--plan d2 --data-parallel zero1 --compute-dtype bfloat16"),
+        flags="--data-parallel zero1 --compute-dtype bfloat16 --advantage gae --critic separate"),
     "sampling: one rank killed": Fault([(0, GET, 4, kill)], [None, GONE], "2", codes=DIES),
     "sampling: SIGTERM to one rank": Fault(
         [(1, GET, 4, send, SIGTERM)],

@@ -17,7 +17,7 @@ from conftest import LOOKUP, batch_of
 from conformance.definition import Sequence, definition, learning_rate
 from full.advantages import gae
 from full.batches import SampledBatch, collect
-from full.build import build
+from full.build import build, build_critic
 from full.byhand import read, settings
 from full.config import Config, choices_of
 from full.metrics import METRICS, Metric
@@ -176,7 +176,7 @@ def test_denominators_count_sampled_tokens():
 def make_trainer(**options):
     config = Config(**dict(hidden=16, heads=2, layers=1, dtype="float64") | options)
     model, generator, _ = build(config, make_task(config))
-    return Trainer(config, model, generator=generator)
+    return Trainer(config, model, generator=generator, critic=build_critic(config, model.config))
 
 
 def some_batch():
@@ -423,6 +423,19 @@ def test_a_nonfinite_gradient_skips_the_step_and_the_third_in_a_row_raises(proce
     put_gradients(resumed, lm_head__weight=math.inf)
     with pytest.raises(FloatingPointError, match="^3 .*in a row.* lm_head.weight on rank 0"):
         resumed.optim_step()
+
+
+def test_a_nonfinite_gradient_of_the_critic_skips_the_step_of_the_policy_too(process_group):
+    trainer = make_trainer(advantage="gae", critic="separate")
+    before = {name: x.detach().clone() for name, x in trainer.training_tensors().items()}
+    put_gradients(trainer)
+    for p in trainer.critic.parameters():
+        p.grad = torch.full_like(p, math.inf if p is trainer.critic.score.weight else 1.0)
+    metrics = trainer.optim_step()
+    assert metrics["nonfinite"] == "critic.score.weight on rank 0" and trainer.skipped == 1
+    assert math.isfinite(metrics["grad_norm"]) and metrics["critic/grad_norm"] == math.inf
+    assert all(before[name].equal(x) for name, x in trainer.training_tensors().items())
+    assert gradients_are_zero(trainer) and trainer.critic.score.weight.grad is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])

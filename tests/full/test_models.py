@@ -11,7 +11,7 @@ from full.generate import KVCache, forward_with_cache, generate, prefill
 from full.hf import load_hf, save_hf
 from full.logprobs import require_tokens_in_vocabulary, token_logprobs
 from full.tiny import TINY, tiny, tiny_model
-from full.transformer import RMSNorm, Transformer, causal_attention
+from full.transformer import Critic, RMSNorm, Transformer, causal_attention
 from models import (
     FULL, Row, forward_with_cache as simple_forward_with_cache, packed_attention, sample,
 )  # fmt: skip
@@ -389,5 +389,9 @@ def test_a_value_head_is_a_row_of_its_own(tmp_path):
     torch.autograd.grad(fresh.values(hidden.detach()).sum(), fresh.score.weight)
     save_hf(model, tmp_path)
     assert torch.equal(load_hf(tmp_path).score.weight, model.score.weight)
+    critic = load_hf(tmp_path, model=Critic(model.config))
+    states = critic.hidden(torch.tensor([[1, 2, 3]]))
+    assert torch.equal(critic.values(states), model.values(hidden)) and states.equal(hidden)
+    assert not hasattr(critic, "lm_head") and hasattr(model, "lm_head")
     with pytest.raises(ValueError, match="value_head"):
         load_hf(tmp_path, model=model_of())

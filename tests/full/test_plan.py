@@ -26,6 +26,7 @@ from full.places import local
 from full.plans import LETTERS, Grid, Plan, letters_table
 from full.ranks import connect
 from full.tiny import tiny
+from full.transformer import Critic
 from parallel import Grid as SimpleGrid
 # The grammar -----------------------------------------------------------------------------------
 
@@ -261,7 +262,9 @@ def _held(rank, text, kind, mode, compute_dtype):
     """Bytes of weights, gradients and moments after a step."""
     plan = Plan.parse(text)
     options = dict(mode=mode, compute_dtype=compute_dtype)
-    model = build(kind, torch.float32)
+    model = build(kind.removesuffix(" critic"), torch.float32)
+    if kind.endswith(" critic"):
+        model = Critic(model.config)
     model = parallelize(model, plan, device_mesh=Grid(plan), **options)
     optimizer = LocalOptimizer(model, torch.optim.AdamW, zero=mode == "zero1")
     reduce_gradients(model)  # without a backward these are zeros
@@ -278,6 +281,7 @@ HELD = [
     ("d2", "dense", "fsdp", None), ("p2", "dense", "ddp", None), ("d2", "dense", "zero1", None),
     ("(attn:d2t2|ffn:e2t2)", "moe", "fsdp", None), ("t2", "moe", "ddp", torch.bfloat16),
     ("d2", "dense", "zero1", torch.bfloat16), ("d2", "dense", "fsdp", torch.bfloat16),
+    ("p2", "dense critic", "ddp", None),
 ]  # fmt: skip
 
 
@@ -286,7 +290,10 @@ def test_the_memory_that_plan_tells_is_what_a_rank_holds(tmp_path, text, kind, m
     plan = Plan.parse(text)
     found = ranks(tmp_path, plan.world, _held, text, kind, mode, compute_dtype)
     step = Step(mode, compute=2 if compute_dtype else 0)
-    told = memory(plan, build(kind, torch.float32).config, step)
+    told = memory(plan, build(kind.removesuffix(" critic"), torch.float32).config, step)
+    if kind.endswith(" critic"):  # in addition to the policy
+        both = memory(plan, build("dense", torch.float32).config, step._replace(critic="separate"))
+        told = {name: both[name] - told[name] for name in both}
     for name, counted in zip(("weights", "gradients", "moments"), max(found, key=sum), strict=True):
         assert 0.97 < told[name] / counted < 1.03, name  # a vocabulary of 57 does not divide by 2
 
