@@ -389,7 +389,7 @@ def test_a_value_head_is_a_row_of_its_own(tmp_path):
     torch.autograd.grad(fresh.values(hidden.detach()).sum(), fresh.score.weight)
     save_hf(model, tmp_path)
     assert torch.equal(load_hf(tmp_path).score.weight, model.score.weight)
-    critic = load_hf(tmp_path, model=Critic(model.config))
+    critic = load_hf(tmp_path, model=Critic(model.config).double())
     states = critic.hidden(torch.tensor([[1, 2, 3]]))
     assert torch.equal(critic.values(states), model.values(hidden)) and states.equal(hidden)
     assert not hasattr(critic, "lm_head") and hasattr(model, "lm_head")
