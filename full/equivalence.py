@@ -42,14 +42,13 @@ BASE = """
     --micro-tokens 40 --lr 0.01 --lr-warmup 0 --lr-decay constant --steps 2 --eval-every 2
     --eval-prompts 3
 """
-SEPARATE = "--advantage gae --critic separate --critic-lr 0.02"
+SEPARATE = "--advantage gae --critic separate --critic-lr 0.002 --aggregation sequence_mean"
 LORA = "--lora-rank 3 --kl-coef 0.05 --lora-targets"
 RUNS = {  # what one process does too
     "plain": "",
     "old": "--kl-coef 0.05 --proximal",
     "critic": "--advantage gae --kl-coef 0.05 --proximal",
-    "separate": f"{SEPARATE} --proximal --demos 1 --weight-decay 0.1",
-    "separate-stale": f"{SEPARATE} --staleness 1 --aggregation sequence_mean",
+    "separate": f"{SEPARATE} --staleness 1 --proximal --demos 1 --weight-decay 0.1 --lr 0.001",
     "reward": "--kl-coef 0.1 --kl k1 --kl-in reward --advantage none_batch",
     "sequences": "--objective gspo --aggregation sequence_mean --clip-low 0.01 --clip-high 0.01",
     "filtered": "--aggregation constant --overlong filter",
@@ -63,7 +62,6 @@ RUNS = {  # what one process does too
     "routes": "--replay-routes --router-bias-rate 0.05 --kl-coef 0.05 --proximal",
     "rounded": "--lr 0.001 --kl-coef 0.05 --proximal --advantage gae",  # for mixed precision
     "lora": f"{LORA} {LORA_TARGETS}",
-    "separate-rounded": f"{SEPARATE} --lr 0.001 --proximal",
     "lora-all": f"{LORA} {LORA_TARGETS},gate,lm_head --router-bias-rate 0.05",
     "lora-head": f"{LORA} lm_head,q_proj",
 }
@@ -129,9 +127,9 @@ slow 2 dense,biases,tied old,forks,critic --data-parallel fsdp --ac op | --plan 
 slow 1 dense,tied separate --tree sparse | --tree dta --chunk-tokens 9 --recompute | --ac full
 slow 2 dense,tied separate --plan d2 | --plan c2 --tree sparse | --plan p2 | --plan t2
 slow 2 dense,experts separate --data-parallel fsdp | --data-parallel fsdp-offload --tree sparse
-slow 2 dense separate-stale --plan d2 | --plan t2 --tree dta --chunk-tokens 9 | --plan c2
+slow 2 dense separate --plan t2 --tree dta --chunk-tokens 9
 slow 2 deep,deep-tied separate --plan p2 --pp-schedule zbv | --plan p2 --pp-schedule interleaved1f1b
-slow 2 dense separate-rounded --compute-dtype float32 --plan d2 --data-parallel zero1
+slow 2 dense separate --compute-dtype float32 --plan d2 --data-parallel zero1
 slow 4 routers separate --plan d2t2e4 --data-parallel zero1 | --plan p2d2e2 --tree sparse
 slow 2 tied,experts old --plan t2 --tree dta --chunk-tokens 5 --recompute | --plan t2 --compile
 slow 2 deep,deep-tied forks,sequences,lora --plan p2 --pp-schedule interleaved1f1b --tree sparse
