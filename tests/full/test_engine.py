@@ -1,26 +1,32 @@
 """Generation behind a URL: a run with `--engine` and the stub is the run without an engine.
 
-The stub is in this process, or in one that is killed, and the ranks are others. What an engine may
-answer: test_engine_answers.py. Real vLLM: test_vllm.py.
+The stub is in this process, or in one that is killed, and the ranks are others. Its answers are
+spoiled, too: turns in two dialects, and faults, each of which is named. Whatever an engine answers,
+no rollout gets a token that the pushed weights did not sample. Real vLLM: test_vllm.py.
 """
 
 import copy
+import json
+import math
 import os
 import re
+import threading
+import time
 from signal import SIGKILL
 
 import numpy as np
 import pytest
 from conftest import slow
-from stub_engine import Stub, turns_of
+from stub_engine import Handler, Stub, turns_of
 from test_ranks import SHAPE, as_script, join, largest_difference, learns_something, read_metrics
 from test_ranks import run_of  # noqa: F401, a fixture
 from test_ranks import start, trained
 from test_run import _task, at, begin, cli, end, free_port, refused, until
 
 import models
+from full import engine as engine_py
 from full.config import Config
-from full.engine import Engine
+from full.engine import VLLM, Engine, SGLang
 from full.generate import generate
 from full.hf import save_hf
 from full.model_config import ModelConfig
@@ -255,3 +261,329 @@ def test_a_proxy_is_not_asked(server, tmp_path):
     flags = f"{RUN} --steps 1 --engine {server.url}".split()
     code, out, err = as_script("full", *flags, cwd=tmp_path / "here", **proxies)
     assert code == 0 and "eval/solved" in out and "waiting" not in err
+
+
+# Answers that are wrong ------------------------------------------------------------------------
+
+
+def turn(change):
+    """A fault: change(tokens, entries of their log-probs, choice) makes a turn a wrong turn."""
+
+    def spoil(handler, answer):
+        (choice,) = answer["choices"]
+        change(choice["token_ids"], choice["logprobs"]["content"], choice)
+        handler.good(answer)
+
+    return spoil
+
+
+def raw(text, code=200, **headers):
+    """A fault: bytes instead of an answer."""
+
+    def spoil(handler, answer):
+        handler.send_response(code)
+        for name, value in headers.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(text)
+
+    return spoil
+
+
+def first_token(token):
+    return turn(lambda tokens, entries, choice: tokens.__setitem__(0, token))
+
+
+def first_logprob(logprob):
+    return turn(lambda tokens, entries, choice: entries[0].update(logprob=logprob))
+
+
+def versions(*names):
+    spans = [{"version": name} for name in names]
+    return turn(lambda tokens, entries, choice: choice.update(weight_versions=spans))
+
+
+def hang(handler, answer):
+    handler.server.hung.wait(20)
+
+
+# A fault and what is said of it. The turn is of 4 tokens, of which the last is the end token 10.
+WRONG, BROKEN = "asked again and again: ", "failed 8 times: "
+ONE_TO_SIX = f"{WRONG}expected 1 to 6 tokens, each with a log-prob, got "
+SHORT = f"{WRONG}expected 6 tokens, or up to one of [END], got ["
+ODD = f"{WRONG}expected a turn, got "
+IDS = f"{WRONG}expected token ids under 12, got ["
+VERSION = f"{WRONG}expected tokens by the weights RUN, got ["
+NUMBERS = f"{WRONG}expected log-probs that are numbers, got ["
+FAULTS = {
+    "one token too few": (turn(lambda t, e, c: (t.pop(), e.pop())), SHORT),
+    "one after the end": (turn(lambda t, e, c: (t.append(0), e.append(e[0]))), SHORT),
+    "an end before the last": (turn(lambda t, e, c: t.__setitem__(1, t[-1])), SHORT),
+    "twice the tokens": (turn(lambda t, e, c: (t.extend(t), e.extend(e))), f"{ONE_TO_SIX}8 and 8"),
+    "no token": (turn(lambda t, e, c: (t.clear(), e.clear())), f"{ONE_TO_SIX}0 and 0"),
+    "one log-prob too few": (turn(lambda t, e, c: e.pop()), f"{ONE_TO_SIX}4 and 3"),
+    "an id past the vocabulary": (first_token(12), f"{IDS}12, "),
+    "a negative id": (first_token(-1), f"{IDS}-1, "),
+    "true for an id": (first_token(True), f"{IDS}True, "),
+    "text for an id": (first_token("1"), f"{IDS}'1', "),
+    "NaN": (first_logprob(math.nan), f"{NUMBERS}nan, "),
+    "infinity": (first_logprob(math.inf), f"{NUMBERS}inf, "),
+    "null": (first_logprob(None), f"{NUMBERS}None, "),
+    "text for a log-prob": (first_logprob("-1"), f"{NUMBERS}'-1', "),
+    "another version": (versions("b-1"), f"{VERSION}'b-1']"),
+    "no version": (versions(), f"{VERSION}]"),
+    "two versions": (versions("b-1", "c"), f"{VERSION}'b-1', 'c']"),
+    "another shape": (raw(b'{"choices": [[]]}'), f"{ODD}TypeError "),
+    "no choice": (raw(b'{"choices": []}'), f"{ODD}ValueError "),
+    "no field": (raw(b'{"text": "hm"}'), f"{ODD}KeyError 'choices' in "),
+    "nothing": (raw(b""), f"{ODD}KeyError 'choices' in "),
+    "a list": (raw(b"[1, 2]"), f"{BROKEN}expected a JSON object, got b'[1, 2]'"),
+    "a page": (raw(b"<html>"), f"{BROKEN}Expecting value: line 1 column 1 (char 0)"),
+    "no UTF-8": (raw(b"\xff\xfe\xff"), f"{BROKEN}'utf-16"),
+    "a deep nest": (raw(b"[" * 99999), f"{BROKEN}maximum recursion depth exceeded"),
+    "500": (raw(b'{"error":\n"no room"}', 500), f'{BROKEN}500 {{"error": "no room"}}'),
+    "503": (raw(b"loading", 503), "does not answer: 503 loading"),
+    "429": (raw(b"", 429), "does not answer: 429"),
+    "half an answer": (raw(b'{"ch', Content_Length="99"), f"{BROKEN}Unterminated string"),
+    "a closed connection": (lambda handler, answer: None, "does not answer: Remote end closed"),
+    "a hang": (hang, "does not answer: timed out"),
+    "404": (raw(b"no", 404), "REFUSES404 no"),
+    "a redirect": (raw(b"", 307, Location="/v1/models"), "REFUSES307"),
+    "another redirect": (raw(b"", 302, Location="/v1/models"), f"{ODD}KeyError 'choices' in "),
+}  # fmt: skip
+ENDS_A_RUN = "404", "a redirect"
+
+
+class Clock:
+    """The time for full/engine.py: it passes where it sleeps."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture(scope="module")
+def spoiled(directory, tmp_path_factory, process_group):
+    """An Engine whose server spoils some answers; its server, and a turn that has not been."""
+    server = serve(directory)
+    engine = engine_of(server, tmp_path_factory.mktemp("weights"))
+    tokens, _ = sampled(model_of(5))
+    assert tokens[3] not in tokens[:3]
+    yield engine, server, sampled(model_of(5), end=tokens[3:4])
+    server.shutdown()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_answer_is_named_and_a_later_right_one_is_taken(
+    spoiled, monkeypatch, capsys, name
+):
+    spoil, text = FAULTS[name]
+    engine, server, truth = spoiled
+    end_token = truth[0][-1]
+    monkeypatch.setattr(engine_py, "time", Clock())
+    monkeypatch.setattr(engine, "timeout", 0.4 if name == "a hang" else 20)
+    server.hung = threading.Event()
+    left = []  # answers that will be spoiled
+
+    def some(handler, answer):
+        is_turn = handler.path == VLLM.path
+        (spoil if is_turn and left and left.pop() else Handler.good)(handler, answer)
+
+    monkeypatch.setattr(server, "spoil", some)
+    if name not in ENDS_A_RUN:
+        left[:] = [1]
+        assert same_turn(sampled(engine, end=(end_token,)), truth) and not left
+
+    left[:] = [1] * 1000
+    capsys.readouterr()
+    row = models.Row(PROMPT, DRAWS)
+    with pytest.raises((ValueError, ConnectionError)) as caught:
+        engine.generate([row], max_new_tokens=6, temperature=0.9, end=(end_token,))
+    server.hung.set()
+    problem = f"{caught.value}"
+    url = re.escape(server.url)
+    text = text.replace("END", str(end_token)).replace("RUN", engine.version)
+    prefix = f"the engine at {url}({VLLM.path})? "
+    if "REFUSES" in text:
+        prefix, text = f"the engine refuses {url}{VLLM.path}: ", text.removeprefix("REFUSES")
+    elif WRONG in text:
+        prefix = f"the engine at {url}, "
+    assert re.match(prefix + re.escape(text), problem) and "\n" not in problem, problem
+    assert len(problem) < 450
+    assert row.tokens == PROMPT and len(row.logprobs) == 2
+
+    # While it waits, one line says so.
+    waits = "failed" in text or "does not answer" in text
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == waits and all(line.startswith("waiting for the ") for line in lines)
+
+
+def test_a_slow_answer_is_waited_for(spoiled, monkeypatch):
+    engine, server, truth = spoiled
+
+    def slowly(handler, answer):
+        time.sleep(1)
+        handler.good(answer)
+
+    monkeypatch.setattr(server, "spoil", slowly)
+    assert same_turn(sampled(engine, end=truth[0][-1:]), truth)
+
+
+def test_a_log_prob_of_minus_infinity_is_taken_and_will_leave_the_loss(spoiled, monkeypatch):
+    engine, server, (tokens, logprobs) = spoiled
+    monkeypatch.setattr(server, "spoil", first_logprob(-math.inf))
+    found, taken = sampled(engine, end=tokens[-1:])
+    assert found == tokens and taken[0] == -math.inf and same_turn((found[1:], taken[1:]),
+                                                                   (tokens[1:], logprobs[1:]))
+
+
+def spoil_once():
+    """Return a function that spoils the first answer of each turn, and the turns.
+
+    The faults take turns. The first time that a cache shall be emptied it says that it cannot.
+    """
+    # A turn that ends by its limit may have any token before the last.
+    left_out = *ENDS_A_RUN, "a hang", "an end before the last"
+    names = [name for name in FAULTS if name not in left_out]
+    turns, resets = {}, []
+
+    def spoil(handler, answer):
+        if handler.path == VLLM.path:
+            (choice,) = answer["choices"]
+            logprobs = [round(entry["logprob"], 6) for entry in choice["logprobs"]["content"]]
+            key, name = (*choice["token_ids"], *logprobs), names[len(turns) % len(names)]
+            if turns.setdefault(key, handler) is handler:
+                return FAULTS[name][0](handler, answer)
+        if handler.path == "/reset_prefix_cache" and not resets:
+            resets.append(answer)
+            answer = {"success": False}
+        handler.good(answer)
+
+    return spoil, turns, names
+
+
+def test_a_run_with_every_passing_fault_is_the_run_without(
+    run_of, directory, tmp_path,  # noqa: F811
+):  # fmt: skip
+    server = serve(directory)
+    server.spoil, turns, names = spoil_once()
+    found = trained(tmp_path, 1, f"{RUN} --engine {server.url}")
+    server.shutdown()
+    truth = run_of(RUN)
+    assert learns_something(truth) and largest_difference(found, truth) < 1e-12
+    assert len(turns) >= len(names)
+
+
+# The dialects: recorded shapes -------------------------------------------------------------------
+# vLLM 0.32: entrypoints/scale_out/token_in_token_out/protocol.py and serving.py (turns),
+# entrypoints/rl/online/api_router.py (pause, versions), entrypoints/serve/dev/rpc/api_router.py
+# and entrypoints/serve/dev/cache/api_router.py (loads), outputs.py (WeightVersionSpan). The answer
+# was written by vLLM's own classes.
+
+VLLM_ANSWER = """{"request_id": "x", "model": "m", "created": 1, "usage": {"prompt_tokens": 3,
+    "total_tokens": 5, "completion_tokens": 2}, "prompt_logprobs": null, "metrics": null,
+    "output_mode": "tokens", "choices": [{"index": 0, "finish_reason": "stop", "stop_reason": 2,
+    "token_ids": [504, 2], "routed_experts": null, "sampling_mask": null,
+    "weight_versions": [{"version": "9f3c51aa-12", "start": 0, "end": 2}],
+    "logprobs": {"content": [
+        {"token_id": 504, "logprob": -0.57, "rank": 1,
+         "top_logprobs": [{"token_id": 504, "logprob": -0.57, "rank": 1}]},
+        {"token_id": 2, "logprob": -9999.0, "rank": null, "top_logprobs": []}]}}]}"""
+
+
+def test_what_vllm_is_asked_and_answers():
+    assert VLLM.request([1, 9, 8], 12, 0.7, [2], 5) == {
+        "token_ids": [1, 9, 8],
+        "sampling_params": {
+            "max_tokens": 12, "temperature": 0.7, "seed": 5, "logprobs": 0, "stop_token_ids": [2],
+            "ignore_eos": True, "detokenize": False},
+    }  # fmt: skip
+    answer = json.loads(VLLM_ANSWER)
+    assert VLLM.read(answer) == ([504, 2], [-0.57, -math.inf], {"9f3c51aa-12"})
+    # Aborted before its first token: vLLM gives no span then.
+    (choice,) = answer["choices"]
+    choice |= {"finish_reason": "abort", "token_ids": [], "logprobs": {"content": []}}
+    for spans in ([], None):
+        assert VLLM.read({"choices": [choice | {"weight_versions": spans}]}) == ([], [], set())
+    assert VLLM.load("/runs/w", "9f3c51aa-12") == [
+        ("/pause?mode=abort", {}), ("/update_weight_version", {"new_version": "9f3c51aa-12"}),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/runs/w"}}),
+        ("/reset_prefix_cache", {}), ("/resume", {})]  # fmt: skip
+
+
+# SGLang 0.5.23, below python/sglang: api/v1/api_types.py (which fields a request may have),
+# srt/managers/schedule_batch.py (ends of a turn), srt/managers/tokenizer_manager.py (meta_info),
+# srt/utils/weight_versions.py, srt/managers/io_struct.py (loads), srt/entrypoints/http_server.py.
+
+SGLANG_ANSWER = """{"text": "", "output_ids": [504, 2], "meta_info": {"id": "x", "prompt_tokens": 3,
+    "finish_reason": {"type": "stop", "matched": 2}, "completion_tokens": 2, "cached_tokens": 0,
+    "num_retractions": 0, "reasoning_tokens": 0, "weight_version": "9f3c51aa-12",
+    "weight_versions": [{"version": "9f3c51aa-11", "start": 0, "end": 1},
+                        {"version": "9f3c51aa-12", "start": 1, "end": 2}],
+    "input_token_logprobs": [], "output_token_logprobs": [[-0.57, 504, null], [-0.01, 2, null]],
+    "output_token_logprobs_length": 2, "e2e_latency": 0.1}}"""
+
+
+def test_what_sglang_is_asked_and_answers():
+    # With `ignore_eos` SGLang would go on past stop_token_ids, too: `_check_token_based_finish`.
+    assert SGLang.request([1, 9, 8], 12, 0.7, [2], 5) == {
+        "input_ids": [1, 9, 8], "return_logprob": True,
+        "sampling_params": {
+            "max_new_tokens": 12, "temperature": 0.7, "sampling_seed": 5, "stop_token_ids": [2],
+            "top_p": 1.0, "top_k": -1},
+    }  # fmt: skip
+    answer = json.loads(SGLANG_ANSWER)
+    turn = [504, 2], [-0.57, -0.01]
+    assert SGLang.read(answer) == (*turn, {"9f3c51aa-11", "9f3c51aa-12"})
+    del answer["meta_info"]["weight_versions"]  # as of an older SGLang
+    assert SGLang.read(answer) == (*turn, {"9f3c51aa-12"})
+    load = {"model_path": "/runs/w", "weight_version": "9f3c51aa-12", "flush_cache": True}
+    assert SGLang.load("/runs/w", "9f3c51aa-12") == [
+        ("/pause_generation", {"mode": "abort"}), ("/update_weights_from_disk", load),
+        ("/continue_generation", {})]  # fmt: skip
+
+
+def test_an_engine_of_sglangs_dialect_is_recognized(directory, tmp_path, process_group):
+    """The stub, translated: what SGLang's source says that it hears and answers."""
+    server = serve(directory)
+    server.draws.clear()
+    answers = server.answers
+
+    def generate_as_sglang(body):
+        how = body["sampling_params"]
+        assert how["top_p"] == 1.0 and how["top_k"] == -1 and body["return_logprob"] is True
+        own = dict(max_tokens=how["max_new_tokens"], temperature=how["temperature"],
+                   seed=how["sampling_seed"], stop_token_ids=how["stop_token_ids"])  # fmt: skip
+        body = {"token_ids": body["input_ids"], "sampling_params": own}
+        tokens, logprobs, (version,) = VLLM.read(answers[VLLM.path](body))
+        entries = [[logprob, token, None] for token, logprob in zip(tokens, logprobs)]
+        return {"meta_info": {"output_token_logprobs": entries, "weight_version": version}}
+
+    def update(body):
+        answers["/update_weight_version"]({"new_version": body["weight_version"]})
+        kwargs = {"weights_path": body["model_path"]}
+        answers["/collective_rpc"]({"method": "reload_weights", "kwargs": kwargs})
+        return {"success": True, "message": "", "num_paused_requests": 0}
+
+    server.answers = {
+        SGLang.info: answers[VLLM.info],
+        "/v1/models": answers["/v1/models"], SGLang.path: generate_as_sglang,
+        "/pause_generation": answers["/pause"], "/update_weights_from_disk": update,
+        "/continue_generation": answers["/resume"],
+    }  # fmt: skip
+    engine = engine_of(server, tmp_path / "weights")
+    assert engine.dialect is SGLang
+    row = models.Row(PROMPT, DRAWS)
+    engine.generate([row], max_new_tokens=6, temperature=0.9)
+    alone = models.Row(PROMPT)
+    generate(model_of(5), [alone], max_new_tokens=6, temperature=0.9, seed=int(0.31 * 2**31))
+    assert same_turn((row.tokens, row.logprobs), (alone.tokens, alone.logprobs))
+    with pytest.raises(ValueError, match="^--engine: expected servers of one kind, got "):
+        other = serve(directory)
+        Engine(Config(engine=f"{server.url},{other.url}"), engine.model)
+    server.shutdown()
