@@ -1,4 +1,4 @@
-"""Checkpoints: strict, whole or not at all, one tensor at a time, sharded, multimodal."""
+"""Checkpoints: what goes on with one, and files of weights: strict, whole or not at all, sharded."""
 
 import contextlib
 import copy
@@ -19,12 +19,15 @@ import torch
 import torch.distributed as dist
 from conftest import complaint_of, installed, slow
 from test_models import model_of
-from test_ranks import join, ranks, start
+from test_ranks import join, ranks, read_metrics, start
+from test_run import TINY as TINY_RUN, as_torchrun, free_port, same_run
 
 from full import hf
 from full.__main__ import main
+from full.api import Config, run
 from full.check import relative_error
 from full.directory import read_json_lines
+from full.flags import parse_config
 from full.hf import load_hf, save_hf
 from full.logprobs import all_gather_logits, token_logprobs
 from full.model_config import read_json
@@ -105,6 +108,44 @@ def complaint_of_load(folder, model_type="qwen3", **options):
     said = complaint_of(load_hf, folder, model=model, **options)
     assert same(before, model)
     return said
+
+
+# A run that goes on is the run that was not interrupted ------------------------------------------
+
+# What a run has to keep; rows with " then " of full/equivalence.py go on under another plan, and
+# test_faults.py has kills, the reference, masters and demonstrations.
+RESUMED = {
+    1: ["--staleness 2 --minibatches 1 --log-rollouts all", "--advantage gae --weight-decay 0.1",
+        "--exact --dtype float32 --generator-dtype float32", "--lora-rank 2 --kl-coef 0.1",
+        "--proximal --importance-cap 2 --generator-dtype bfloat16 --lr-warmup 2",
+        "--dynamic-sampling --max-rounds 2 --entropy-coef 0 --tree sparse"],
+    2: ["--data-parallel fsdp --advantage gae", "--plan p2 --layers 2 --staleness 1"],
+}  # fmt: skip
+
+
+def _go_on(rank, world, port):
+    """Each of the runs to step 2, from there to step 4, and to step 4 at once."""
+    if world > 1:
+        as_torchrun(rank, world, port)
+    for n, flags in enumerate(RESUMED[world]):
+        for words in (f"{flags} --steps 2 --out run-{n}", f"{flags} --steps 4 --out whole-{n}"):
+            run(Config(**parse_config(f"{TINY_RUN} --save-every 2 {words}".split()).given()))
+        run(Config(out=f"run-{n}", resume=True, steps=4))
+
+
+@pytest.mark.parametrize("world", RESUMED)
+def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path, monkeypatch, world):
+    monkeypatch.chdir(tmp_path)
+    if world == 1:
+        _go_on(0, 1, None)
+    else:
+        assert join(start(world, _go_on, world, free_port())) == [0] * world
+    for n in range(len(RESUMED[world])):
+        found, whole = (tmp_path / f"{name}-{n}" for name in ("run", "whole"))
+        same_run(found, whole)
+        for name in ("rollouts.jsonl", "samples.jsonl", "hf/model.safetensors"):
+            assert (found / name).read_bytes() == (whole / name).read_bytes(), (n, name)
+        assert any(line.get("grad_norm", 0) > 0 for line in read_metrics(whole))
 
 
 # Refused, and nothing is half loaded -----------------------------------------------------------
@@ -384,34 +425,6 @@ def test_a_multimodal_config_names_the_dtype_of_its_text_model(tmp_path):
     for more, want in ({}, torch.float16), ({"dtype": "bfloat16"}, torch.bfloat16):
         path.write_text(json.dumps({"model_type": "gemma3", "text_config": text} | more))
         assert load_hf(tmp_path).head_weight.dtype == want
-
-
-@pytest.mark.parametrize("old", [False, True])
-def test_the_text_model_of_a_multimodal_checkpoint(tmp_path, old):
-    transformers = installed("transformers")
-    text = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                head_dim=8, num_attention_heads=4, num_key_value_heads=2, sliding_window=4,
-                sliding_window_pattern=2)  # fmt: skip
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                  image_size=16, patch_size=8)  # fmt: skip
-    config = dict(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    config = transformers.Gemma3Config(**config)
-    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p += 0.1 * torch.randn_like(p)
-    theirs.save_pretrained(tmp_path)
-    path, begin = tmp_path / "model.safetensors", "language_model.model."
-    if not old:  # as transformers 4.52 and later write them
-        rewrite(path, lambda t: {
-            "model." + k.replace(begin, "language_model."): v for k, v in t.items()})  # fmt: skip
-    begin = "language_model." if old else "model.language_model."
-    assert any(name.startswith(begin) for name in names_in(path))
-    tokens = torch.randint(1, 60, (2, 11))
-    got, want = load_hf(tmp_path)(tokens), theirs(input_ids=tokens).logits
-    assert relative_error(got, want) < 1e-5
-    save_hf(load_hf(tmp_path), tmp_path / "text")
-    assert load_hf(tmp_path / "text")(tokens).equal(got)
 
 
 FORMS = {  # a model, and how its file says the same in another way
