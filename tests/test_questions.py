@@ -7,9 +7,10 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, complaint_of
+from conftest import complaint_of
 from safetensors.torch import save_file
-from test_cut_system import json_lines, run
+from test_ranks import join, start
+from test_run import as_torchrun, free_port, json_lines
 
 import models
 import train_grpo
@@ -116,38 +117,43 @@ def test_a_model_without_an_end_is_refused(folder, tmp_path, end):
     assert "expected integers as eos_token_id" in complaint_of(train_grpo.Questions, config)
 
 
-def test_what_is_saved_is_what_was_trained(folder, tmp_path):
-    """One process and 2 ranks that share layers save the same weights, with the files of text."""
-    words = f"--model {folder} --data {folder}/data.jsonl --steps 2 --dtype float64 --lr 1e-2"
-    words += " --max-new-tokens 6 --prompts 4 --save"
-    for ranks, name, plan in ((0, "d1", ""), (2, "t2", "--plan t2")):
-        done = run(ROOT, ranks, *words.split(), f"{tmp_path}/{name}", *plan.split())
-        assert done.returncode == 0, done.stderr
-    one, two, before = (models.load(x) for x in (tmp_path / "d1", tmp_path / "t2", folder))
-    for a, b, c in zip(one.parameters(), two.parameters(), before.parameters(), strict=True):
+def _train(rank, world, port, words):
+    """A rank of train_grpo.py, without its check, which other tests run."""
+    if world > 1:
+        as_torchrun(rank, world, port)
+    train_grpo.check = lambda: 0.0
+    train_grpo.main(words.split())
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """trained(world, words): the lines of --metrics of a run of two steps in float64, made once."""
+
+    @functools.cache
+    def lines(world, words):
+        given = f"--model {folder} --data {folder}/data.jsonl --steps 2 --dtype float64 --lr 1e-2"
+        given += f" --max-new-tokens 6 --prompts 4 --metrics {folder}/metrics.jsonl {words}"
+        assert join(start(world, _train, world, free_port(), given)) == [0] * world
+        return json_lines(folder / "metrics.jsonl")
+
+    return lines
+
+
+@pytest.mark.parametrize("world, words", [
+    (1, "--rows 3"), (1, "--rows 5 --tree"), (2, "--plan c2"), (2, "--tree"), (2, "--plan t2")])
+def test_a_plan_logs_and_saves_what_one_process_does(folder, trained, world, words):
+    """test_cut_system.py has the other plans; the files of text are copied."""
+    expected = trained(1, f"--rows 64 --save {folder}/one")
+    saved = folder / words.replace(" ", "")
+    found = trained(world, f"{words} --save {saved}")
+    assert any(line["grad_norm"] > 0 for line in expected)
+    for line, true in zip(found, expected, strict=True):
+        for name in ("loss", "grad_norm", "reward/mean"):
+            assert line[name] == pytest.approx(true[name], rel=0, abs=1e-9)
+    one, other, before = (models.load(x) for x in (folder / "one", saved, folder))
+    for a, b, c in zip(one.parameters(), other.parameters(), before.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
         assert not a.equal(c)
-    names = {path.name for path in (tmp_path / "d1").iterdir()}
+    names = {path.name for path in saved.iterdir()}
     assert {"tokenizer.json", "generation_config.json"} <= names
-    assert json.loads((tmp_path / "d1" / "config.json").read_text())["dtype"] == "float64"
-
-
-@functools.cache
-def logged(folder, ranks, words):
-    """Return the losses, norms and rewards of three steps in float64."""
-    given = f"--model {folder} --data {folder}/data.jsonl --steps 3 --dtype float64 --lr 1e-2"
-    given += f" --max-new-tokens 6 --prompts 4 --metrics {folder}/metrics.jsonl {words}"
-    done = run(ROOT, ranks, *given.split())
-    assert done.returncode == 0, done.stderr
-    assert "before training: solved " in done.stdout
-    lines = json_lines(folder / "metrics.jsonl")
-    return [line[name] for line in lines for name in ("loss", "grad_norm", "reward/mean")]
-
-
-@pytest.mark.parametrize("ranks, words", [
-    (0, "--rows 3"), (0, "--rows 5 --tree"), (2, "--plan c2"), (2, "--tree")])  # fmt: skip
-def test_a_plan_logs_the_losses_and_norms_of_one_process(folder, ranks, words):
-    """What is saved under t2 is compared above; test_cut_system.py has the other plans."""
-    expected = logged(folder, 0, "--rows 64")
-    assert any(norm > 0 for norm in expected[1::3])
-    assert logged(folder, ranks, words) == pytest.approx(expected, rel=0, abs=1e-9)
+    assert json.loads((saved / "config.json").read_text())["dtype"] == "float64"

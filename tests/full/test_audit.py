@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from conftest import LOOKUP, ROOT, shortened, slow
 from oracles import LiveBytes
-from test_rollout import Chat, checkpoint, folder  # noqa: F401, two fixtures
-from test_run import GET, SHARD, _main, begin, contents, end, flip_a_bit, good, killed
+from test_rollout import Chat
+from test_run import SHARD, _main, begin, contents, end, flip_a_bit, good
 from test_run import runs_made_once
 
 from conformance import definition
@@ -234,21 +234,6 @@ def test_it_goes_on_to_a_step_without_a_checkpoint(honest, process_group, copied
         audited(run, 3)
 
 
-def test_a_killed_and_resumed_run_is_audited(honest, tmp_path, process_group):
-    """Lines of rollouts.jsonl are cut on resume, and written again."""
-    flags = f"{TINY} --steps 5 --save-every 2"
-    killed(tmp_path, flags, GET, 4)
-    with (tmp_path / "run" / "rollouts.jsonl").open("a") as file:
-        file.write('{"step": 3, "group"')
-    good(tmp_path, "--resume --out run")
-    text = (tmp_path / "run" / "rollouts.jsonl").read_text()
-    assert text == (honest(flags) / "rollouts.jsonl").read_text()
-    steps = [json.loads(line)["step"] for line in text.splitlines()]
-    assert {step: steps.count(step) for step in steps} == {0: 16, 2: 16, 4: 16}
-    for step in (2, 4):
-        assert audited(tmp_path / "run", step).wrong is None
-
-
 def test_rollouts_are_logged_all_or_none_or_some(honest):
     def counts(flags):
         path = honest(flags) / "rollouts.jsonl"
@@ -346,44 +331,6 @@ def test_a_ratio_of_1_may_be_off_by_the_rounding_of_two_forwards(process_group, 
         report = audited(run, 2)
         (row,) = [row for row in report.rows if row.key == "ratio/max_first"]
         assert report.wrong == wrong and row.by_hand == 1 and 1.2e-6 < row.allowed < 2e-5
-
-
-# The default run, and what flags make of it ------------------------------------------------------
-
-LONG = "--device cpu --out run --timeout 600 --steps 21 --save-every 20"
-WAYS = {  # how a run is made -> ranks, flags
-    "one process": (1, ""), "float64": (1, "--dtype float64"), "two ranks": (2, ""),
-    **{f"`{plan}`": (2, plan) for plan in ("--plan t2", "--plan c2", "--plan p2")},
-    **{f"`{flags}`": (1, flags) for flags in (
-        "--tree sparse", "--tree dta --chunk-tokens 2048", "--advantage gae", "--kl-coef 0.05",
-        "--compute-dtype bfloat16")},
-    "`--forks 2 --fork-turns 2`": (1, "--forks 2 --fork-turns 2 --advantage per_branch"),
-    "`--proximal --importance-cap 2`, sampled in bfloat16": (
-        1, "--proximal --importance-cap 2 --generator-dtype bfloat16"),
-    "two ranks, `fsdp`": (2, "--data-parallel fsdp"),
-    "two ranks, `zero1`": (2, "--data-parallel zero1"),
-    "two ranks, `zero1`, `--compute-dtype bfloat16`": (
-        2, "--data-parallel zero1 --compute-dtype bfloat16"),
-    "killed in step 17 and resumed": (1, "killed"), "a checkpoint on JSONL": (1, "jsonl"),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WAYS)
-def test_the_default_run_made_in_any_way_is_audited(folder, process_group, name):  # noqa: F811
-    """At the step behind the last checkpoint."""
-    world, flags = WAYS[name]
-    if flags == "killed":
-        killed(folder, f"{LONG} --save-every 5", GET, 18)
-        good(folder, f"--resume {LONG} --save-every 20")
-    elif flags == "jsonl":
-        task = "--task jsonl --data questions.jsonl --model DIR --prompts 8 --group 4"
-        good(folder, f"{LONG} {task} --max-new-tokens 12 --lr 1e-3")
-    else:
-        good(folder, f"{LONG} {flags}", world)
-    report = audited("run")
-    assert report.step == 20
-    assert_right(report)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Checkpoints: what goes on with one, and files of weights: strict, whole or not at all, sharded."""
+"""Checkpoints: runs that go on; files of weights: strict, whole or not at all, sharded."""
 
 import contextlib
 import copy

@@ -198,6 +198,8 @@ def test_plain_text_begins_with_bos_once_and_is_never_wrapped(task_of, family, b
     assert shown("{question}, {question}", instruction="") == f"{bos}7 + 7?, 7 + 7?"
     assert shown(mark + "user\n{question}") == f"{bos}{mark}user\n7 + 7?"
     assert shown(f"{bos}Q: {{question}}") == f"{bos}Q: 7 + 7?"
+    task = task_of(family, base=True)  # which has no template
+    assert task.template == "raw" and "DIR has no chat template" in task.note
 
 
 # 2. Conversations that are played ------------------------------------------------------------
@@ -621,19 +623,30 @@ def put_into(monkeypatch, words):
     return rows
 
 
-def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
+MARK = "{{ when }}{{ tone }}<tool_call>"
+DATED = "{% set when = strftime_now('%f') %}{% for m in messages %}<|im_start|>{{ m.role }} "
+DATED += MARK + "{{ m.content }}<|im_end|>{% endfor %}"
+DATED += "{% if add_generation_prompt %}<|im_start|>assistant " + MARK + "{% endif %}"
+
+
+def test_a_run_goes_on_with_its_prompts_date_and_reward_and_so_do_the_commands(
     directory, tmp_path, monkeypatch, capsys, process_group
 ):
-    """A base model, so that the run has to say how its prompts are made."""
+    """A microsecond is as good as a day."""
     monkeypatch.chdir(tmp_path)
-    begin_folder(directory("qwen2", base=True), every=9)
+    begin_folder(directory("qwen2"), every=3)
     write(Path("eval.jsonl"), HELD_OUT)
     Path("rewards.py").write_text("open('imported', 'w')\n" + REWARDS)
+    Path("DIR/chat_template.jinja").write_text(DATED)
+    tone = """--template-args '{"tone":"loud"}'"""
     flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --eval-data eval.jsonl --demos 9 "
-    flags += "--max-new-tokens 24 --prompts 2 --group 2 --minibatches 1 "
+    flags += f"--max-new-tokens 24 --prompts 2 --group 2 --minibatches 1 {tone} "
     flags += "--save-every 1 --out run --steps 1 --reward rewards.py"
-    out, _ = good(tmp_path, f"{flags}:close")
-    assert out.count("DIR has no chat template: prompts are plain text (--template raw)") == 1
+    good(tmp_path, f"{flags}:close")
+    stored = json.loads(Path("run/config.json").read_text())
+    config = Config(**stored)
+    day = Text("DIR").date.fromisoformat(config.date)
+    first = f"{day:%f}loud"
 
     # The run names the file, and nobody imports it for that.
     Path("imported").unlink()
@@ -648,8 +661,9 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     report = audited("run", 1, reward="rewards.py:close")
     assert report.wrong is None
     assert {"eval/solved", "reward/values"} <= {row.key for row in report.rows}
-    asked = {line["text"].split("\n")[0] for line in json_lines(Path("run/samples.jsonl"))}
-    assert asked == {HELD_OUT[0]["question"]}
+    begins = f"<|im_start|>user {first}<tool_call>{HELD_OUT[0]['question']}\n"
+    samples = json_lines(Path("run/samples.jsonl"))
+    assert len(samples) == 2 and all(line["text"].startswith(begins) for line in samples)
 
     # An evaluation has the run's settings, but for those of its supervised start. A file that is
     # named now takes the place of the run's two files.
@@ -657,24 +671,29 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     files = {"": (HELD_OUT, "2 held-out prompts"), "--all-lines": (HELD_OUT, "12 prompts"),
              "--data rows.jsonl": (QUESTIONS, "2 held-out prompts"),
              "--data rows.jsonl --all-lines": (QUESTIONS, "40 prompts")}  # fmt: skip
+    note = f'the chat template of DIR gets tone = "loud", the date {config.date[:10]}'
     for given, (rows, count) in files.items():
-        capsys.readouterr()
         assert main((evaluate + given).split()) == 0
         out = capsys.readouterr().out
-        asked = re.findall(r"^prompt: (.*)$", out, re.M)
+        asked = re.findall(rf"^prompt: <.im_start.>user {first}<tool_call>(.*)$", out, re.M)
         assert asked and {*asked} <= {row["question"] for row in rows}
-        assert f"jsonl, {count}" in out
+        assert f"jsonl, {count}" in out and note in out
     evaluate = "eval DIR --task jsonl --eval-data eval.jsonl --max-new-tokens 4 --samples 1"
     assert main(evaluate.split()) == 0  # no other file is needed, and nothing is trained on
     out = capsys.readouterr().out
     assert "70 held-out prompts, 12 different" in out and "trained on" not in out
 
-    # `chat` puts a line into the prompts that the run was trained on, though no flag named them.
-    rows = put_into(monkeypatch, b"0 + 0?\nAnd 1?\n")
-    assert main("chat run --temperature 0 --max-new-tokens 2".split()) == 0
-    assert "each line is put into the run's prompt, --template 'raw'" in capsys.readouterr().err
-    first, second = (Text("DIR").decode(row, special=True) for row in rows)
-    assert first == f"0 + 0?\n{INSTRUCTION}\n" and second.endswith(f"And 1?\n{INSTRUCTION}\n")
+    def said(*more):
+        """The two turns of `chat` on the run, as its policy gets them."""
+        rows = put_into(monkeypatch, b"0 + 0?\nAnd 1?\n")
+        assert main(["chat", "run", "--temperature", "0", "--max-new-tokens", "2", *more]) == 0
+        return [Text("DIR").decode(row, special=True) for row in rows]
+
+    for more, word in (([], first), (["--template-args", '{"tone": ""}'], f"{day:%f}")):
+        for text, line in zip(said(*more), ("0 + 0?", "And 1?"), strict=True):
+            assert f"user {word}<tool_call>{line}<|im_end|>" in text
+    capsys.readouterr()
+    assert main("export run HF".split()) == 0 and note in capsys.readouterr().out
 
     # A run does not go on with other questions, to train on or to evaluate on.
     write(Path("rows.jsonl"), QUESTIONS[1:] + QUESTIONS[:1])
@@ -685,49 +704,9 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     refused(tmp_path, again, "eval.jsonl (--eval-data) is not what it was when run began")
     refused(tmp_path, f"{again} --eval-data rows.jsonl", "--resume cannot change --eval-data")
 
-
-DATED = "{% set when = strftime_now('%f') %}{% for m in messages %}"
-DATED += "<|im_start|>{{ m.role }} {{ when }}"
-DATED += "{{ tone }} {{ m.content }}<|im_end|>{% endfor %}"
-
-
-def test_a_run_keeps_its_date_and_the_arguments_of_its_template(
-    directory, tmp_path, monkeypatch, capsys, process_group
-):
-    """A microsecond is as good as a day. All rewards are the same, which the run warns of."""
-    monkeypatch.chdir(tmp_path)
-    begin_folder(directory("qwen2"), every=3)
-    Path("rewards.py").write_text(REWARDS)
-    Path("DIR/chat_template.jinja").write_text(DATED)
-    tone = """--template-args '{"tone":"loud"}'"""
-    flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --save-every 1 --out run {tone}"
-    flags += " --prompts 2 --group 4 --minibatches 1 --max-new-tokens 24 --lr-decay constant"
-    _, err = good(tmp_path, f"{flags} --steps 1 --reward rewards.py:constant")
-    assert "warning: step 0: --reward rewards.py:constant gave 0.25 to every answer: " in err
-    config = Config(**json.loads(Path("run/config.json").read_text()))
-    assert config.date and config.template_args == '{"tone":"loud"}'
-
-    def asked():
-        return {line["text"].split("<|im_end|>")[0].split()[1]
-                for line in json_lines(Path("run/samples.jsonl"))}  # fmt: skip
-
-    (first,) = asked()
-    day = Text("DIR").date.fromisoformat(config.date)
-    assert first.endswith("loud") and first[:6] == f"{day:%f}"
-    good(tmp_path, "--resume --out run --steps 2 --reward rewards.py:constant")
-    assert asked() == {first}
-    assert audited("run", 1, reward="rewards.py:constant").wrong is None
-
-    capsys.readouterr()
-    given = "--reward rewards.py:constant --samples 1 --eval-prompts 2"
-    assert main(f"eval run {given}".split()) == 0
-    out = capsys.readouterr().out
-    day = config.date[:10]
-    note = f'the chat template of DIR gets tone = "loud", the date {day}'
-    assert note in out and {first} == {*re.findall(r"prompt: <.im_start.>user (\S+)", out)}
-    for more, word in (([], first), (["--template-args", '{"tone": ""}'], first[:6])):
-        rows = put_into(monkeypatch, b"0 + 0?\n")
-        assert main(["chat", "run", "--max-new-tokens", "1", *more]) == 0
-        assert f"user {word} 0 + 0?" in Text("DIR").decode(rows.pop(), special=True)
-    capsys.readouterr()
-    assert main("export run HF".split()) == 0 and note in capsys.readouterr().out
+    # `chat` puts a line into the prompts of a run without a template, though no flag named them.
+    plain = dict(template="raw", template_args="", date="")
+    Path("run/config.json").write_text(json.dumps(stored | plain))
+    one, two = said()
+    assert one == f"0 + 0?\n{INSTRUCTION}\n" and two.endswith(f"And 1?\n{INSTRUCTION}\n")
+    assert "each line is put into the run's prompt, --template 'raw'" in capsys.readouterr().err

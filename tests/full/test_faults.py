@@ -503,7 +503,7 @@ DAMAGES = [  # a file of the run, what becomes of it, and what a resume says: it
     *[(STATE, (Path.write_text, text), PASSED_OVER) for text in ("{", "[]", "{}", "\0\0")],
     *[(f"{NEWEST}/{SHARD}", (replaced, raw), UNREADABLE)  # and no older one is taken
       for raw in (b"", b"garbage")],
-    *[(name, (torn, text), "") for name in ("metrics.jsonl", "samples.jsonl")
+    *[(name, (torn, text), "") for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
       for text in ('{"step": 2, "rew', '{"step": 9}\n{"step": 2', "\0\0", "\n\n")],
     ("metrics.jsonl", (lost,), ""),
     ("config.json", (Path.write_text, '{"advantage": [[' + "[" * 9999), "error: .*config.json"),
@@ -528,7 +528,8 @@ def test_a_damaged_file_of_a_run_is_passed_over_or_refused_by_name(
         return
     assert code == 0 and (says or not err)
     same_run(finished, truth := straight(f"{SAVING} 4"))
-    assert (finished / "samples.jsonl").read_text() == (truth / "samples.jsonl").read_text()
+    for name in ("samples.jsonl", "rollouts.jsonl"):
+        assert (finished / name).read_text() == (truth / name).read_text()
 
 
 def test_a_damaged_checkpoint_does_not_displace_a_good_one(finished):

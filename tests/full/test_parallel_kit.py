@@ -319,19 +319,6 @@ def test_a_loss_that_draws_random_numbers_is_refused(float64):
         kit.define(kit.subject_of(functions))
 
 
-@pytest.mark.parametrize("functions, said", [
-    (dict(build=build, loss=loss), "got no shard"),
-    (dict(build=build, loss=loss, shard=shard, SETTINGS=dict(ranks="max")),
-     "same | mean | sum, got 'max'"),
-    (dict(build=build, loss=loss, shard=shard, SETTINGS=dict(rank="mean")),
-     "expected a setting of ranks, mesh, tolerance, got 'rank'"),
-])  # fmt: skip
-def test_a_file_without_a_function_is_refused(functions, said):
-    with pytest.raises(ValueError) as caught:
-        kit.subject_of(functions)
-    assert said in str(caught.value)
-
-
 @pytest.mark.parametrize("factors, said", [
     ((0.3, 0.3, 0.7, 0.7), "partial over dp: the ranks' gradients add up"),
     ((0.3, 0.7, 0.3, 0.7), "partial over tp: the ranks' gradients add up"),

@@ -1,8 +1,7 @@
 """Refusals: one table: a command, and the line that it says instead of beginning.
 
 Commands are called in this process, in a folder that holds a finished run. A refusal exits with
-2, says one line, and leaves the folder as it is. What a function of one file refuses is tested
-with that file, and what a call of full.api refuses in test_api.py.
+2, says one line, and leaves the folder as it is. So does a call that is refused before it runs.
 """
 
 import dataclasses
@@ -15,16 +14,23 @@ import socket
 import sys
 from pathlib import Path
 
+import numpy as np  # noqa: F401, of a row
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import SORT
+from example_tasks import Sort
 from test_run import SAVING, TINY, TOML, _task, call, contents
 
+from conformance.parallel import subject_of  # noqa: F401, of a row
 from full import attend, check_attention, chunks, experts, logprobs, lora, masks, ring, tree, trie
 from full import generate as generation
 from full import weights
 from full.__main__ import main
+from full.advantages import advantages  # noqa: F401, of a row
+from full.api import Config, run  # noqa: F401, of a row
 from full.flags import parse_config
+from full.objectives import grpo_loss  # noqa: F401, of a row
 from full.tiny import tiny_model
 
 BEGIN = f"{TINY} --out new --steps 2"
@@ -326,8 +332,55 @@ def decode(*prompts, **options):
     return generation.generate(small(), prompts, **how)
 
 
+class Endless(Sort):
+    """A task that lacks what ends an answer."""
+
+    end = ()
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.end = ()
+
+
+def given(words="", **more):
+    """The Config of a tiny run, with the fields that were typed."""
+    return Config(**parse_config(f"{TINY} --out run --size 6 {words}".split()).given() | more)
+
+
 OUTSIDE = "is not in the vocabulary of 53: ids are 0..52"
+JSONL = "given('--task jsonl --model DIR --data rows.jsonl')"
 CALLS = {  # a call, and what its ValueError says
+    # Runs from Python, of which nothing is left.
+    "run(5)": "expected a Config", "run(Config(out=5, resume=True))": "--out must be str, got 5",
+    "run(Config(steps=0))": "--steps must be positive",
+    "run(Config(group=1))": "--group 1 has no baseline",
+    "run(Config(resume=True))": "--resume needs --out DIR",
+    "run(given(), task=Sort)": "got its class Sort",
+    "run(given(), task=3)": "without prompt and reply",
+    "run(given(), task='guess')": "without prompt and reply",
+    "run(given(), task=Endless(given()))": "Endless needs vocab_size and end",
+    "run(given(task='x.py:X'), task=Sort(given()))": "expected one task",
+    "run(Config(task='python:Sort'))": "got 'python:Sort'",
+    "run(Config(task='x.py:X'))": "x.py: no such file",
+    f"run({JSONL}, reward=3)": "expected reward to be a function",
+    "run(given(task='x.py:X'), reward=max)": "expected one task",
+    "run(given(), task=Sort(given()), reward=max)": "gives its own",
+    "run(given(), dataset='rows.jsonl')": "expected dataset to be rows",
+    "run(given(), dataset=5)": "expected dataset to be rows",
+    "run(given(), dataset=['2 + 2?'])": "expected dataset row 1 to be a dict",
+    "run(given(), dataset=[{}, {'a': {1}}])": "dataset row 2 cannot be a line",
+    f"run({JSONL}, dataset=[{{}}])": r"expected one data, got Config\(data='rows",
+    "run(given(), dataset=[{}])": "--task jsonl needs --model DIR",
+    "run(given(), log=5)": "expected log to be a function",
+    # Losses, and the kit of parallelisms.
+    "grpo_loss(*torch.zeros(3, 1, 4), torch.ones(1, 4) > 0, objective='ppo2')":
+        "unknown objective 'ppo2'",
+    "advantages(np.ones((2, 7)), 'median')": "median",
+    "subject_of(dict(build=id, loss=id))": "got no shard",
+    "subject_of(dict(build=id, loss=id, shard=id, SETTINGS=dict(ranks='max')))":
+        r"same \| mean \| sum, got 'max'",
+    "subject_of(dict(build=id, loss=id, shard=id, SETTINGS=dict(rank='mean')))":
+        "expected a setting of ranks, mesh, tolerance, got 'rank'",
     # Trees.
     "TokenTrie([[1, 2], []])": "sequence 1: expected 1-D integers, 1 token or more",
     "TokenTrie([[1.5, 2.0]])": "sequence 0: expected 1-D integers",
@@ -425,6 +478,10 @@ NAMES = globals() | {name: x for module in MODULES for name, x in vars(module).i
 
 @pytest.mark.quick
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_cannot_be_is_refused(call):
-    with pytest.raises(ValueError, match=CALLS[call]):
+def test_a_call_that_cannot_be_is_refused(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    had_group = dist.is_initialized()
+    with pytest.raises(ValueError, match=CALLS[call]) as error:
         eval(call, dict(NAMES))
+    assert "\n" not in str(error.value)
+    assert not [*tmp_path.iterdir()] and dist.is_initialized() == had_group

@@ -18,7 +18,7 @@ from plan_training import read_cases
 from oracles import LiveBytes
 from test_precision import tensors_of
 from test_ranks import ranks, read_metrics
-from test_run import DEMOS, SAVING, TINY, _task, cli, good
+from test_run import DEMOS, SAVING, TINY, cli, good
 
 from full.audit import audited
 from full.config import Config
@@ -224,16 +224,6 @@ def test_a_run_whose_rollouts_are_cut_off_warns_once_and_shows_it(tmp_path):
     assert lines[0].split()[:5] == ["step", "reward", "solved", "eval", "truncated"]
     shown = {int(line.split()[0]): line.split()[-6] for line in lines[1:]}
     assert shown == {step: f"{shares[step]:.3g}" for step in shown} and len(shown) == 3
-
-
-@pytest.mark.parametrize("flags", ["", "--advantage gae"])
-def test_a_run_without_unequal_rewards_warns(tmp_path, flags):
-    """With a critic, rewards of different prompts can be compared."""
-    reply = "return state, None, 0.5 * (state % 2)"  # equal in a group, not in a step
-    _, err = good(tmp_path, f"{_task(tmp_path, state='index', reply=reply)} --steps 5 {flags}")
-    assert err.count("warning: steps 0 to 2: ") == err.count("\n") == int(not flags)
-    equal = {line["reward/groups_equal"] for line in read_metrics(tmp_path / "run")}
-    assert equal == {0.0 if flags else 1.0}
 
 
 # A model that starts in parts -------------------------------------------------------------------
