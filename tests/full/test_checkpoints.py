@@ -17,7 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from conftest import complaint_of, installed, slow
+from conftest import complaint_of, slow
 from test_models import model_of
 from test_ranks import join, ranks, read_metrics, start
 from test_run import TINY as TINY_RUN, as_torchrun, free_port, same_run
