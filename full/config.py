@@ -38,7 +38,6 @@ Mode = Literal["ddp", "zero1", "fsdp", "fsdp-offload"]
 Method = Literal["ring", "allgather", "ulysses"]
 Schedule = Literal["1f1b", "interleaved1f1b", "zbv"]
 Tree = Literal["disabled", "sparse", "dta"]
-Recomputed = Literal["none", "full", "op"]
 Logged = Literal["all", "some", "none"]
 
 INSTRUCTION = "End with '#### ' and the answer."
@@ -148,7 +147,7 @@ class Config(train_grpo.Config):
     recompute: bool = flag(False, "with --tree dta: run the chunks of a path again, not keep them")
     micro_tokens: int = flag(16384, "tokens of a micro-batch; a longer sequence runs alone")
     batch_rows: int = flag(1024, "rollouts that a rank decodes at a time; as one ends, one enters")
-    ac: Recomputed = flag("none", "recompute activations; op: not products, messages")
+    ac: str = flag("none", "recompute: none, full, op (not products), or memory_budget=0.5")
     compile: bool = flag(False, "torch.compile each layer (needs a C++ compiler on a CPU)")
     device: Literal["", "cpu", "cuda"] = flag("", "empty: cuda where there is one")
 

@@ -9,10 +9,12 @@ input.
 import contextlib
 import copy
 import functools
+import re
 from collections import deque
 
 import torch
 import torch.distributed as dist
+import torch._functorch.config
 import torch.utils.checkpoint as ckpt
 from torch.distributed import fsdp
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +28,8 @@ from full.places import Part, inner_width, part_of, place_of
 from full.plans import Grid
 from full.transformer import Critic, Transformer
 
-AC = "none", "full", "op"
+AC = "none", "full", "op"  # and memory_budget=X, see `memory_budget`
+KNOWN_AC = f"expected {', '.join(AC)} or memory_budget=X with X from 0 to 1"
 
 MODES = "ddp", "fsdp", "zero1"
 
@@ -48,7 +51,8 @@ def parallelize(
         t must divide the number of tokens.
     schedule: str. A key of SCHEDULES, for p > 1.
     ac: str. What the backward computes again. "none". "full": each layer, from its input. "op":
-        all but large products and messages, see `keep_products_and_messages`.
+        all but large products and messages, see `keep_products_and_messages`. "memory_budget=0.5",
+        with compile: what the compiler chooses, to keep half of what it would keep at 1.
     compile: bool. torch.compile each layer by itself, for any length.
     offload: bool. Keep the shards of fsdp, their gradients and the optimizer on the CPU.
     compute_dtype: torch.dtype. Mixed precision: products in this dtype, everything else in the
@@ -64,11 +68,12 @@ def parallelize(
     all compute the same loss. Run micro-batches by `run_micro_batches`, then call reduce_gradients,
     clip_grad_norm and the optimizer's step.
     """
-    for name, value, known in (
-        ("mode", mode, MODES), ("schedule", schedule, SCHEDULES), ("ac", ac, AC)
-    ):  # fmt: skip
+    for name, value, known in (("mode", mode, MODES), ("schedule", schedule, SCHEDULES)):
         if value not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+    budget = memory_budget(ac)
+    if ac not in AC and budget is None:
+        raise ValueError(f"ac: {KNOWN_AC}, got {ac!r}")
     config = getattr(model, "config", None)
     plan.require_fits(world=dist.get_world_size(), config=config)
     options = dict(attention=attention, mode=mode, sequence=sequence, schedule=schedule, ac=ac,
@@ -94,11 +99,12 @@ def parallelize(
 
     # The order matters. What is computed again includes the messages inside a layer. FSDP is last,
     # because it cuts what the others have left.
-    if ac != "none":
+    if ac in ("full", "op"):
         checkpoint_layers(model.model.layers, ac, plan)
     if compile:
+        how = "inductor" if budget is None else functools.partial(compile_within, budget)
         for layer in model.model.layers:
-            layer.compile(dynamic=True)
+            layer.compile(dynamic=True, backend=how)
     if mode == "fsdp":
         for root in model.part.pipeline.stages(model).values():
             apply_fsdp(root, model.part)
@@ -139,6 +145,8 @@ def option_conflicts(
          'zbv has no mode="fsdp" and no ac="op", which follow one backward of a layer'),
         (is_fsdp and ac == "op" and is_sparse and plan.edp == 1,
          'each expert is whole on one rank, and ac="op" does not follow FSDP2 there; use "full"'),
+        (memory_budget(ac) is not None and not compile,
+         f"ac={ac!r} is the compiler's: it needs compile=True"),
         (ac == "op" and compile and plan.tp * plan.ep > 1,
          'torch.compile cannot keep what messages have brought: use ac="full", or no compile'),
         (is_sparse and plan.tp > 1 and not sequence and plan.etp == 1,
@@ -306,6 +314,20 @@ def both(first, second):
         yield
 
 
+def memory_budget(ac) -> float | None:
+    """Return the number of ac="memory_budget=0.5", from 0 to 1. None for any other ac."""
+    found = re.fullmatch(r"memory_budget=(0?\.[0-9]+|0|1|1\.0)", f"{ac}")
+    return float(found[1]) if found else None
+
+
+def compile_within(budget, graph, inputs, **options):
+    """Compile a graph as torch.compile does, under a budget of activations from 0 to 1."""
+    # The compiler reads the budget while it compiles, which is at a layer's first call and at new
+    # shapes. It is set for this time only, so each model of the process keeps its own.
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        return torch._dynamo.lookup_backend("inductor")(graph, inputs, **options)
+
+
 class Messages(TorchDispatchMode):
     """Keep what collectives bring while a layer runs, and give it back when the layer runs again.
 
@@ -337,5 +359,8 @@ class Messages(TorchDispatchMode):
 def conflicts(c) -> list:
     """Return (is it wrong?, the error) pairs about the flags of parallelism."""
     plan = c.trainer_plan
+    budget = memory_budget(c.ac)
     return [*c.needs(plan.cp > 1, "a --plan with c", "cp_method"),
-            *c.needs(plan.pp > 1, "a --plan with p", "pp_schedule")]  # fmt: skip
+            *c.needs(plan.pp > 1, "a --plan with p", "pp_schedule"),
+            (c.ac not in AC and budget is None, f"--ac: {KNOWN_AC}, got {c.ac!r}"),
+            (budget is not None and not c.compile, f"--ac {c.ac} needs --compile")]  # fmt: skip

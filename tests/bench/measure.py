@@ -3,6 +3,7 @@
     ring, ring-memory, ring-longest     attention over ranks against torch's SDPA on one process
     kernel                              attention on one device against SDPA and flash
     tree                                training on trees of tokens against the flat batch
+    budget                              what --ac memory_budget saves, and what it costs
     models                              generation and training against transformers, if installed
     grpo                                a whole step: seconds by phase, what shared prefixes gain
     exact                               log-probs whose bits are the trainer's, and what they cost
@@ -58,6 +59,8 @@ from full.micro_batches import MaskedAttention
 from full.model_config import ModelConfig
 from full.objectives import OBJECTIVES
 from full.packing import PackedBatches
+from full.parallelize import parallelize
+from full.plans import Grid, Plan
 from full.questions import make_task
 from full.ranks import connect
 from full.ring import METHODS, indices, ring_attention
@@ -814,6 +817,38 @@ def routes(options):
             yield row
 
 
+# Budgets of activations -------------------------------------------------------------------------
+
+
+def _budget_rank(budget, hidden, layers, tokens, repeats):
+    """Return MB kept for the backward, MB of this process at the peak, and CPU seconds."""
+    model = tiny_model("qwen3", vocab_size=300, num_hidden_layers=layers, hidden_size=hidden,
+                       intermediate_size=3 * hidden, head_dim=hidden // 4)  # fmt: skip
+    how = dict(compile=True, ac=f"memory_budget={budget}")
+    model = parallelize(model, Plan(), device_mesh=Grid(Plan()), **how)
+    kept = []
+
+    def run(length):
+        tokens_1S = torch.arange(length)[None] % 300
+        model.hidden(tokens_1S).square().mean().backward()
+
+    run(64)  # compiles, for any length
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x):
+        run(tokens)
+    Path("/proc/self/clear_refs").write_text("5")  # Linux forgets the peak of the compiler
+    seconds = [seconds_of(lambda: run(tokens)) for _ in range(repeats)]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return sum(kept) / 2**20, peak, statistics.median(seconds)
+
+
+def budget(options):
+    """Forward and backward of compiled layers, each budget in a process of its own, float32."""
+    shape = dict(default=(512, 4, 4096), large=(1024, 8, 16384), toy=(16, 1, 64))[options.size]
+    for number in (1, 0.5, 0):
+        ((kept, peak, seconds),) = launch(1, _budget_rank, number, *shape, options.repeats)
+        yield {"memory_budget": number, "MB kept": kept, "MB peak": peak, "seconds": seconds}
+
+
 # Whole runs -------------------------------------------------------------------------------------
 
 
@@ -843,7 +878,7 @@ def objectives(options):
 SUBJECTS = {
     "ring": ring, "ring-memory": ring_memory, "ring-longest": ring_longest, "kernel": kernel,
     "tree": tree, "models": of_models, "grpo": grpo, "exact": exact, "head": head,
-    "routes": routes, "objectives": objectives,
+    "routes": routes, "objectives": objectives, "budget": budget,
 }  # fmt: skip
 
 if __name__ == "__main__":

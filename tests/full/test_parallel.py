@@ -9,6 +9,7 @@ import gc
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from plan_training import ROWS, batch, build
 from oracles import bytes_of
@@ -203,3 +204,35 @@ def test_what_checkpointing_computes_again(process_group, ac):
     most = counter.get_total_flops() if ac == "full" else 0
     assert [*again] == [3, 2, 1, 0] and most / 2 <= sum(again.values()) <= most
     assert [*dict(model.named_parameters())] == [*dict(plain.named_parameters())]
+
+
+def _kept_and_gradients(model):
+    """Bytes that the forward keeps for the backward, and all gradients."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x):
+        hidden = model.hidden(torch.arange(24)[None])
+    hidden.square().sum().backward()
+    return sum(kept), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_a_memory_budget_is_that_of_its_own_model(process_group, monkeypatch):
+    """The compiler keeps less for the backward, the less the lower, and no other model does.
+
+    Inductor's code for a CPU takes a minute to compile; what cuts the graph in two is the same in
+    a backend that compiles nothing.
+    """
+    cutting = torch._dynamo.lookup_backend("aot_eager_decomp_partition")
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: cutting)
+    whole = dict(kind="dense", dtype=torch.float64, num_hidden_layers=1)
+    _, truth = _kept_and_gradients(build(**whole))
+    models = [
+        parallelize(build(**whole), Plan(), device_mesh=Grid(Plan()), compile=True,
+                    ac=f"memory_budget={budget}") for budget in ("0", "0.5", "1")
+    ]  # fmt: skip
+    kept = []  # all are made before one is compiled
+    for model in models:
+        found, gradients = _kept_and_gradients(model)
+        kept.append(found)
+        assert all((a - b).abs().max() < 1e-12 for a, b in zip(gradients, truth, strict=True))
+        assert torch._functorch.config.activation_memory_budget == 1
+    assert 1.2 * kept[0] < kept[1] < kept[2] / 1.2, kept
