@@ -80,7 +80,11 @@ def run(op, args, kwargs):
         if not isinstance(x, torch.Tensor) or target != NAME:
             return x
         # torch notes on a complex tensor that it is to be conjugated; the wrapper has no such note.
-        return given[id(x)] if id(x) in given else Elsewhere(x.resolve_conj().resolve_neg())
+        if id(x) in given:
+            return given[id(x)]
+        # In inference mode torch wants the views of a parameter to be ordinary tensors.
+        with torch.inference_mode(False):
+            return Elsewhere(x.resolve_conj().resolve_neg())
 
     return tree_map(there, found)
 

@@ -17,6 +17,7 @@ import train_grpo
 from full import config, equivalence, experts, lora, micro_batches, parallelize, places, trainer
 from full.equivalence import ROWS, Outcome, errors, is_right, of_world, row_errors
 from full.optimizer import LocalOptimizer
+from full.parallelize import AC
 from full.rollouts import Sampler
 from full.trainer import Trainer
 
@@ -76,7 +77,8 @@ def test_each_name_and_each_way_to_share_the_work_is_in_a_row():
     assert {row.run for row in rows} | {"plain", "lora"} == {*equivalence.RUNS}
     told = " ".join(row.how for row in rows)
     fields = config.Config.__dataclass_fields__
-    for name in ("tree", "data_parallel", "pp_schedule", "ac"):
+    assert all(f"--ac {ac}" in told for ac in AC[1:])
+    for name in ("tree", "data_parallel", "pp_schedule"):
         for value in {*get_args(fields[name].type)} - {fields[name].default}:
             assert f"--{name.replace('_', '-')} {value}" in told
     assert all(f"{letter}2" in told for letter in "pdcte")
