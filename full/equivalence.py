@@ -122,7 +122,6 @@ ordinary 2 routers balanced --tree sparse = --tree has no --balance-coef
 slow 1 dense,tied,experts old --tree sparse | --tree dta --chunk-tokens 5 --recompute
 slow 1 dense,tied,experts old --data-parallel fsdp-offload | --ac full | --ac op
 slow 2 dense old,rounded --plan d2 --compile | --data-parallel fsdp --compile --ac full
-slow 2 dense old --plan t2 --compile --ac memory_budget=0
 slow 2 dense,biases,tied forks,critic --plan d2 | --plan t2 | --plan t2 --ac full | --plan c2
 slow 2 dense,biases,tied old,forks,critic --data-parallel fsdp --ac op | --plan t2 --tree sparse
 slow 1 dense,tied separate --tree sparse | --tree dta --chunk-tokens 9 --recompute | --ac full

@@ -833,7 +833,8 @@ def _budget_rank(budget, hidden, layers, tokens, repeats):
         model.hidden(tokens_1S).square().mean().backward()
 
     run(64)  # compiles, for any length
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x):
+    keep = lambda x: kept.append(x.nbytes) or x  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         run(tokens)
     Path("/proc/self/clear_refs").write_text("5")  # Linux forgets the peak of the compiler
     seconds = [seconds_of(lambda: run(tokens)) for _ in range(repeats)]

@@ -209,7 +209,8 @@ def test_what_checkpointing_computes_again(process_group, ac):
 def _kept_and_gradients(model):
     """Bytes that the forward keeps for the backward, and all gradients."""
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x):
+    keep = lambda x: kept.append(x.nbytes) or x  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         hidden = model.hidden(torch.arange(24)[None])
     hidden.square().sum().backward()
     return sum(kept), [p.grad for p in model.parameters() if p.grad is not None]
