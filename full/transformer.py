@@ -184,7 +184,7 @@ class Transformer(models.Transformer):
         # NUMERICS: the head's product has as many terms as any other, but nothing after it averages
         # its rounding: an error of a logit is an error of a log-prob. So bfloat16 states and rows
         # are multiplied in float32 if head_dtype says so, and nothing is stored otherwise. Pinned
-        # by tests/full/test_head.py::test_a_float32_head_under_bfloat16.
+        # by tests/full/test_precision.py::test_a_float32_head_under_bfloat16.
         return x if self.head_dtype is None else x.to(torch.promote_types(x.dtype, self.head_dtype))
 
     def head(self, hidden, /):

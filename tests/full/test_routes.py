@@ -1,4 +1,5 @@
-"""`--replay-routes`: experts that the sampler recorded, weighted by the trainer's own router."""
+"""Experts: those that the sampler recorded are replayed, weighted by the trainer's own router; they
+are balanced in training, by a loss and by the routers' bias."""
 
 import dataclasses
 import json
@@ -12,16 +13,20 @@ from test_ranks import TASK, read_metrics, trained
 from test_run import good
 
 import models
-from full import experts
+from full import equivalence
 from full.audit import audited
-from full.experts import Replay, RouteRecorder
+from full.batches import RolloutQueue
+from full.equivalence import BASE, trainer_of
+from full.experts import Balance, Replay, RouteRecorder
 from full.export import policy_in
+from full.flags import parse_config
 from full.generate import generate
 from full.hf import save_hf
+from full.optimizer import persistent_buffers
 from full.questions import make_task
 from full.rollouts import Sampler, Trajectory
 from full.talk import evaluated, settings_of_run
-from full.tiny import tiny_model
+from full.tiny import TwoTurns, tiny_model
 
 SHAPE = dict(vocab_size=12, num_experts=8, num_experts_per_tok=2, num_hidden_layers=3,
              sparse_layers=(0, 2), initializer_range=0.2)  # fmt: skip
@@ -171,6 +176,81 @@ def test_the_audit_names_experts_that_no_router_selected(runs, process_group, tm
     except ValueError as error:
         verdict = f"{error}"
     assert says in verdict
+
+
+# Experts are balanced ----------------------------------------------------------------------------
+# That loss (8), bias (11) and loads are those of one process under every plan is a row of
+# full/equivalence.py. Here is what one process counts, skips and refuses.
+
+
+@pytest.mark.quick
+def test_by_default_experts_are_only_counted():
+    balance = Balance(torch.tensor([0, 0, 1]))
+    moe().hidden(torch.tensor([[1, 2, 3]]), on_routing=balance)
+    assert balance.losses == {} and [n.sum() for n in balance.counts.values()] == [6] * 2
+
+
+@pytest.fixture
+def batch(process_group):
+    """Trajectories, and two Trainers that balance experts alike."""
+    config = parse_config(f"{BASE} {equivalence.RUNS['balanced']}".split()).check()
+    trainers = [trainer_of(config, "routers") for _ in range(2)]
+    played = RolloutQueue(config, TwoTurns(), trainers[0]).get(0)
+    trainers[0].prepare(played)
+    return played.trained(), *trainers
+
+
+def votes_of(trainer):
+    return torch.stack([*persistent_buffers(trainer.model).values()])  # (layers, experts)
+
+
+@pytest.mark.quick
+def test_two_calls_make_one_step(batch):
+    """`sequences` says how many both have: gradient, metrics and votes are those of one call."""
+    batch, whole, parts = batch
+    Z = whole.loss_denominator(batch)
+    before = votes_of(whole).clone()
+    found = whole.forward_backward(batch, Z)
+    halves = [parts.forward_backward(half, Z, num_sequences=len(batch))
+              for half in (batch[:5], batch[5:])]  # fmt: skip
+    for a, b in zip(whole.model.parameters(), parts.model.parameters()):
+        assert a.grad is b.grad is None or torch.allclose(a.grad, b.grad, rtol=1e-12, atol=1e-14)
+    assert sum(x["balance/loss"] for x in halves) == pytest.approx(found["balance/loss"], 1e-12)
+    for trainer in (whole, parts):
+        trainer.optim_step(0.0)
+    assert votes_of(whole).ne(before).any(1).all() and votes_of(whole).equal(votes_of(parts))
+
+
+@pytest.mark.quick
+def test_a_skipped_step_moves_no_bias(batch):
+    """And what it counted is forgotten, as its gradient is: the next step is a first one."""
+    batch, trainer, fresh = batch
+    trainer.forward_backward(batch[1:], 1.0)
+    before = votes_of(trainer).clone()
+    next(trainer.model.parameters()).grad[0] = float("nan")
+    assert "nonfinite" in trainer.optim_step(0.0)
+    assert votes_of(trainer).equal(before)
+    for one in (trainer, fresh):
+        one.forward_backward(batch[:1], 1.0)
+        one.optim_step(0.0)
+    assert votes_of(trainer).equal(votes_of(fresh))
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_what_the_checkpoint_was_trained_with_is_said(flags, tmp_path, balanced):
+    """And that no OUT/hf is written: its format has no place for a router's bias."""
+    folder = flags.split("--model ")[1]
+    model = shutil.copytree(folder, tmp_path / "model")
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(raw | {"router_aux_loss_coef": 0.001}))
+    more = "--steps 1 --prompts 1 --group 2 --minibatches 1 --out run"
+    more += " --balance-coef 0.5 --router-bias-rate 0.05" * balanced
+    out, err = good(tmp_path, f"{flags.replace(folder, str(model))} {more}")
+    assert err.count("router_aux_loss_coef 0.001") == 1
+    assert ("--balance-coef 0.5 does" in err) == balanced
+    assert ("here nothing does" in err) != balanced
+    assert ("hf is not written" in out) == balanced
+    assert (tmp_path / "run/hf").exists() != balanced
 
 
 # What is refused -------------------------------------------------------------------------------
