@@ -4,7 +4,6 @@ holds, and the learning-rate schedule."""
 import dataclasses
 import itertools
 import re
-import shlex
 
 import pytest
 import torch
@@ -326,17 +325,6 @@ def test_plan_prints_groups_and_memory_and_refuses_what_does_not_divide(tmp_path
     ):
         assert main(argv) == 2
         assert re.search(message, capsys.readouterr().err)
-
-
-def test_the_rows_of_the_results_are_what_plan_prints(capsys):
-    page = (ROOT / "full" / "RESULTS.md").read_text()
-    page = page.split("## What a rank holds")[1].split("\n## ")[0]
-    found = re.findall(r"python -m full (plan .*)", page.replace("\\\n", " "))
-    assert len(found) > 1
-    for command in found:
-        assert main(shlex.split(command.split("#")[0])) == 0
-        rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
-        assert rows and all(row in page for row in rows)
 
 
 def test_the_training_commands_of_the_recipes_have_plans_that_fit():
