@@ -15,7 +15,7 @@ from full.config import _flag
 from full.engine import Engine
 from full.exact import ExactTransformer
 from full.lora import add_factors
-from full.model_config import ModelConfig, read_json
+from full.model_config import LINEAR, ModelConfig, read_json
 from full.questions import make_task
 from full.ranks import warn
 from full.tasks import Task, asking
@@ -48,6 +48,8 @@ def shape_of(config, task) -> ModelConfig:
         if getattr(config, name) and not shape.sparse_layers:
             where = config.model or "the model of --layers and --hidden"
             raise ValueError(f"{_flag(name)} is about experts, and {where} has none: leave it out")
+    if config.exact and LINEAR in shape.layer_types:
+        raise ValueError(f"--exact has no recurrent layers, and {config.model} has: leave it out")
     return shape
 
 

@@ -42,8 +42,9 @@ CHUNK = 64  # tokens of (5): the triangular system grows with it, the number of 
 # Token by token, which is the definition, and in chunks, which trains.
 
 
-def by_token(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, S_BHKV):
+def by_token(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, S_BHKV=None):
     """Return the outputs (B, H, S, V) and the last state: equation (3) and nothing else."""
+    S_BHKV = first_state(k_BHSK, v_BHSV) if S_BHKV is None else S_BHKV
     out = []
     # One unbind. To slice each token would make the backward quadratic in the number of tokens.
     tokens = zip(*(x.unbind(2) for x in (q_BHSK, k_BHSK, v_BHSV, log_a_BHS.exp(), b_BHS)))
@@ -55,18 +56,26 @@ def by_token(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, S_BHKV):
     return torch.stack(out, 2), S_BHKV
 
 
+def first_state(k_BHSK, v_BHSV):
+    """Return the state before the first token, zeros (B, H, K, V)."""
+    return v_BHSV.new_zeros(*k_BHSK.shape[:2], k_BHSK.shape[3], v_BHSV.shape[3])
+
+
 def one_chunk(q_BHCK, k_BHCK, v_BHCV, log_a_BHC, b_BHC, restart_BC, S_BHKV):
     """Return the outputs (B, H, C, V) and the last state of C tokens, by (5)."""
     # Index 0 of D is the state before the chunk, index i is token i. With a restart at token 3,
     # numbers are 0 0 0 1 1, and nothing before token 3 is left at it. A decay of 0 would have no
     # logarithm, so a restart is a mask and never a decay.
-    sum_BHc = F.pad(log_a_BHC.masked_fill(restart_BC[:, None], 0.0).cumsum(-1), (1, 0))
+    log_a_BHc = F.pad(log_a_BHC.masked_fill(restart_BC[:, None], 0.0), (1, 0))
     number_Bc = F.pad(restart_BC.cumsum(-1), (1, 0))
     left_B1cc = (number_Bc[:, :, None] == number_Bc[:, None, :]).tril()[:, None]
-    # NUMERICS: masked before exp, since exp overflows above the diagonal, and 0 * inf is NaN.
-    # Pinned by tests/full/test_deltanet.py::test_chunks_are_the_recurrence.
-    log_D_BHcc = sum_BHc[..., :, None] - sum_BHc[..., None, :]
-    D_BHcc = log_D_BHcc.masked_fill(~left_B1cc, -torch.inf).exp()
+    # NUMERICS: log D_ij is a sum over j + 1 .. i for each i and j. A difference of two sums from
+    # the chunk's start would lose what a strong decay before j leaves of it, and its gradient is a
+    # large number minus itself. Pinned by
+    # tests/full/test_deltanet.py::test_gradients_of_decays_in_float32.
+    c = log_a_BHc.shape[-1]
+    log_D_BHcc = log_a_BHc[..., None].expand(-1, -1, c, c).tril(-1).cumsum(-2)
+    D_BHcc = log_D_BHcc.exp().masked_fill(~left_B1cc, 0.0)
     of_state_BHC1 = D_BHcc[..., 1:, :1]  # D_i0
     D_BHCC = D_BHcc[..., 1:, 1:]
 
@@ -85,8 +94,7 @@ def by_chunk(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, S_BHKV=None, restart_BS=N
     S_BHKV: the state before the first token. Default: 0.
     restart_BS: bool. Where a document begins, with the state 0. Default: nowhere.
     """
-    if S_BHKV is None:
-        S_BHKV = v_BHSV.new_zeros(*k_BHSK.shape[:2], k_BHSK.shape[3], v_BHSV.shape[3])
+    S_BHKV = first_state(k_BHSK, v_BHSV) if S_BHKV is None else S_BHKV
     if restart_BS is None:
         restart_BS = torch.zeros_like(b_BHS[:, 0], dtype=torch.bool)
     out = []
@@ -136,6 +144,14 @@ class Documents:
         if self.ids_BS is not None:
             restart_BS = (self.ids_BS.diff(prepend=self.ids_BS[:, :1]) != 0).to(q_BHSK.device)
         return by_chunk(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, restart_BS=restart_BS)[0]
+
+
+class TokenByToken(Documents):
+    """Rows that are a document each, by (3) in the place of (5): what audits trust."""
+
+    def recurrence(self, q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, /, *, layer):
+        """Return the outputs (B, H, S, V) of (3)."""
+        return by_token(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS)[0]
 
 
 # The layers -------------------------------------------------------------------------------------
@@ -239,3 +255,89 @@ class GatedAttention(models.Attention):
             .transpose(1, 2) for x in (self.q_norm(q_BSHD), self.k_norm(k_BSGD)))  # fmt: skip
         out_BHSD = attention(q_BHSD, k_BGSD, v_BGSD, **self.options)
         return self.o_proj((out_BHSD.transpose(1, 2) * gate_BSHD.sigmoid()).flatten(2))
+
+
+# The definition ---------------------------------------------------------------------------------
+# The same model token by token, without the code above: what audits spell out.
+
+
+def logits_definition(model, tokens, /):
+    """Return the float64 logits (S, V) of tokens (S,), by (1) to (4) and those of models.py.
+
+    It reads the whole model without the model's code, as `models.logits_definition` does.
+    """
+    c = model.config
+    weights = {name: p.double() for name, p in model.named_parameters()}
+    G, H = c.linear_num_key_heads, c.linear_num_value_heads
+    K, V = c.linear_key_head_dim, c.linear_value_head_dim
+
+    def linear(name, x):
+        return weights[name + ".weight"] @ x + weights.get(name + ".bias", 0)
+
+    def norm(name, x, offset=c.norm_offset):
+        weight = weights[name + ".weight"] + (1 if offset else 0)
+        return weight * x * (x.pow(2).mean(-1, keepdim=True) + c.rms_norm_eps) ** -0.5
+
+    def turned(x_XD, position):
+        """Turn the first R entries of each head: entries n and n + R / 2 are a complex number."""
+        f_d, factor = model.rope.frequencies[models.FULL]
+        a, b, rest = x_XD.split([len(f_d), len(f_d), c.head_dim - 2 * len(f_d)], -1)
+        z = torch.complex(a, b) * torch.exp(1j * position * f_d) * factor
+        return torch.cat([z.real, z.imag, rest], -1)
+
+    def softmax_layer(name, states):
+        keys, values = [], []
+        for i, h in enumerate(states):
+            query, gate = linear(name + "q_proj", h).view(-1, 2, c.head_dim).unbind(1)
+            key = linear(name + "k_proj", h).view(-1, c.head_dim)
+            keys.append(turned(norm(name + "k_norm", key), i))
+            values.append(linear(name + "v_proj", h).view(-1, c.head_dim))
+            query = turned(norm(name + "q_norm", query), i).unflatten(0, (len(key), -1))
+            p = torch.einsum("grd,jgd->grj", query, torch.stack(keys)) * c.head_dim**-0.5
+            out = torch.einsum("grj,jgd->grd", p.softmax(-1), torch.stack(values)).flatten(0, 1)
+            yield linear(name + "o_proj", (out * gate.sigmoid()).flatten())
+
+    def recurrent_layer(name, states):
+        # The rows of a file: all q, all k, all v.
+        to_file = rows_in_file(c).argsort()
+        into = weights[name + "in_proj_qkv.weight"][to_file]
+        filters = weights[name + "conv1d.weight"][to_file, 0]  # the last of them is of the token
+        inputs, S = [], torch.zeros(H, K, V, dtype=torch.float64)
+        for h in states:
+            inputs.append(into @ h)
+            window = torch.stack(inputs[-c.linear_conv_kernel_dim :], -1)
+            mixed = (filters[:, -window.shape[1] :] * window).sum(-1)
+            q, k, v = models.ACTIVATIONS[c.hidden_act](mixed).split([G * K, G * K, H * V])  # (1)
+            q, k = (x.view(G, K) for x in (q, k))
+            q, k = (x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+            dt = linear(name + "in_proj_a", h) + weights[name + "dt_bias"]
+            a = torch.exp(-weights[name + "A_log"].exp() * torch.log1p(dt.exp()))
+            b = linear(name + "in_proj_b", h).sigmoid()  # (2)
+            heads = []
+            for n, value in enumerate(v.view(H, V)):
+                key, query = (x[n * G // H] for x in (k, q))
+                faded = a[n] * S[n]
+                state = faded + torch.outer(key, b[n] * (value - key @ faded))
+                heads.append((state, query @ state * K**-0.5))  # (3)
+            S, out = (torch.stack(x) for x in zip(*heads))
+            gate = linear(name + "in_proj_z", h)
+            gate = gate * gate.sigmoid()
+            out = norm(name + "norm", out, offset=False).flatten() * gate
+            yield linear(name + "out_proj", out)  # (4)
+
+    states = list(weights["model.embed_tokens.weight"][tokens])
+    for n, kind in enumerate(c.layer_types):
+        name = f"model.layers.{n}."
+        normed = [norm(name + "input_layernorm", x) for x in states]
+        if kind == models.FULL:
+            mixed = softmax_layer(name + "self_attn.", normed)
+        else:
+            mixed = recurrent_layer(name + "linear_attn.", normed)
+        for i, y in enumerate(mixed):
+            x = states[i] + y
+            h = norm(name + "post_attention_layernorm", x)
+            inner = models.ACTIVATIONS[c.hidden_act](linear(name + "mlp.gate_proj", h))
+            h = linear(name + "mlp.down_proj", inner * linear(name + "mlp.up_proj", h))
+            states[i] = x + h
+    head = "model.embed_tokens" if c.tie_word_embeddings else "lm_head"
+    return torch.stack([linear(head, norm("model.norm", x)) for x in states])

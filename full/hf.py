@@ -376,6 +376,8 @@ def copy_text_files(source, target) -> list[str]:
 def full_definition(model, tokens, /):
     """Return `logits_definition`, (S, V), with a `Transformer`'s soft cap and router bias."""
     config = model.config
+    if config.attn_output_gate:
+        return deltanet.logits_definition(model, tokens)
     weights = dict(model.named_parameters())
     for name, votes_E in model.named_buffers():
         weights[name.replace("votes", "choice_bias")] = config.router_bias_rate * votes_E

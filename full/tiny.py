@@ -29,10 +29,10 @@ TINY = {  # what a tiny model of each family needs in addition to the sizes
         },
     ),
 }  # fmt: skip
-HYBRID = {  # and of each family with recurrent layers, which need more of an attention
+HYBRID = {  # and of a family with recurrent layers, whose gradients a small eps would magnify
     "qwen3_5_text": dict(
-        norm_offset=True, attn_output_gate=True, partial_rotary_factor=0.4, num_hidden_layers=4,
-        layer_types=(LINEAR, LINEAR, FULL, LINEAR), linear_conv_kernel_dim=4,
+        norm_offset=True, attn_output_gate=True, partial_rotary_factor=0.4, rms_norm_eps=1e-2,
+        num_hidden_layers=4, layer_types=(LINEAR, LINEAR, FULL, LINEAR), linear_conv_kernel_dim=4,
         linear_key_head_dim=6, linear_value_head_dim=5, linear_num_key_heads=2,
         linear_num_value_heads=4,
     ),

@@ -1,17 +1,26 @@
-"""Gated DeltaNet: chunks against the recurrence, documents, and transformers' Qwen3.5."""
+"""Gated DeltaNet: chunks are the recurrence, a model its definition, a run is audited.
+
+test_transformers.py holds logits, gradients, files and decoding to transformers, test_models.py and
+test_decoding.py the cache: any series of prompts, tokens, forks and rows that come and go.
+"""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from oracles import worst
 
-from full.check import relative_error as relative
+from full import deltanet
+from full.__main__ import main
+from full.check import CASES, check_models, relative_error as relative
+from full.config import Config
 from full.deltanet import Documents, by_chunk, by_token
-from full.tiny import tiny_model
-from full.transformer import causal_attention
+from full.hf import save_hf
+from full.questions import make_task
+from full.tiny import tiny, tiny_model
+from full.transformer import Transformer, causal_attention
 from models import packed_attention
 
-pytestmark = pytest.mark.quick
+quick = pytest.mark.quick
 
 
 def given(S, decay=0.5):
@@ -26,6 +35,7 @@ def given(S, decay=0.5):
     return [x.requires_grad_() for x in (q, k, normal(S, 4), log_a, b, normal(6, 4))]
 
 
+@quick
 @pytest.mark.parametrize("S, size, decay", [
     (1, 64, 0.5), (7, 8, 0.5), (8, 8, 0.5), (65, 64, 0.5), (130, 64, 0.5), (40, 1, 0.5),
     (200, 64, 100.0)])  # fmt: skip
@@ -33,11 +43,23 @@ def test_chunks_are_the_recurrence(S, size, decay):
     """Outputs, the last state, and the gradients of all six; with a decay to e^-500 too."""
     x = given(S, decay)
     truth, found = by_token(*x), by_chunk(*x, size=size)
-    upstream = [torch.randn_like(y) for y in truth]
+    upstream = [y.detach().flip(0) for y in truth]
     truth, found = ([*y, *torch.autograd.grad(y, x, upstream)] for y in (truth, found))
     assert min(y.norm() for y in truth) > 0 and worst(found, truth) < 1e-12
 
 
+@quick
+def test_gradients_of_decays_in_float32():
+    """In chunks they are as exact as token by token, where strong decays leave little of them."""
+    x = given(60, decay=20.0)
+    truth = torch.autograd.grad(by_chunk(*x)[0].sum(), x[3])[0]
+    low = [y.detach().float().requires_grad_() for y in x]
+    by = [torch.autograd.grad(run(*low)[0].sum(), low[3])[0] for run in (by_chunk, by_token)]
+    in_chunks, by_tokens = (relative(y.double(), truth) for y in by)
+    assert in_chunks < 4 * by_tokens < 4e-6
+
+
+@quick
 def test_packed_documents_are_separate_documents():
     """Shorter than the convolution, longer than a chunk, with padding in between."""
     model = tiny_model("qwen3_5_text")
@@ -54,6 +76,7 @@ def test_packed_documents_are_separate_documents():
     assert min(y.norm() for y in truth) > 0 and worst(found, truth) < 1e-11
 
 
+@quick
 def test_a_bfloat16_model_keeps_float32_states():
     """The recurrence gets float32, and its numbers are those of the rounded inputs."""
     model = tiny_model("qwen3_5_text", dtype=torch.bfloat16)
@@ -71,7 +94,54 @@ def test_a_bfloat16_model_keeps_float32_states():
     assert relative(found.double(), truth) < 0.05
 
 
+@quick
 def test_an_attention_without_states_is_refused():
     model = tiny_model("qwen3_5_text")
     with pytest.raises(ValueError, match="layer 0 is a gated DeltaNet: .*got causal_attention"):
         model(torch.arange(5)[None], attention=causal_attention)
+
+
+def test_a_model_is_its_definition():
+    """Values, gradients, packed rows, the cache, log-probs, and rows that come and go."""
+    assert check_models({"qwen3_5_text": CASES["qwen3_5_text"]})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A directory with a small model for `guess`."""
+    task = make_task(Config(size=3, turns=3))
+    shape = tiny("qwen3_5_text", vocab_size=task.vocab_size, eos_token_id=tuple(task.end))
+    directory = tmp_path_factory.mktemp("hybrid")
+    save_hf(Transformer(shape).init_weights(0), directory)
+    return directory
+
+
+RUN = "--size 3 --turns 3 --device cpu --prompts 4 --group 4 --lr 0.01 --lr-warmup 0 --save-every 1"
+RUN += " --eval-prompts 4 --kl-coef 0.05 --steps 2 --out run --model"
+
+
+def forgets(*given, one_chunk=deltanet.one_chunk):
+    """A chunk that hands less of the state on to the next one."""
+    out, state = one_chunk(*given)
+    return out, 0.9 * state
+
+
+@pytest.mark.parametrize("slip, said", [(None, "ok"), (forgets, "sampling is outside")])
+def test_an_audit_passes_an_honest_run_and_finds_a_planted_slip(
+    slip, said, checkpoint, tmp_path, monkeypatch, capsys
+):
+    """The audit reads token by token; a group is spelled out by the definition."""
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as planted:
+        if slip:
+            planted.setattr(deltanet, "one_chunk", slip)
+        assert main([*RUN.split(), str(checkpoint)]) == 0
+    assert main(["audit", "run", "--group", "0"]) == (said != "ok")
+    assert capsys.readouterr().out.splitlines()[-1] == f"audit of step 1: {said}"
+
+
+def test_an_exact_run_of_recurrent_layers_is_refused(checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*RUN.split(), str(checkpoint), "--exact"]) != 0
+    assert "--exact has no recurrent layers, and" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
