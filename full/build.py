@@ -20,7 +20,7 @@ from full.questions import make_task
 from full.ranks import warn
 from full.tasks import Task, asking
 from full.trainer import keep_wide, plan_of
-from full.transformer import Critic, Transformer
+from full.transformer import Transformer
 from train_grpo import EVALUATION, ROLLOUT
 
 
@@ -94,17 +94,6 @@ def build(config, task):
     if config.kl_coef and config.lora is None:
         reference = empty_model(config, shape, config.compute).requires_grad_(False)
     return model, generator, reference
-
-
-def build_critic(config, shape):
-    """Make the model of --critic separate, if there is one, on the meta device in --dtype.
-
-    shape: the policy's. The Trainer gives it its first weights.
-    """
-    if config.critic == "shared":
-        return None
-    with torch.device("meta"):
-        return Critic(shape).to(getattr(torch, config.dtype))
 
 
 def build_teacher(config, task):

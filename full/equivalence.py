@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import train_grpo
 from full.batches import Demonstrations, RolloutQueue, pending_batches
-from full.build import build_critic, empty_model, empty_policy, require_plan
+from full.build import empty_model, empty_policy, require_plan
 from full.config import LORA_TARGETS
 from full.flags import parse_config
 from full.logs import step_metrics
@@ -127,9 +127,8 @@ slow 2 dense,biases,tied old,forks,critic --data-parallel fsdp --ac op | --plan 
 slow 1 dense,tied separate --tree sparse | --tree dta --chunk-tokens 9 --recompute | --ac full
 slow 2 dense,tied separate --plan d2 | --plan c2 --tree sparse | --plan p2 | --plan t2
 slow 2 dense,experts separate --data-parallel fsdp | --data-parallel fsdp-offload --tree sparse
-slow 2 dense separate --plan t2 --tree dta --chunk-tokens 9
-slow 2 deep,deep-tied separate --plan p2 --pp-schedule zbv | --plan p2 --pp-schedule interleaved1f1b
-slow 2 dense separate --compute-dtype float32 --plan d2 --data-parallel zero1
+slow 2 deep,deep-tied separate --plan p2 --pp-schedule interleaved1f1b
+slow 2 dense,deep separate --compute-dtype float32 --plan p2 --tree sparse
 slow 4 routers separate --plan d2t2e4 --data-parallel zero1 | --plan p2d2e2 --tree sparse
 slow 2 tied,experts old --plan t2 --tree dta --chunk-tokens 5 --recompute | --plan t2 --compile
 slow 2 deep,deep-tied forks,sequences,lora --plan p2 --pp-schedule interleaved1f1b --tree sparse
@@ -233,9 +232,7 @@ def trainer_of(config, family, device="cpu") -> Trainer:
         reference = drawn(empty_model(config, shape, config.compute), 2, device)
         reference.requires_grad_(False)
     policy = drawn(empty_policy(config, shape), 1, device)
-    critic = build_critic(config, shape)
-    critic = critic and drawn(critic, 3, device)
-    return Trainer(config, policy, generator=generator, reference=reference, critic=critic)
+    return Trainer(config, policy, generator=generator, reference=reference)
 
 
 @dataclass

@@ -20,7 +20,7 @@ import torch
 
 from conformance import definition
 from full.batches import Demonstrations, RolloutQueue, SampledBatch, pending_batches
-from full.build import build, build_critic, build_teacher, empty_policy, shape_of
+from full.build import build, build_teacher, empty_policy, shape_of
 from full.checkpoint import checkpoints, read_checkpoint
 from full.config import resumed_config
 from full.directory import RunDirectory
@@ -29,9 +29,10 @@ from full.hf import load_hf
 from full.logs import do_step, rollout_line
 from full.lora import plain
 from full.model_config import ModelConfig
+from full.places import set_tensor
 from full.rollouts import Trajectory, draw_prompts
 from full.tasks import asking, bare
-from full.trainer import Trainer, keep_wide
+from full.trainer import Trainer, empty_critic, keep_wide
 from train_grpo import ROLLOUT
 
 
@@ -290,8 +291,7 @@ class Case:
         config = dataclasses.replace(self.config, exact=self.files.exact)
         model, generator, reference = build(config, task)
         trainer = Trainer(config, model, generator=generator, reference=reference,
-                          teacher=build_teacher(config, task),
-                          critic=build_critic(config, model.config))  # fmt: skip
+                          teacher=build_teacher(config, task))  # fmt: skip
         start = max([n for n in self.files.checkpoints if n <= sampled_at], default=0)
         pending = self.begin(config, trainer, start)
         self.files.directory.read_reference(trainer)
@@ -397,20 +397,19 @@ class Case:
 
     def critic(self, path):
         """Return the model of --critic separate of a checkpoint, or None."""
-        critic = build_critic(self.config, self.shape)
-        if critic is None:
+        if self.config.critic == "shared":
             return None
-        critic = critic.to_empty(device="cpu").double()
-        named = {f"critic.model.{name}": p.detach() for name, p in critic.named_parameters()}
-        read_checkpoint(path, named, only="critic.model.")
-        return widened(keep_wide(self.config, critic))
+        critic = empty_critic(self.config, self.shape)
+        for name, x in self.weights(path, "critic.").items():
+            set_tensor(critic, name, torch.nn.Parameter(x))
+        return widened(critic)
 
     def weights(self, path, prefix="") -> dict:
         """Return {name: tensor} of a checkpoint's trained weights, as the run stores them.
 
         prefix: "" of the policy, "critic." of the model of --critic separate.
         """
-        make = build_critic if prefix else empty_policy
+        make = empty_critic if prefix else empty_policy
         named = make(self.config, self.shape).named_parameters()
         found = {name: torch.empty_like(p, device="cpu") for name, p in named if p.requires_grad}
         stored = {f"{prefix}model.{name}": x for name, x in found.items()}

@@ -220,21 +220,21 @@ class Bound(NamedTuple):
         return [is_off * (x + self.relative * g.abs()) for x in (self.most, self.usual)]
 
 
-def bound_of(gradient, name, g, shrink) -> Bound:
-    """Return the Bound of a tensor's entries g of a model's gradient; the clip's factor is shrink.
+def bound_of(learner, name, g, shrink) -> Bound:
+    """Return the Bound of a tensor's gradient g in an update, which the clip multiplies by shrink.
     """
-    rounding, highest = gradient.rounding[name], g.abs().max().item()
+    rounding, highest = learner.rounding[name], g.abs().max().item()
     most, usual = rounding.entry, math.sqrt(rounding.usual)
-    is_zero = highest <= ZERO * gradient.norm
+    is_zero = highest <= ZERO * learner.norm
     if is_zero:
-        largest = max(x.entry for x in gradient.rounding.values())
+        largest = max(x.entry for x in learner.rounding.values())
         most, usual = CANCELED * largest, CANCELED**2 * largest
 
     # A 0 is exact, as in the embedding of a token that is not there, unless all of the tensor's
     # gradient is 0. The clip's factor may be off as the norm is.
     most, usual = most + rounding.doubt, usual + rounding.doubt
-    relative = gradient.off / gradient.norm if shrink < 1 else 0.0
-    has_zeros = not (gradient.flips or is_zero)
+    relative = learner.off / learner.norm if shrink < 1 else 0.0
+    has_zeros = not (learner.flips or is_zero)
     return Bound(shrink * most, shrink * usual, relative, has_zeros, highest <= most)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import train_grpo
 from full.batches import Demonstrations, RolloutQueue, pending_batches
-from full.build import build, build_critic, prepare, require_room
+from full.build import build, prepare, require_room
 from full.directory import RunDirectory
 from full.exact import require_exact_kernels
 from full.export import export_last
@@ -63,8 +63,7 @@ def start_run(config, progress=None, *, make=make_task, log=None, goes_on=False)
                 require_exact_kernels(generator, current_device())
         if config.engine:
             require_room(config, task, generator.positions, "the engine")
-        trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher,
-                          critic=build_critic(config, model.config))  # fmt: skip
+        trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
         # All that can be refused has been: only now is a directory claimed.
         # Rank 0 alone looks and writes, and holds the lock: the other ranks get the path.
         directory = RunDirectory(agree(lambda: RunDirectory.claim(config, stack).path))

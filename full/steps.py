@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 from full.batches import RolloutQueue
-from full.build import build, build_critic, build_teacher, own_shape
+from full.build import build, build_teacher, own_shape
 from full.byhand import Step, metrics_by_hand
 from full.config import Config
 from full.directory import RunDirectory
@@ -117,9 +117,8 @@ def step_error(device="cpu", **changes) -> float:
             save_hf(teacher, folder / "hf")
             config = dataclasses.replace(config, teacher=f"{folder}/hf")
         model, generator, reference = built(config, task, device)
-        critic = build_critic(config, model.config)
         trainer = Trainer(config, model, generator=generator, reference=reference,
-                          teacher=build_teacher(config, task), critic=critic)  # fmt: skip
+                          teacher=build_teacher(config, task))  # fmt: skip
         directory = RunDirectory(folder)
         directory.write_reference(trainer)
         trainer.push_weights()
@@ -146,9 +145,9 @@ def step_error(device="cpu", **changes) -> float:
     truncated = [t for group in batch.groups.values() for t in group if t.truncated]
     assert trainer.policy_version > 1 and (config.overlong != "filter" or truncated)
     worst = [abs(found[name] - x) / max(1.0, abs(x)) for name, (x, *_) in truth.items()]
-    for learner, by_hand in zip(trainer.learners, step.learners.values()):
+    for (model, *_), by_hand in zip(trainer.learners, step.learners.values()):
         hand = by_hand.weights | persistent_buffers(by_hand.model)
-        tensors = {name: p for name, p in learner.model.named_parameters() if p.requires_grad}
-        tensors |= persistent_buffers(learner.model)
+        tensors = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        tensors |= persistent_buffers(model)
         worst += [(x.cpu() - hand[name]).abs().max().item() for name, x in tensors.items()]
     return float(max(worst))

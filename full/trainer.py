@@ -9,7 +9,6 @@ Letters:  B trajectories   T positions   L layers with experts   E experts
 """
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ from full.places import local, part_of
 from full.plans import Grid, Plan
 from full.ranks import current_device, summed, warn
 from full.rollouts import AnyTrainer, Sampler
-from full.transformer import Transformer, causal_attention, drawn_weights
+from full.transformer import Critic, Transformer, causal_attention, drawn_weights
 from full.weights import share_or_allocate, split_for_decoding
 
 
@@ -49,6 +48,12 @@ def keep_wide(config, model):
         own = next(model.parameters()).dtype
         model.residual_dtype = torch.promote_types(own, getattr(torch, config.dtype))
     return model
+
+
+def empty_critic(config, shape) -> Critic:
+    """Make the model of --critic separate on the meta device, in --dtype."""
+    with torch.device("meta"):
+        return keep_wide(config, Critic(shape).to(getattr(torch, config.dtype)))
 
 
 def plan_of(config) -> Plan:
@@ -94,26 +99,6 @@ def build_optimizer(config, model):
     return LocalOptimizer(model, make, zero=config.data_parallel == "zero1")
 
 
-def column(micro, name, like_BT):
-    """Return an array of each trajectory as rows like a tensor, or None if they have none."""
-    # `prepare` gives a column to all trajectories of a step or to none.
-    vectors = [getattr(t, name) for t in micro]
-    return None if vectors[0] is None else padded(vectors, like_BT)
-
-
-class Learner(NamedTuple):
-    """A model that is trained, and its optimizer."""
-
-    model: Transformer
-    optimizer: LocalOptimizer
-    prefix: str = ""  # of its tensors in a checkpoint
-
-    def tensors(self) -> dict:
-        """Return every tensor that a resumed run needs of it."""
-        found = training_tensors(self.model, self.optimizer)
-        return {self.prefix + name: x for name, x in found.items()}
-
-
 class Trainer(AnyTrainer):
     """An `AnyTrainer` for every plan, tree, precision, objective and sampler.
 
@@ -126,21 +111,14 @@ class Trainer(AnyTrainer):
     COUNTS = "policy_version", "skipped", "skipped_in_a_row"
     MOST_SKIPPED = 3  # non-finite gradients in a row that end a run
 
-    def __init__(
-        self, config, model, *, generator=None, reference=None, teacher=None, critic=None
-    ):  # fmt: skip
+    def __init__(self, config, model, *, generator=None, reference=None, teacher=None):
         """Shard the models by the settings' plans, and allocate those on the meta device.
 
         model: Transformer. It is trained. From the meta device it gets its first weights here.
         generator: Transformer, or another `AnySampler`. Its weights come with the first push.
         reference: Transformer. The KL is measured against it; `write_reference` fills it.
         teacher: Transformer. --teacher's, filled here: its log-probs give the advantages.
-        critic: Critic. --critic separate's. It is trained; from the meta device it gets the first
-            weights of a policy.
         """
-        if (critic is None) != (config.critic == "shared"):
-            raise ValueError(f"critic: expected a model with --critic separate and none with "
-                             f"shared, got --critic {config.critic} and {type(critic).__name__}")
         self.config = config
         self.policy_version = 0
         self.where = "starting"  # how far the run is, in words
@@ -163,16 +141,14 @@ class Trainer(AnyTrainer):
             if config.lora_rank:
                 lora.draw_factors(self.model, config.seed)
         self.optimizer = build_optimizer(config, self.model)
-        self.learners = [Learner(self.model, self.optimizer)]
+        # All that is trained: a model, its optimizer, and how its names in a checkpoint begin.
+        self.learners = [(self.model, self.optimizer, "")]
         self.critic = None  # None: the policy's value head, if there is one
-        self.critic_learns = critic is not None  # from the batch of `prepare`
-        if critic is not None:
-            is_empty = next(critic.parameters()).is_meta
-            self.critic = self.shard_model(keep_wide(config, critic), compute_dtype)
-            if is_empty:
-                first_weights(self.critic, config.model, config.seed)
-            optimizer = build_optimizer(config, self.critic)
-            self.learners.append(Learner(self.critic, optimizer, "critic."))
+        self.critic_learns = config.critic == "separate"  # from the batch of `prepare`
+        if config.critic == "separate":
+            self.critic = self.shard_model(empty_critic(config, self.shape), compute_dtype)
+            first_weights(self.critic, config.model, config.seed)
+            self.learners.append((self.critic, build_optimizer(config, self.critic), "critic."))
         self.experts = ExpertLoads(config, self.model, self.device)
 
         # A model that has memory stays as it is: a whole copy.
@@ -293,24 +269,26 @@ class Trainer(AnyTrainer):
             how = dict(objective="reinforce", entropy_BT=entropy_BT, Z=Z)
             return grpo_loss(lp_BT, None, one_BT, mask_BT, **how)
 
-        names = "old_logprobs", "advantages", "sampler_logprobs", "ref_logprobs"
-        old_BT, A_BT, sampler_BT, ref_BT = (column(micro, name, lp_BT) for name in names)
-        # A checkpoint's value head has no part in a loss that is not the critic's.
-        values = {}
-        if self.config.advantage == "gae" and self.critic is None:
-            values = dict(value_BT=value_BT, old_value_BT=column(micro, "values", lp_BT),
-                          return_BT=column(micro, "returns", lp_BT))  # fmt: skip
+        def column(name):
+            # `prepare` gives a column to all trajectories of a step or to none.
+            vectors = [getattr(t, name) for t in micro]
+            return None if vectors[0] is None else padded(vectors, lp_BT)
+
+        # A value head that came with --model may be there without being the critic.
+        is_critic = self.config.advantage == "gae" and self.critic is None
         return grpo_loss(
-            lp_BT, old_BT, A_BT, mask_BT, Z=Z, **self.settings(), sampler_BT=sampler_BT,
-            ref_BT=ref_BT, entropy_BT=entropy_BT, **values,
+            lp_BT, column("old_logprobs"), column("advantages"), mask_BT, Z=Z, **self.settings(),
+            sampler_BT=column("sampler_logprobs"), ref_BT=column("ref_logprobs"),
+            entropy_BT=entropy_BT, value_BT=value_BT if is_critic else None,
+            old_value_BT=column("values"), return_BT=column("returns"),
         )  # fmt: skip
 
     def critic_loss(self, micro, mask_BT, value_BT, *, Z):
         """Return `critic_loss` of a micro-batch: its trajectories, and the critic's values."""
-        c = self.config
-        old_BT, return_BT = (column(micro, name, value_BT) for name in ("values", "returns"))
-        how = dict(Z=Z, aggregation=c.aggregation, value_coef=c.value_coef)
-        return critic_loss(value_BT, old_BT, return_BT, mask_BT, **how)
+        old_BT = padded([t.values for t in micro], value_BT)
+        return_BT = padded([t.returns for t in micro], value_BT)
+        how = dict(aggregation=self.config.aggregation, value_coef=self.config.value_coef)
+        return critic_loss(value_BT, old_BT, return_BT, mask_BT, Z=Z, **how)
 
     def metrics_of_all_ranks(self, measured, batch, tokens_run) -> dict:
         """Return `loss_metrics` of all ranks' micro-batches, and how many tokens were trained on.
@@ -430,34 +408,36 @@ class Trainer(AnyTrainer):
         # Only here do ranks add up their gradients, once a step, however many micro-batches it had.
         # The sum needs no division: Z was global. The norm is of the sum, never of a rank's part.
         learners = self.learners if self.critic_learns else self.learners[:1]
-        suspects = [reduce_gradients(x.model) for x in learners]
-        norms = [clip_grad_norm(x.model, self.config.max_grad_norm).item() for x in learners]
+        suspects = [reduce_gradients(model) for model, _, _ in learners]
+        norms = [clip_grad_norm(model, self.config.max_grad_norm).item()
+                 for model, _, _ in learners]  # fmt: skip
         rates = self.rates(self.config.lr if lr is None else lr)
         metrics = rates | dict(zip(("grad_norm", "critic/grad_norm"), norms))
 
         # One NaN would stay in the weights and in AdamW's moments for good.
         if np.isfinite(norms).all():
-            for learner, rate in zip(learners, rates.values()):
-                for group in learner.optimizer.param_groups:
+            for (_, optimizer, _), rate in zip(learners, rates.values()):
+                for group in optimizer.param_groups:
                     group["lr"] = rate
-                learner.optimizer.step()
+                optimizer.step()
             self.experts.update_bias(self.model)
             self.policy_version += 1
             self.skipped_in_a_row = 0
         else:
-            named = [name_suspects(x.model, suspect, x.prefix) for x, suspect, norm
+            named = [name_suspects(model, suspect, prefix) for (model, _, prefix), suspect, norm
                      in zip(learners, suspects, norms) if not np.isfinite(norm)]  # fmt: skip
             metrics["nonfinite"] = self.skip_step(", ".join(named))
-        for learner in learners:
-            learner.optimizer.zero_grad()
+        for _, optimizer, _ in learners:
+            optimizer.zero_grad()
         self.experts.counts_LE.zero_()
         return metrics | {"policy_version": self.policy_version}
 
     def rates(self, lr) -> dict:
         """Return AdamW's rate of each model, by its metric, where the policy's is `lr`."""
         # The critic's warm-up and decay are the policy's.
-        c = self.config
-        return {"lr": lr} | ({"critic/lr": c.critic_lr * (lr / c.lr)} if self.critic else {})
+        if self.critic is None:
+            return {"lr": lr}
+        return {"lr": lr, "critic/lr": self.config.critic_lr * (lr / self.config.lr)}
 
     def skip_step(self, text) -> str:
         """Count a skipped step. text: which rank and parameter had it first, on all ranks."""
@@ -485,15 +465,16 @@ class Trainer(AnyTrainer):
 
     def training_tensors(self) -> dict:
         """Return every tensor that a resumed run needs, of all models that are trained."""
-        return {name: x for learner in self.learners for name, x in learner.tensors().items()}
+        return {prefix + name: x for model, optimizer, prefix in self.learners
+                for name, x in training_tensors(model, optimizer).items()}  # fmt: skip
 
     def load_checkpoint(self, path) -> dict:
         """Restore what save_checkpoint wrote, on any number of ranks; return its JSON values."""
         tensors = self.training_tensors()
         state = read_checkpoint(path, tensors, counts=("step", *self.COUNTS))
-        for learner in self.learners:
-            if learner.optimizer.has_masters:
-                learner.optimizer.copy_to_model()
+        for _, optimizer, _ in self.learners:
+            if optimizer.has_masters:
+                optimizer.copy_to_model()
         for name in self.COUNTS:
             setattr(self, name, state[name])
         return state

@@ -17,7 +17,7 @@ from conftest import LOOKUP, batch_of
 from conformance.definition import Sequence, definition, learning_rate
 from full.advantages import gae
 from full.batches import SampledBatch, collect
-from full.build import build, build_critic
+from full.build import build
 from full.byhand import read, settings
 from full.config import Config, choices_of
 from full.metrics import METRICS, Metric
@@ -176,7 +176,7 @@ def test_denominators_count_sampled_tokens():
 def make_trainer(**options):
     config = Config(**dict(hidden=16, heads=2, layers=1, dtype="float64") | options)
     model, generator, _ = build(config, make_task(config))
-    return Trainer(config, model, generator=generator, critic=build_critic(config, model.config))
+    return Trainer(config, model, generator=generator)
 
 
 def some_batch():
