@@ -4,7 +4,6 @@ import copy
 import itertools
 from math import nan
 
-import pytest
 import torch
 import torch.distributed as dist
 from other_device import NAME
@@ -116,7 +115,6 @@ def numbers(case, model, device):
     return [x.detach().cpu() for x in [*kept, *model.parameters()]]
 
 
-@pytest.mark.quick
 def test_every_family_has_the_numbers_and_gradients_of_the_cpu(tmp_path):
     """In a process of its own: autograd learns of devices at its first backward."""
     (found,) = ranks(tmp_path, 1, errors)

@@ -22,7 +22,6 @@ from test_ranks import join, ranks, start
 NAMES = [*gpu.COMMANDS]
 
 
-@pytest.mark.quick
 def test_the_script_lists_its_commands_and_names_what_is_wrong(capsys):
     given = os.environ | dict(PYTHON=sys.executable, DEVICE="cuda")
     done = subprocess.run(["sh", f"{ROOT}/tests/gpu.sh"], env=given, capture_output=True, text=True)

@@ -93,6 +93,7 @@ def test_rounding_clips_no_token_of_the_first_minibatch(process_group, tree):
         found[proximal] = policy.forward_backward(first, Z)
         of_sampler = [np.array_equal(t.old_logprobs, t.sampler_logprobs) for t in later]
         assert of_sampler == [proximal is False] * len(later)
+        assert all((t.old_logprobs is None) == (proximal is None) for t in first)
     assert found[None]["ratio/max"] == found[None]["ratio/token_mean"] == 1
     assert found[None]["ratio/clipped_fraction"] == 0 < found[None]["logprob_gap/max"]
     assert found[False]["ratio/clipped_fraction"] > 0 and found[False]["ratio/max"] > 1

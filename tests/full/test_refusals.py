@@ -40,6 +40,7 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--steps 0": "--steps must", "--lr nan": "--lr must be finite", "--lr 0": "--lr must be",
     "--seed -1": "--seed", "--seed 99999999999999999999": "--seed",
     "--heads 0": "--heads must be positive",
+    "--kl k1": "--kl needs --kl-coef",
     "--temperature -1": "--temperature", "--kl k4": "argument --kl: invalid choice: 'k4'",
     "--group 1": "--group 1",
     "--group 4 --forks 3 --fork-turns 1": "--group 4", "--forks 2": "--fork-turns",

@@ -415,8 +415,8 @@ def test_chunks_of_long_paths_are_the_definition(grouped, window):
         assert bool(biases_of_groups(watch)) == grouped
 
 
-@quick
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[] if x == "nested" else quick) for x in SHAPES])
 def test_the_table_of_check_tree(name):
     """Each shape in one graph, and in chunks of each size, kept and run again; zeros would show."""
     ((_, line),) = tree_rows(TinyModel(), {name: SHAPES[name]})
