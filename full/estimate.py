@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from full.deltanet import CHUNK
 from full.model_config import LINEAR, ModelConfig
 from full.optimizer import messages_of
 from full.parallelize import MODES
@@ -23,6 +24,7 @@ from full.pipeline import keep_stage_and_ends
 from full.places import TIED, inner_width
 from full.plans import Plan
 from full.transformer import Critic, Transformer
+from models import FULL
 from parallel import layout, ranks_along
 
 # Published shapes, so that the commands of RESULTS.md need no download.
@@ -79,9 +81,6 @@ class Rank:
     """
 
     def __init__(self, plan, config, step, stage=0, kind=Transformer):
-        if LINEAR in config.layer_types:
-            raise ValueError(f"expected layers of attention, whose memory is in closed form here, "
-                             f"got layers of {LINEAR}")  # fmt: skip
         parts = step.micros * plan.cp * plan.tp
         if step.tokens % parts:
             raise ValueError(f"{step.tokens} tokens of a replica must divide by "
@@ -142,14 +141,15 @@ class Rank:
         With recomputation, these are the input of each layer and all of one layer; else all of all.
         """
         # A pipeline's stage s has min(p - s, m) micro-batches in flight.
-        waiting = min(self.plan.pp - self.stage, self.step.micros) * len(self.layers)
+        waiting = min(self.plan.pp - self.stage, self.step.micros)
+        layers = [self.layer(self.config.layer_types[n]) for n in self.layers]
         if self.step.ac == "none":
-            return waiting * self.layer()
+            return waiting * sum(layers)
         states = self.n * self.config.hidden_size * self.step.size
-        return waiting * states / self.plan.tp + self.layer()
+        return waiting * len(layers) * states / self.plan.tp + max(layers)
 
-    def layer(self):
-        """Return the bytes that a CPU keeps of a layer for its backward.
+    def layer(self, kind=FULL):
+        """Return the bytes that a CPU keeps of a layer of some type for its backward.
 
         The input of four norms in float32 or better, and of a norm in less, which is torch's, the
         product too. What the matrices read, whole where t gathers it. q, k, v, attention's output.
@@ -160,15 +160,35 @@ class Rank:
         M, D, K = config.hidden_size, config.head_dim, config.num_experts_per_tok
         H, G = config.num_attention_heads, config.num_key_value_heads
         kept = {True: 1, False: 2}  # tensors of a norm, by whether it computes in float32 or more
-        norms = kept[self.step.size >= 4] * 2 * M + kept[w >= 4] * (H + G) * D
-        norms = norms / t * max(self.wide, self.step.size)
-        rest = M + (2 * H + 2 * G) * D / t
+        own = max(self.wide, self.step.size)  # bytes of what a norm keeps
+        norms = kept[self.step.size >= 4] * 2 * M / t * own
+        if kind == LINEAR:
+            mixer = M * w + self.recurrence() / t
+        else:
+            gates = (2 * H + (2 * H + G) * (w >= 4)) * D if config.attn_output_gate else 0
+            norms += kept[w >= 4] * (H + G) * D / t * own
+            mixer = (M + ((2 * H + 2 * G) * D + gates) / t) * w
         if {*self.layers} & {*config.sparse_layers}:
             inner = config.moe_intermediate_size / self.plan.etp
             mlp = (M + K * (2 * M + 4 * inner)) / (t if self.plan.etp == 1 else 1)
         else:
             mlp = M + 4 * config.intermediate_size / t
-        return self.n * (norms + (rest + mlp) * w)
+        return self.n * (norms + mixer + mlp * w)
+
+    def recurrence(self):
+        """Return the bytes that a gated DeltaNet keeps of a token, besides its input.
+
+        Counted as in `layer`: inputs of the convolution, X channels of it, keys and values of
+        heads, matrices of a chunk, and a state for each chunk, all of them wide.
+        """
+        config = self.config
+        HK = config.linear_num_value_heads * config.linear_key_head_dim
+        HV = config.linear_num_value_heads * config.linear_value_head_dim
+        X = 2 * config.linear_num_key_heads * config.linear_key_head_dim + HV
+        HC = config.linear_num_value_heads * CHUNK
+        states = HV * config.linear_key_head_dim / CHUNK
+        wide = (config.linear_conv_kernel_dim + 2) * X + 8 * HV + 3 * HK + 7 * HC + states
+        return wide * self.wide + 2 * HV * self.step.product
 
     def buffers(self):
         """Return the bytes of the head's gradient while it is summed, and of what is whole briefly.
