@@ -64,6 +64,7 @@ RUNS = {  # what one process does too
     "lora": f"{LORA} {LORA_TARGETS}",
     "lora-all": f"{LORA} {LORA_TARGETS},gate,lm_head --router-bias-rate 0.05",
     "lora-head": f"{LORA} lm_head,q_proj",
+    "lora-linear": f"--lr 0.001 {LORA} in_proj_qkv,in_proj_z,in_proj_b,in_proj_a,out_proj,o_proj",
 }
 FAMILIES = {  # a vocabulary of 13 divides by nothing
     "dense": ("qwen3", {}),
@@ -73,6 +74,7 @@ FAMILIES = {  # a vocabulary of 13 divides by nothing
     "deep-tied": ("gemma3_text", dict(num_hidden_layers=4, layer_types=2 * (SLIDING, FULL))),
     "experts": ("qwen3_moe", dict(num_experts=4)),
     "routers": ("qwen3_moe", dict(num_experts=8, num_experts_per_tok=2, sparse_layers=(0, 1))),
+    "hybrid": ("qwen3_5_text", {}),
 }
 # A line: mark, ranks, families, runs, and the flags that must change nothing. Commas and " | " make
 # a row for each combination. " then " saves after the first step, and goes on under other flags.
@@ -84,6 +86,7 @@ quick 2 tied forks --plan c2 --tree sparse
 quick 2 tied critic --plan p2
 quick 2 routers biased --plan d2e2
 quick 2 dense separate --plan d2 --data-parallel zero1
+quick 2 hybrid forks --plan c2 --tree sparse
 ordinary 1 dense critic --tree dta --chunk-tokens 9 --recompute | --micro-tokens 1
 ordinary 1 dense lora-head --tree dta --chunk-tokens 9 --recompute
 ordinary 1 tied forks --tree sparse | --data-parallel fsdp
@@ -112,6 +115,9 @@ ordinary 2 deep rounded --compute-dtype float32 --plan p2 --pp-schedule zbv
 ordinary 2 biases rounded --compute-dtype float32 --plan d2 --data-parallel zero1
 ordinary 2 experts rounded --compute-dtype float32 --plan t2
 ordinary 2 routers balanced --compute-dtype float32 --plan d2e2 --ac full
+ordinary 1 hybrid old --tree dta --chunk-tokens 9 --recompute
+ordinary 2 hybrid lora-linear --plan t2 | --plan c2
+ordinary 2 hybrid forks --plan t2 --tree dta --chunk-tokens 9
 ordinary 4 dense lone --plan c4 --tree sparse
 ordinary 4 tied critic --plan c2p2
 ordinary 4 routers biased --plan d2t2e4 --data-parallel zero1
@@ -139,6 +145,17 @@ slow 2 experts,routers biased,lora-all --plan c2 | --plan c2e2 --tree sparse
 slow 2 dense,biases lora,lora-head --plan c2 --tree sparse | --data-parallel fsdp-offload --ac full
 slow 2 dense,tied,experts rounded --compute-dtype float32 --plan c2 --tree sparse
 slow 2 dense,experts rounded --compute-dtype float32 --plan t2 --tree dta --chunk-tokens 5
+slow 1 hybrid old,forks,lora-linear --tree sparse | --tree dta --chunk-tokens 5 --recompute
+slow 2 hybrid old,lora-linear --plan d2 | --data-parallel fsdp | --plan p2 --tree sparse
+slow 2 hybrid old,forks --plan d2 --data-parallel zero1 | --plan t2 --ac full | --plan t2 --ac op
+slow 2 hybrid old,forks --plan c2 --cp-method ulysses | --plan c2 --cp-method allgather --ac op
+slow 2 hybrid forks --plan t2 --tree sparse then --plan p2 | --plan c2 then --data-parallel fsdp
+slow 2 hybrid demos --plan p2 --pp-schedule zbv | --plan p2 --pp-schedule interleaved1f1b
+slow 2 hybrid demos --plan t2 --compile | --plan c2 --compile | --data-parallel fsdp-offload
+slow 2 hybrid rounded --compute-dtype float32 --plan c2 --tree sparse
+slow 2 hybrid rounded --compute-dtype float32 --plan t2 --tree dta --chunk-tokens 5 --recompute
+slow 4 hybrid old,forks,lora-linear --plan c2t2 | --plan p2t2 --tree sparse | --plan c4
+slow 4 hybrid old,demos --plan c4 --tree sparse | --plan d2c2 --data-parallel fsdp --tree sparse
 slow 4 dense,tied old,forks,critic --plan d2t2 | --plan d2c2 --data-parallel zero1
 slow 4 dense,tied old,forks,critic --plan t2c2 | --plan t2c2 --cp-method ulysses
 slow 4 dense,tied old,critic,lora --plan p2t2 --tree sparse | --plan d2p2 --data-parallel zero1
@@ -215,6 +232,7 @@ def drawn(model, seed, device):
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         is_scale = "norm" in name and not model.config.norm_offset
+        is_scale |= "linear_attn.norm" in name  # it has no 1 + w in any family
         p.copy_(0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64) + is_scale)
     for votes in persistent_buffers(model).values():
         votes.copy_(torch.randint(-9, 9, votes.shape, generator=generator))

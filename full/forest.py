@@ -30,6 +30,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from full.attend import not_compiled
 from full.deltanet import by_chunk
 from parallel import Communicate, all_gather, reduce_scatter
 
@@ -109,10 +110,12 @@ class Forest:
             out.append(part)
         return torch.cat(out, 2)
 
+    @not_compiled
     def windows(self, x_1NX, /, *, kernel, layer):
         """Return the last `kernel` inputs of each token, its own the last: (1, N, X, k)."""
         return self.inputs_at(x_1NX, np.arange(len(self.parent_N)), [], kernel)
 
+    @not_compiled
     def recurrence(self, *given, layer):
         """Return the outputs (1, H, N, V) of q, k, v, log_a and b."""
         return self.run(given, 0, len(self.parent_N), {})
@@ -155,6 +158,7 @@ class SharedForest(Forest):
         # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         return Communicate.apply(x_2, self.group, all_gather, reduce_scatter)[self.slots]
 
+    @not_compiled
     def windows(self, x_1sX, /, *, kernel, layer):
         """Return the last `kernel` inputs of each of our tokens: (1, s, X, k)."""
         # A stretch may be shorter than a kernel: a token may read inputs of several before it.
@@ -173,6 +177,7 @@ class SharedForest(Forest):
                      for read, x_mX in zip(reads, found_cmX)]  # fmt: skip
         return self.inputs_at(x_1sX, tokens_s, elsewhere, kernel)
 
+    @not_compiled
     def recurrence(self, q_1HsK, k_1HsK, v_1HsV, log_a_1Hs, b_1Hs, /, *, layer):
         """Return the outputs (1, H, s, V) of our tokens, by (6) of deltanet.py."""
         # One run from [0 I], with values [v 0], gives the outputs from no state, and what any state
