@@ -99,6 +99,9 @@ ordinary 2 tied forks --tree dta --chunk-tokens 16 | --plan p2 --tree sparse
 ordinary 2 tied sequences --data-parallel fsdp-offload --ac full
 ordinary 2 deep-tied critic --plan p2 --pp-schedule zbv | --plan p2 --pp-schedule interleaved1f1b
 ordinary 2 deep lora-head --plan p2 --pp-schedule zbv
+ordinary 1 hybrid old --tree dta --chunk-tokens 9 --recompute
+ordinary 2 hybrid lora-linear --plan t2 | --plan c2
+ordinary 2 hybrid forks --plan t2 --tree dta --chunk-tokens 9
 ordinary 2 dense separate --plan p2 then --plan t2 --tree dta --chunk-tokens 9
 ordinary 2 routers separate --plan d2e2 --tree sparse
 ordinary 2 experts balanced --plan t2 --ac op | --plan (attn:t2|ffn:t2)
@@ -115,9 +118,6 @@ ordinary 2 deep rounded --compute-dtype float32 --plan p2 --pp-schedule zbv
 ordinary 2 biases rounded --compute-dtype float32 --plan d2 --data-parallel zero1
 ordinary 2 experts rounded --compute-dtype float32 --plan t2
 ordinary 2 routers balanced --compute-dtype float32 --plan d2e2 --ac full
-ordinary 1 hybrid old --tree dta --chunk-tokens 9 --recompute
-ordinary 2 hybrid lora-linear --plan t2 | --plan c2
-ordinary 2 hybrid forks --plan t2 --tree dta --chunk-tokens 9
 ordinary 4 dense lone --plan c4 --tree sparse
 ordinary 4 tied critic --plan c2p2
 ordinary 4 routers biased --plan d2t2e4 --data-parallel zero1
@@ -151,7 +151,7 @@ slow 2 hybrid old,forks --plan d2 --data-parallel zero1 | --plan t2 --ac full | 
 slow 2 hybrid old,forks --plan c2 --cp-method ulysses | --plan c2 --cp-method allgather --ac op
 slow 2 hybrid forks --plan t2 --tree sparse then --plan p2 | --plan c2 then --data-parallel fsdp
 slow 2 hybrid demos --plan p2 --pp-schedule zbv | --plan p2 --pp-schedule interleaved1f1b
-slow 2 hybrid demos --plan t2 --compile | --plan c2 --compile | --data-parallel fsdp-offload
+slow 2 hybrid demos --data-parallel fsdp-offload | --plan d2 --batch-rows 8
 slow 2 hybrid rounded --compute-dtype float32 --plan c2 --tree sparse
 slow 2 hybrid rounded --compute-dtype float32 --plan t2 --tree dta --chunk-tokens 5 --recompute
 slow 4 hybrid old,forks,lora-linear --plan c2t2 | --plan p2t2 --tree sparse | --plan c4
