@@ -271,7 +271,7 @@ class PackedBatches:
 
     @torch.no_grad()
     def forward(self, sequences, masks, routes=None) -> list:
-        """Return (logprobs, entropies), of a critic values too, of each sequence, no gradient.
+        """Return the scores of each sequence, as `scores_of` does, without gradient.
 
         Each is (L - 1,), on the CPU, on every rank of the replica. Collective.
         routes: as in `forward_backward`.
