@@ -21,11 +21,11 @@ from full.model_config import LINEAR, ModelConfig
 from full.optimizer import messages_of
 from full.parallelize import MODES
 from full.pipeline import keep_stage_and_ends
-from full.places import TIED, inner_width
+from full.places import TIED, inner_width, layout
 from full.plans import Plan
 from full.transformer import Critic, Transformer
 from models import FULL
-from parallel import layout, ranks_along
+from parallel import ranks_along
 
 # Published shapes, so that the commands of RESULTS.md need no download.
 QWEN3 = dict(vocab_size=151936, num_key_value_heads=4, head_dim=128, tie_word_embeddings=False)
@@ -109,7 +109,7 @@ class Rank:
 
     def cuts(self, name) -> list:
         """Return (dimension, ranks) of each cut of a parameter by t and e."""
-        # By the core's layout, in training, where sequence parallelism is on.
+        # By the layout, in training, where sequence parallelism is on.
         how = layout(f".{name}", SimpleNamespace(fsdp=False, sequence=True))
         if how["over"] == "e":
             return [(0, self.plan.ep), (inner_width(name), self.plan.etp)]

@@ -35,7 +35,7 @@ from torch import nn
 
 import parallel
 from full.experts import Experts, grouped_linear
-from full.hf import full_definition, write_tensors
+from full.hf import full_definition, in_file_order, rows_in_file, write_tensors
 from full.model_config import read_json
 from full.places import Place, local, part_of, place_of, set_tensor, variant_of
 from full.transformer import Transformer
@@ -318,6 +318,10 @@ def save_factors(model, directory, base) -> None:
     ValueError if experts have factors: their stacks have no name there.
     """
     tensors = {name: p.detach() for name, p in model.named_parameters() if is_factor(name)}
+    for name in tensors:  # the rows of B are those of its matrix
+        rows = rows_in_file(matrix_of(name), model.config) if name.endswith("lora_B") else None
+        if rows is not None:
+            tensors[name] = in_file_order(tensors[name], rows)
     if any(".experts." in name for name in tensors):
         raise ValueError("PEFT's format has no factors of experts: leave --adapters out, and the "
                          "weights are merged")  # fmt: skip

@@ -18,14 +18,16 @@ from full.tiny import tiny_model
 from full.transformer import Transformer
 
 
-def test_export_merges_and_an_adapter_is_read_by_peft(process_group, tmp_path):
+@pytest.mark.parametrize("family, targets", [
+    ("qwen2", LORA_TARGETS), ("qwen3_5_text", "in_proj_qkv,in_proj_a,out_proj,q_proj")])
+def test_export_merges_and_an_adapter_is_read_by_peft(process_group, tmp_path, family, targets):
     """A dense model in float64: transformers' logits of the export, and peft's of the adapter."""
     # Imported here: peft takes longer than torch, and every process of tests imports this file.
     peft, transformers = installed("peft", "transformers")
 
     folder = tmp_path / "dense"
-    save_hf(tiny_model("qwen2", vocab_size=12, eos_token_id=(1,)), folder)
-    flags = f"{TASK} --model {folder} --lora-rank 3"
+    save_hf(tiny_model(family, vocab_size=12, eos_token_id=(1,)), folder)
+    flags = f"{TASK} --model {folder} --lora-rank 3 --lora-targets {targets}"
     small = "--steps 2 --lr 0.02 --entropy-coef 0.1 --prompts 2 --group 4"
     good(tmp_path, f"{flags} {small} --out {tmp_path}/run")
     model, _ = load_policy(tmp_path / "run")
