@@ -77,8 +77,9 @@ class Forest:
         # All inputs that are at hand, and a zero, which is the input of token -1.
         parts = [(tokens_n, x_1nX), *elsewhere, ([-1], torch.zeros_like(x_1nX[:, :1]))]
         tokens, inputs = zip(*parts, strict=True)
-        place_N = np.zeros(len(self.parent_N) + 1, np.int64)
-        place_N[np.concatenate(tokens)] = np.arange(sum(map(len, tokens)))
+        count = sum(map(len, tokens))
+        place_N = np.full(len(self.parent_N) + 1, count)  # a place out of range: what lacks, fails
+        place_N[np.concatenate(tokens)] = np.arange(count)
         place_nk = torch.from_numpy(place_N[self.last_tokens(kernel)[0][tokens_n]])
         return torch.cat(inputs, 1)[:, place_nk.to(x_1nX.device)].mT
 
@@ -104,7 +105,8 @@ class Forest:
         out = []
         for first, after, _ in self.pieces(start, stop):
             own = slice(first - start, after - start)
-            state = states.get(int(self.parent_N[first]))
+            parent = int(self.parent_N[first])
+            state = None if parent < 0 else states[parent]
             part, states[after - 1] = by_chunk(
                 *(x[:, :, own] for x in given), state, restart_1n[:, own])
             out.append(part)

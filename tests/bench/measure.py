@@ -3,6 +3,7 @@
     ring, ring-memory, ring-longest     attention over ranks against torch's SDPA on one process
     kernel                              attention on one device against SDPA and flash
     tree                                training on trees of tokens against the flat batch
+    deltanet                            recurrent layers: chunks, and a group that shares a prompt
     budget                              what --ac memory_budget saves, and what it costs
     models                              generation and training against transformers, if installed
     grpo                                a whole step: seconds by phase, what shared prefixes gain
@@ -20,6 +21,7 @@ GPU, `toy` shows that a subject runs.
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -36,7 +38,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import normalize, scaled_dot_product_attention, softplus
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -49,12 +51,13 @@ from full.batches import SampledBatch, collect
 from full.chunks import tree_backward
 from full.config import Config
 from full.contents import parameters
+from full.deltanet import by_chunk, by_token
 from full.exact import make_exact, packed_attention, require_exact_kernels
+from full.forest import parents_in
 from full.generate import generate
 from full.hf import load_hf, save_hf
 from full.logprobs import token_logprobs
 from full.masks import Mask
-from full.forest import parents_in
 from full.micro_batches import MaskedAttention
 from full.model_config import ModelConfig
 from full.objectives import OBJECTIVES
@@ -421,6 +424,62 @@ def tree(options):
             gained = times_as_fast(seconds["flat"], found)["times"]
             yield dict(shape=name, way=way, seconds=statistics.median(found), mb=peaks[way],
                        times=gained, bound=bound, of_bound=gained / bound)  # fmt: skip
+
+
+def deltanet(options):
+    """Tokens a second of the recurrence, and of its chunks; then a group of 8 on a hybrid model.
+
+    Tokens of the group count a chunk that runs again twice in the forward, and once backward.
+    """
+    tokens, scale = dict(default=(2048, 1), large=(16384, 8), toy=(70, 0.02))[options.size]
+    ways = {"token by token": by_token}
+    ways |= {f"chunks of {n}": functools.partial(by_chunk, size=n) for n in (16, 64, 128)}
+    for dtype in (torch.float32, torch.float64):
+        q, k, v = (torch.randn(1, 8, tokens, 64, dtype=dtype) for _ in range(3))
+        log_a, b = torch.randn(1, 8, tokens, dtype=dtype), torch.rand(1, 8, tokens, dtype=dtype)
+        given = q, normalize(k, dim=-1), v, -softplus(log_a) / 2, b
+        given = [x.to(options.device).requires_grad_() for x in given]
+        forward = {way: torch.no_grad()(functools.partial(run, *given))
+                   for way, run in ways.items()}  # fmt: skip
+        both = {way: (lambda run=run: run(*given)[0].sum().backward()) for way, run in ways.items()}
+        found = [alternating(x, options.repeats, options.device) for x in (forward, both)]
+        for way in ways:
+            forward_s, both_s = (tokens / statistics.median(x[way]) for x in found)
+            yield {"recurrence": way, "dtype": f"{dtype}"[6:], "forward/s": forward_s,
+                   "and backward/s": both_s}  # fmt: skip
+
+    shape = dict(hidden_size=128, num_attention_heads=4, head_dim=32, linear_key_head_dim=32,
+                 linear_value_head_dim=32, intermediate_size=384, vocab_size=2048)  # fmt: skip
+    model = Transformer(tiny("qwen3_5_text", **shape)).to(options.device).init_weights(0)
+    sequences = shapes_of_trees(scale)["GRPO 512 + 8 x 128"]
+    placed = [x.to(options.device) for x in sequences]
+    chunk = max(1, int(128 * scale))
+
+    def by_tree(**how):
+        model.zero_grad()
+        tree_backward(model, TokenTrie(sequences), policy_loss, **how)
+
+    def flat():
+        model.zero_grad()
+        definition(model, placed, policy_loss)
+
+    ways = {"one by one": flat, "one chunk": by_tree}
+    for again in (False, True):
+        name = f"dta, chunks of {chunk}{', again' if again else ''}"
+        ways[name] = functools.partial(by_tree, max_tokens=chunk, recompute=again)
+    run_hidden, counted = model.hidden, []
+    model.hidden = lambda x, **given: (counted.append(x.shape[1]), run_hidden(x, **given))[1]
+    peaks = {}
+    for way, run in ways.items():
+        counted.clear()
+        peaks[way] = dict(forward=0, backward=len(TokenTrie(sequences)),
+                          mb=peak_mb(run, options.device))  # fmt: skip
+        peaks[way]["forward"] = sum(counted)
+    peaks["one by one"]["backward"] = sum(map(len, sequences))
+    seconds = alternating(ways, options.repeats, options.device)
+    for way, found in seconds.items():
+        gained = times_as_fast(seconds["one by one"], found)["times"]
+        yield dict(group=way, **peaks[way], seconds=statistics.median(found), times=gained)
 
 
 # Models -----------------------------------------------------------------------------------------
@@ -879,7 +938,7 @@ def objectives(options):
 SUBJECTS = {
     "ring": ring, "ring-memory": ring_memory, "ring-longest": ring_longest, "kernel": kernel,
     "tree": tree, "models": of_models, "grpo": grpo, "exact": exact, "head": head,
-    "routes": routes, "objectives": objectives, "budget": budget,
+    "routes": routes, "objectives": objectives, "budget": budget, "deltanet": deltanet,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ HOLDS = {  # what each row of a subject has
     "ring-longest": lambda row: row["tokens"] >= 64, "kernel": lambda row: row["seconds"] > 0,
     "tree": of_bound, "grpo": lambda row: of_bound(row) and row["MB tree"] > 0,
     "models": lambda row: row["tokens/s"] > 0,
+    "deltanet": lambda row: row.get("forward", 9) >= row.get("backward", 9),
     "exact": lambda row: row["share"] < 0.9 and row["exact"] == 1,
     "head": lambda row: row.get("head") != "float32" or row["largest"] < 1e-4,
     "routes": lambda row: (row["changed"] > 0) == (row["dtype"] == "bfloat16"),
