@@ -428,6 +428,7 @@ CALLS = {  # a call, and what its ValueError says
     "over_a_tree(*qkv(), scale=-1)": "positive number or None as scale, got -1",
     "over_a_tree(*qkv(), window=0)": "at least 1 as a window, got 0",
     "ring_attention(*qkv(), group=object())": "not been initialized",
+    "ring_attention(*qkv(), method='rings')": "ring, allgather or ulysses as method, got 'rings'",
     "indices(4, 2, 2)": "^expected 0 <= rank < world",
     # Models.
     "small()(torch.arange(4))": r"tokens: expected \(B, S\)",
