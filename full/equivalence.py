@@ -119,7 +119,7 @@ ordinary 2 biases rounded --compute-dtype float32 --plan d2 --data-parallel zero
 ordinary 2 experts rounded --compute-dtype float32 --plan t2
 ordinary 2 routers balanced --compute-dtype float32 --plan d2e2 --ac full
 ordinary 4 dense lone --plan c4 --tree sparse
-ordinary 4 tied critic --plan c2p2
+ordinary 4 tied critic --plan c2p2 | --plan p2t2
 ordinary 4 routers biased --plan d2t2e4 --data-parallel zero1
 ordinary 2 dense old --plan d2e2 = expected a model with experts
 ordinary 2 dense old --tree dta --chunk-tokens 9 --plan c2 = --tree dta has no c

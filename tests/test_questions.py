@@ -157,3 +157,10 @@ def test_a_plan_logs_and_saves_what_one_process_does(folder, trained, world, wor
     names = {path.name for path in saved.iterdir()}
     assert {"tokenizer.json", "generation_config.json"} <= names
     assert json.loads((saved / "config.json").read_text())["dtype"] == "float64"
+
+
+def test_a_directory_to_save_into_is_new_and_made_before_the_training(folder, monkeypatch):
+    monkeypatch.setattr(train_grpo, "check", lambda: pytest.fail("it has begun"))
+    words = f"--model {folder} --data {folder}/data.jsonl --save {folder}"
+    with pytest.raises(SystemExit, match="File exists: "):
+        train_grpo.main(words.split())
