@@ -37,6 +37,7 @@ TOY = {  # command: more flags with which it runs here; they win over its own
         f"{RUN} --compute-dtype bfloat16", f"{RUN} --tree sparse", f"{RUN} --staleness 1",
         f"{RUN} --staleness 2 --proximal --importance-cap 2", f"{RUN} --advantage gae",
         f"{RUN} --tree dta --chunk-tokens 2048",
+        f"{RUN} --advantage gae --critic separate --steps 60",
         f"{RUN} --task tests/example_tasks.py:Sort --steps 250"), TINY),
     f"{RUN} --task tests/example_tasks.py:Addition --demos 80 --steps 60 --temperature 0.6":
         " --demos 1" + TINY,
