@@ -102,6 +102,16 @@ def test_a_bfloat16_model_keeps_float32_states():
 
 
 @quick
+def test_first_weights_let_the_recurrence_learn():
+    """Its norm scales by w alone, so w begins at 1, and the other norms' 1 + w at 0."""
+    model = Transformer(tiny("qwen3_5_text")).init_weights(0)
+    mixer = model.model.layers[0].linear_attn
+    assert (mixer.norm.weight == 1).all() and (mixer.dt_bias == 1).all()
+    assert 0.01 <= mixer.A_log.exp().min() < mixer.A_log.exp().max() <= 16
+    assert not model.model.norm.weight.any()
+
+
+@quick
 def test_an_attention_without_states_is_refused():
     model = tiny_model("qwen3_5_text")
     with pytest.raises(ValueError, match="layer 0 is a gated DeltaNet: .*got causal_attention"):
