@@ -304,6 +304,11 @@ def test_wrong_settings_of_a_file_are_one_clear_line(
     assert [*contents(tmp_path)] == [name]
 
 
+@pytest.mark.quick
+def test_one_answer_is_a_group_where_nothing_is_compared():
+    assert Config(group=1, advantage="none").check().group == 1
+
+
 # Calls -------------------------------------------------------------------------------------------
 # What is refused before anything runs, on one process. A call of several ranks is refused alike on
 # all of them, and is tested with its file.
