@@ -110,6 +110,22 @@ def test_a_state_that_could_not_be_read_is_not_written(process_group, tmp_path, 
 
 
 @pytest.mark.quick
+def test_a_checkpoint_stays_until_the_new_one_of_its_name_is_whole(
+    process_group, tmp_path, monkeypatch
+):
+    path = tmp_path / "saved"
+    write_checkpoint(path, tensors(), {"step": 1})
+
+    def full_disk(*given, **how):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checkpoint.dcp, "save", full_disk)
+    with pytest.raises(OSError, match="not written .no space left"):
+        write_checkpoint(path, tensors(), {"step": 2})
+    assert read_checkpoint(path, tensors(), counts=("step",))["step"] == 1
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "step, keep, gone", [(6, 2, "28"), (8, 2, "24"), (6, 9, "8"), (2, 1, "468")]
 )
