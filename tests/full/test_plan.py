@@ -157,6 +157,8 @@ FITS = [
     ("d2t2", dict(world=8), r"plan d2t2: expected p \* d \* c \* t = 4 ranks, got 8"),
     ("p4", dict(config=DENSE), "expected at most a stage for each of 2 layers, got p = 4"),
     ("t4", dict(config=DENSE), "expected key heads divisible by t = 4, got 2"),
+    ("t2", dict(config=tiny("qwen3_5_text", linear_num_key_heads=1)),
+     "expected key heads of recurrent layers divisible by t = 2, got 1"),
     ("t3", dict(config=DENSE), "expected query heads divisible by t = 3, got 4"),
     ("d2e2", dict(config=DENSE), "expected a model with experts, got a dense one"),
     ("d4e4", dict(config=SIX), "expected experts divisible by e = 4, got 6"),
