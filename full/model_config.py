@@ -69,6 +69,8 @@ class ModelConfig(models.ModelConfig):
             f"layer_types: {len(layers)} of {FULL} or {SLIDING}, or of {FULL} and {LINEAR}":
                 len(self.layer_types) == len(layers) and (
                     kinds <= {FULL, SLIDING} or kinds == {FULL, LINEAR}),
+            f"layer_types: no {SLIDING}, with attn_output_gate":
+                not (self.attn_output_gate and SLIDING in kinds),
             "linear_conv_kernel_dim, linear_key_head_dim, linear_value_head_dim, "
             "linear_num_key_heads, linear_num_value_heads: positive, and for each key head a whole "
             f"number of value heads, for {LINEAR}":

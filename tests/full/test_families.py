@@ -158,6 +158,8 @@ REFUSED = {  # who refuses: fields, and a pattern of what is said
         (dict(layer_types=[FULL, "chunked_attention"]), "chunked_attention"),
         (dict(layer_types=[FULL, SLIDING], sliding_window=None), "sliding_window"),
         (dict(model_type="gemma3_text", sliding_window=None), "sliding_window"),
+        (dict(model_type="qwen3_5_text", layer_types=[SLIDING, FULL], sliding_window=4),
+         "no sliding_attention, with attn_output_gate"),
         (dict(hidden_act="relu2"), "relu2"), (dict(attention_dropout=0.1), "attention_dropout"),
         (dict(quantization_config={"bits": 4}), "quantization_config"),
         (dict(model_type="mixtral"), "mixtral"), (dict(model_type=None), "None"),
