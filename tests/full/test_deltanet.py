@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracles import worst
+from test_run import call
 
 from full import deltanet
-from full.__main__ import main
 from full.check import CASES, check_models, relative_error as relative
 from full.config import Config
 from full.deltanet import Documents, by_chunk, by_token
@@ -152,15 +152,15 @@ def test_an_audit_passes_an_honest_run_and_finds_a_planted_slip(
     with monkeypatch.context() as planted:
         if slip:
             planted.setattr(deltanet, "one_chunk", slip)
-        assert main([*RUN.split(), str(checkpoint)]) == 0
-    assert main(["audit", "run", "--group", "0"]) == (said != "ok")
-    assert capsys.readouterr().out.splitlines()[-1] == f"audit of step 1: {said}"
+        assert call(capsys, *RUN.split(), checkpoint)[0] == 0
+    code, out, _ = call(capsys, "audit", "run", "--group", "0")
+    assert (code, out.splitlines()[-1]) == (int(said != "ok"), f"audit of step 1: {said}")
 
 
 def test_an_exact_run_of_recurrent_layers_is_refused(checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main([*RUN.split(), str(checkpoint), "--exact"]) != 0
-    assert "--exact has no recurrent layers, and" in capsys.readouterr().err
+    code, _, err = call(capsys, *RUN.split(), checkpoint, "--exact")
+    assert code != 0 and "--exact has no recurrent layers, and" in err
     assert not (tmp_path / "run").exists()
 
 
