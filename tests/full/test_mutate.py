@@ -1,7 +1,10 @@
 """tests/mutate.py: its slips are programs, reproducible, caught by a test or listed."""
 
 import ast
+import os
 import shutil
+import subprocess
+import sys
 
 import mutate
 import pytest
@@ -94,18 +97,29 @@ def test_a_copy_has_no_environment_no_runs_and_no_results(tmp_path):
     assert {path.name for path in copy.iterdir()} == {".gitignore", "a.py", "tests"}
 
 
+def mutated(root):
+    """Exit code and stdout of mutate.py for tiny.py, with its record in the folder around root."""
+    # In a process of its own: mutate forks, and a fork of this one may inherit a lock that a thread
+    # of an earlier test held.
+    code = "import sys, pathlib, mutate\nroot = pathlib.Path(sys.argv[1])\n"
+    code += "sys.exit(mutate.main(['tiny.py', '--jobs', '1'], root=root))"
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "TMPDIR": str(root.parent)}
+    command = [sys.executable, "-c", code, root]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
 @pytest.mark.parametrize("again", shortened([False, True], False))
-def test_a_slip_is_caught_or_listed(tmp_path, monkeypatch, capsys, again):
+def test_a_slip_is_caught_or_listed(tmp_path, again):
     """The sum is tested in another process, the difference too weakly, the quotient not at all."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     root = tmp_path / "project"
     (root / "tests").mkdir(parents=True)
     (root / "tiny.py").write_text(TINY)
     (root / "tests" / "test_tiny.py").write_text(TESTS)
     shutil.copy(ROOT / "tests" / "blocks.py", root / "tests")
     shutil.copy(ROOT / ".gitignore", root)
-    assert mutate.main(["tiny.py", "--jobs", "1"], root=root) == 1
-    out = capsys.readouterr().out
+    code, out = mutated(root)
+    assert code == 1
     assert "tests run 2 of 3 blocks" in out
     assert "tiny.py:3 sign: tests/test_tiny.py::test_doubled" in out
     assert "tiny.py:7  " in out and "    - return x - 1" in out
@@ -117,5 +131,5 @@ def test_a_slip_is_caught_or_listed(tmp_path, monkeypatch, capsys, again):
     if not again:
         return
     (root / "tests" / "test_tiny.py").write_text(TESTS.replace("> 0", "== 2"))
-    assert mutate.main(["tiny.py", "--jobs", "1"], root=root) == 1
-    assert "3 slips, 2 caught, seed 0" in capsys.readouterr().out
+    code, out = mutated(root)
+    assert code == 1 and "3 slips, 2 caught, seed 0" in out
