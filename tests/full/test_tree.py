@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from full.check_attention import (
     TinyModel, check_tree, example_loss, family_rows, forests, relative, tree_rows,
 )  # fmt: skip
-from full.chunks import NonFiniteLoss, partition, partition_tree, tree_backward, tree_scores
+from full.chunks import NonFiniteLoss, partition, tree_backward, tree_scores
 from full.masks import Mask
 from full.tiny import tiny_model
 from full.tree import SHORT, WIDTH, tree_attention
-from full.trie import TokenTrie
+from full.trie import TokenTrie, partition_tree
 from tree_attention import definition
 
 quick = pytest.mark.quick
