@@ -321,7 +321,8 @@ def config_from(raw) -> ModelConfig:
     if "partial_rotary_factor" in defaults:
         # M-RoPE has three positions a token. In text they are equal, and its sections turn alike.
         rope = fields["rope_parameters"][FULL]
-        rope.pop("mrope_section", None), rope.pop("mrope_interleaved", None)
+        for name in ("mrope_section", "mrope_interleaved"):
+            rope.pop(name, None)
         said = rope.pop("partial_rotary_factor", None), raw.pop("partial_rotary_factor")
         turned = next((x for x in said if x is not None), 1.0)
     kinds = tuple(fields["layer_types"])

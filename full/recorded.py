@@ -32,7 +32,7 @@ from full.model_config import ModelConfig
 from full.places import set_tensor
 from full.rollouts import Trajectory, draw_prompts
 from full.tasks import asking, bare
-from full.trainer import Trainer, empty_critic, keep_wide
+from full.trainer import CRITIC, Trainer, empty_critic, keep_wide
 from train_grpo import ROLLOUT
 
 
@@ -400,14 +400,14 @@ class Case:
         if self.config.critic == "shared":
             return None
         critic = empty_critic(self.config, self.shape)
-        for name, x in self.weights(path, "critic.").items():
+        for name, x in self.weights(path, CRITIC).items():
             set_tensor(critic, name, torch.nn.Parameter(x))
         return widened(critic)
 
     def weights(self, path, prefix="") -> dict:
         """Return {name: tensor} of a checkpoint's trained weights, as the run stores them.
 
-        prefix: "" of the policy, "critic." of the model of --critic separate.
+        prefix: "" of the policy, CRITIC of the model of --critic separate.
         """
         make = empty_critic if prefix else empty_policy
         named = make(self.config, self.shape).named_parameters()

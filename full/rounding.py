@@ -234,8 +234,8 @@ def bound_of(learner, name, g, shrink) -> Bound:
     # gradient is 0. The clip's factor may be off as the norm is.
     most, usual = most + rounding.doubt, usual + rounding.doubt
     relative = learner.off / learner.norm if shrink < 1 else 0.0
-    has_zeros = not (learner.flips or is_zero)
-    return Bound(shrink * most, shrink * usual, relative, has_zeros, highest <= most)
+    has_exact_zeros = not (learner.flips or is_zero)
+    return Bound(shrink * most, shrink * usual, relative, has_exact_zeros, highest <= most)
 
 
 def error_of_entropy(s, found, T, dtype) -> float:

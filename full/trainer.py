@@ -37,6 +37,8 @@ from full.rollouts import AnyTrainer, Sampler
 from full.transformer import Critic, Transformer, causal_attention, drawn_weights
 from full.weights import share_or_allocate, split_for_decoding
 
+CRITIC = "critic."  # how names of --critic separate begin in a checkpoint
+
 
 def keep_wide(config, model):
     """Keep what the settings want wider than the weights; return the model.
@@ -148,7 +150,7 @@ class Trainer(AnyTrainer):
         if config.critic == "separate":
             self.critic = self.shard_model(empty_critic(config, self.shape), compute_dtype)
             first_weights(self.critic, config.model, config.seed)
-            self.learners.append((self.critic, build_optimizer(config, self.critic), "critic."))
+            self.learners.append((self.critic, build_optimizer(config, self.critic), CRITIC))
         self.experts = ExpertLoads(config, self.model, self.device)
 
         # A model that has memory stays as it is: a whole copy.
