@@ -1,4 +1,4 @@
-"""Qwen, Llama, Mistral and Gemma as one Transformer, with its KV cache and its sampler.
+"""Qwen, Llama, Mistral and Gemma 3 as one Transformer, with its KV cache and its sampler.
 
 The model does not know which token sees which. Every layer hands its queries, keys and values to
 a function attention(q, k, v, layer=, scale=) that the caller chose. Causal attention, packed
@@ -21,8 +21,8 @@ For token ids t_1..t_S, x of width M, [.] for concatenated heads, and matrices Q
     (9)  entropy_i    = -sum_u exp(logprob_i(u)) logprob_i(u)
 
 Letters in names are dimensions: B rows, S new tokens of a row, C tokens that they may see, N tokens
-of any rows, M width, V words, H query heads, G key heads, D width of a head (scale: D^-1/2), E
-experts of width I, K of them a token, X any number. A small letter is a part of the capital one.
+of any rows, M width, V vocabulary, H query heads, G key heads, D width of a head (scale: D^-1/2),
+E experts of width I, K of them a token, X any number. A small letter is a part of the capital one.
 """
 
 import json
@@ -37,6 +37,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 # 1. The model -----------------------------------------------------------------------------------
 FULL = "full_attention"
@@ -95,6 +96,12 @@ class ModelConfig:
         return self.rope_parameters[kind]["rope_theta"] ** (-2 * n / self.head_dim)
 
 
+def widen(x):
+    """Return x in float32, or in float64 if it is float64: for sums and for exponentials."""
+    # NUMERICS: bfloat16 has 8 bits. It would round a log-prob of -9.03 to -9.
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class RMSNorm(nn.Module):
     """Divide each vector by its root mean square, then scale it: (..., M) -> (..., M)."""
 
@@ -105,15 +112,18 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((width,), 1.0 - self.offset))
 
     def forward(self, x, /):
-        mean_square = x.square().mean(-1, keepdim=True)
-        return (self.offset + self.weight) * x / (mean_square + self.eps).sqrt()  # (4)
+        wide = widen(x)
+        mean_square = wide.square().mean(-1, keepdim=True)
+        weight = self.offset + widen(self.weight)
+        return (weight * wide / (mean_square + self.eps).sqrt()).to(x.dtype)  # (4)
 
 
-def cos_and_sin(positions_BS, f_d, /):
-    """Return cos and sin of the angles of (5), each (B, S, 1, D), for both halves of a head."""
+def cos_and_sin(positions_BS, f_d, /, dtype=None):
+    """Return (cos, cos) and (-sin, sin) of the angles of (5), each (B, S, 1, D)."""
+    # NUMERICS: late positions need float64 angles. Their cos and sin may be of another dtype.
     angle_BS1d = positions_BS[:, :, None, None] * f_d.to(positions_BS.device)
-    sin_BS1d = angle_BS1d.sin()
-    return angle_BS1d.cos().repeat(1, 1, 1, 2), torch.cat([-sin_BS1d, sin_BS1d], -1)
+    cos_BS1d, sin_BS1d = (x.to(dtype or x.dtype) for x in (angle_BS1d.cos(), angle_BS1d.sin()))
+    return torch.cat([cos_BS1d, cos_BS1d], -1), torch.cat([-sin_BS1d, sin_BS1d], -1)
 
 
 def apply_rope(x_BSXD, cos_BS1D, sin_BS1D, /):
@@ -166,8 +176,8 @@ class Attention(nn.Module):
         self.k_norm = self.norm_class(D, config) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BSM, ropes, attention, /):
-        # -1: a rank that has some rows of a projection has some of the heads, and nothing changes.
-        # Each head is normalized by itself, and before RoPE, as the models were trained.
+        # -1 counts the heads: a tensor-parallel rank has some of them. Each head is normalized by
+        # itself, and before RoPE, as the models were trained.
         q_BSHD = self.q_norm(self.q_proj(x_BSM).unflatten(-1, (-1, self.head_dim)))
         k_BSGD = self.k_norm(self.k_proj(x_BSM).unflatten(-1, (-1, self.head_dim)))
         v_BGSD = self.v_proj(x_BSM).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -229,7 +239,7 @@ class SparseMLP(nn.Module):
 
     def forward(self, x_BSM, /):
         x_NM = x_BSM.flatten(0, 1)
-        p_NE = self.gate(x_NM).softmax(-1)
+        p_NE = widen(self.gate(x_NM)).softmax(-1)
         weight_NK, expert_NK = p_NE.topk(self.config.num_experts_per_tok)
         if self.config.norm_topk_prob:
             weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
@@ -239,19 +249,20 @@ class SparseMLP(nn.Module):
         E = self.config.num_experts
         e, n, k = F.one_hot(expert_NK, E).permute(2, 0, 1).nonzero(as_tuple=True)
         out_XM = weight_NK[n, k, None] * self.experts(x_NM[n], e.bincount(minlength=E))
-        return torch.zeros_like(x_NM).index_add(0, n, out_XM).view_as(x_BSM)  # (6)
+        sum_NM = torch.zeros_like(x_NM, dtype=out_XM.dtype).index_add(0, n, out_XM)  # (6)
+        return sum_NM.to(x_BSM.dtype).view_as(x_BSM)
 
 
 class Layer(nn.Module):
     """Apply attention and an MLP, each with a norm before it and a residual, (2) and (3)."""
 
-    # A variant of the model is a subclass that names other parts. Its MLPs may take options.
-    norm_class, attention_class, mlp_class, sparse_class = RMSNorm, Attention, MLP, SparseMLP
+    # A variant of the model is a subclass that names other parts.
+    norm_class, attention_class, sparse_class = RMSNorm, Attention, SparseMLP
 
     def __init__(self, config, layer):
         super().__init__()
         self.self_attn = self.attention_class(config, layer)
-        self.mlp = (self.sparse_class if layer in config.sparse_layers else self.mlp_class)(config)
+        self.mlp = (self.sparse_class if layer in config.sparse_layers else MLP)(config)
         # Hugging Face's post_attention_layernorm is two things: in Gemma the norm after attention,
         # in the other families the norm before the MLP.
         self.post_norms = config.post_norms
@@ -261,15 +272,15 @@ class Layer(nn.Module):
             self.pre_feedforward_layernorm = self.norm_class(config.hidden_size, config)
             self.post_feedforward_layernorm = self.norm_class(config.hidden_size, config)
 
-    def forward(self, x_BSM, ropes, attention, /, **options):
+    def forward(self, x_BSM, ropes, attention, /):
         # Between layers x is never normalized. Each part adds what it computes from a norm of x, so
         # along the sums the gradient of the last layer reaches the first one undiminished.
         h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
         if not self.post_norms:
             y_BSM = x_BSM + h_BSM  # (2)
-            return y_BSM + self.mlp(self.post_attention_layernorm(y_BSM), **options)  # (3)
+            return y_BSM + self.mlp(self.post_attention_layernorm(y_BSM))  # (3)
         y_BSM = x_BSM + self.post_attention_layernorm(h_BSM)  # (2), Gemma
-        h_BSM = self.mlp(self.pre_feedforward_layernorm(y_BSM), **options)
+        h_BSM = self.mlp(self.pre_feedforward_layernorm(y_BSM))
         return y_BSM + self.post_feedforward_layernorm(h_BSM)  # (3), Gemma
 
 
@@ -306,8 +317,8 @@ class Transformer(nn.Module):
         # Positions tell how far apart two tokens are, and not whether they see each other.
         if positions is None:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
-        c = self.config
-        ropes = {kind: cos_and_sin(positions, c.frequencies(kind)) for kind in c.rope_parameters}
+        c, wide = self.config, torch.promote_types(x_BSM.dtype, torch.float32)
+        ropes = {x: cos_and_sin(positions, c.frequencies(x), wide) for x in c.rope_parameters}
         for layer in self.model.layers:
             x_BSM = layer(x_BSM, ropes, attention)
         return self.model.norm(x_BSM)
@@ -318,52 +329,24 @@ class Transformer(nn.Module):
 
     def logprobs(self, hidden_NM, targets_N, /, *, temperature=1.0):
         """Return (8) of the targets and (9), both (N,), given the states before the targets."""
-        return ChunkedLogprobs.apply(hidden_NM, self.head_weight, targets_N, temperature, 256)
+        return chunked_logprobs(hidden_NM, self.head_weight, targets_N, temperature, 256)
 
 
 # 2. Training: log-probs and packed documents ----------------------------------------------------
 def token_logprobs(hidden_NM, weight_VM, targets_N, temperature):
     """Return (8) of each target and (9) of each distribution, both (N,)."""
-    logp_NV = (F.linear(hidden_NM, weight_VM) / temperature).log_softmax(-1)
+    logp_NV = (widen(F.linear(hidden_NM, weight_VM)) / temperature).log_softmax(-1)
     logprobs_N = logp_NV.gather(-1, targets_N[:, None])[:, 0]  # (8)
     return logprobs_N, -(logp_NV.exp() * logp_NV).sum(-1)  # (9)
 
 
-class ChunkedLogprobs(torch.autograd.Function):
-    """`token_logprobs` with the logits of one chunk in memory at a time, backward included.
-
-    Logits are the largest tensor of training, 5 GB in float32 for 8,192 tokens and a vocabulary of
-    151,936. Autograd would keep several. Here the backward computes the logits again.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden_NM, weight_VM, targets_N, temperature, chunk):
-        ctx.save_for_backward(hidden_NM, weight_VM, targets_N)
-        ctx.options = temperature, chunk
-        chunks = zip(hidden_NM.split(chunk), targets_N.split(chunk))
-        found = [token_logprobs(h_nM, weight_VM, t_n, temperature) for h_nM, t_n in chunks]
-        return tuple(torch.cat(parts) for parts in zip(*found))
-
-    @staticmethod
-    def backward(ctx, dlogprobs_N, dentropy_N):
-        hidden_NM, weight_VM, targets_N = ctx.saved_tensors
-        temperature, chunk = ctx.options
-        dhidden_NM = torch.empty_like(hidden_NM)
-        dweight_VM = torch.zeros_like(weight_VM)
-        for start in range(0, len(targets_N), chunk):
-            n = slice(start, start + chunk)
-            logp_nV = (F.linear(hidden_NM[n], weight_VM) / temperature).log_softmax(-1)
-            p_nV = logp_nV.exp()
-            # With z = hidden weight^T / temperature, d logprob(t)/dz_u = [u = t] - p_u, and
-            # d entropy/dz_u = -p_u (log p_u + entropy).
-            entropy_n1 = -(p_nV * logp_nV).sum(-1, keepdim=True)
-            dz_nV = -p_nV * (dlogprobs_N[n, None] + (logp_nV + entropy_n1) * dentropy_N[n, None])
-            dz_nV.scatter_add_(-1, targets_N[n, None], dlogprobs_N[n, None])
-            # Then back through the temperature, and to both factors of the product.
-            dz_nV /= temperature
-            dhidden_NM[n] = dz_nV @ weight_VM
-            dweight_VM += dz_nV.T @ hidden_NM[n]
-        return dhidden_NM, dweight_VM, None, None, None
+def chunked_logprobs(hidden_NM, weight_VM, targets_N, temperature, chunk):
+    """Return `token_logprobs`, with the logits of one chunk of tokens in memory at a time."""
+    # Logits are the largest tensor of training, 5 GB in float32 for 8,192 tokens and a vocabulary
+    # of 151,936. Autograd would keep several. A checkpoint computes them again in the backward.
+    found = [checkpoint(token_logprobs, h_nM, weight_VM, t_n, temperature, use_reentrant=False)
+             for h_nM, t_n in zip(hidden_NM.split(chunk), targets_N.split(chunk))]  # fmt: skip
+    return tuple(torch.cat(parts) for parts in zip(*found))
 
 
 def packed_attention(doc_ids_BS):
@@ -456,7 +439,7 @@ class Row:
 
     def __init__(self, prompt, draws=()):
         self.tokens = list(prompt)
-        self.draws = draws  # draws[n] in [0, 1) decides token n after the prompt, if it is sampled
+        self.draws = draws  # draws[n] in [0, 1) decides token n after the prompt; greedy needs none
         self.queue = deque()  # tokens that come next whatever is sampled: the user's next turn
         self.new = 0  # tokens after the prompt
         self.truncated = False  # ended by the limit on new tokens
@@ -481,13 +464,18 @@ def generate(model, rows, *, max_new_tokens, temperature=1.0, end=(), after=None
     after: after(row), called at the end of a turn. If it returns true, the row goes on, with what
         `after` has put into its queue. Default: every row ends with its first turn.
     """
+    fewest = min(len(row.draws) for row in rows)
+    if temperature > 0 and fewest < max_new_tokens:
+        advice = f"Row(prompt, torch.rand({max_new_tokens}).tolist())"
+        raise ValueError(f"expected {max_new_tokens} draws for each row, got {fewest}: {advice}")
     fresh = [torch.tensor(row.tokens) for row in rows]  # tokens that the cache does not hold
     cache = KVCache(len(rows), max(len(tokens) for tokens in fresh) + max_new_tokens)
     while rows:
         tokens_BS = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(model.head_weight.device)
         counts = [len(tokens) for tokens in fresh]
         logits_BV = forward_with_cache(model, cache, tokens_BS, counts)
-        uniform_B = logits_BV.new_tensor([row.draws[row.new] for row in rows], dtype=torch.float64)
+        draws = [row.draws[row.new] if temperature > 0 else 0.0 for row in rows]
+        uniform_B = logits_BV.new_tensor(draws, dtype=torch.float64)
         tokens_B, logprobs_B = sample(logits_BV, uniform_B, temperature=temperature)
         # A row takes its token. A queued end token does not stop the row.
         going = []
@@ -505,8 +493,8 @@ def generate(model, rows, *, max_new_tokens, temperature=1.0, end=(), after=None
 
 
 # 4. A released model, in Hugging Face's files ---------------------------------------------------
-# How a family differs from ModelConfig's defaults, and what transformers takes where config.json
-# says nothing. Names are those of ModelConfig and of config.json.
+# What a config.json means where it does not say it: the values that differ from ModelConfig's
+# defaults, or from the defaults below. Names are those of ModelConfig and of config.json.
 FAMILIES = {
     "llama": dict(qk_norm=False),
     "mistral": dict(qk_norm=False, qkv_bias=False, o_bias=False, use_sliding_window=True),
@@ -523,75 +511,79 @@ NOT_HERE = ("quantization_config", "final_logit_softcapping", "attention_dropout
             "use_bidirectional_attention")  # fmt: skip
 
 
-def config_fields(said, differs, /):
-    """Return the fields of ModelConfig, {name: value}, that a config.json, a dict, describes.
+def config_fields(hf_config, family, /):
+    """Return {field of ModelConfig: value} of a config.json's dict. family: its row of FAMILIES."""
+    bias = hf_config.get("attention_bias", False)
+    c = dict(qkv_bias=bias, o_bias=bias, rope_theta=1e4) | family | hf_config
 
-    differs: the row of FAMILIES for the file's model_type.
-    """
-    family = said["model_type"]
-    bias = said.get("attention_bias", False)
-    raw = dict(qkv_bias=bias, o_bias=bias, rope_theta=1e4) | differs | said
+    # A field may be absent or null, or have another name in some families.
+    if c.get("num_key_value_heads") is None:
+        c["num_key_value_heads"] = c["num_attention_heads"]
+    if c.get("head_dim") is None:
+        c["head_dim"] = c["hidden_size"] // c["num_attention_heads"]
+    c["hidden_act"] = c.get("hidden_activation") or c.get("hidden_act", "silu")
+    c["sliding_window"] = c.get("sliding_window", 4096) if c.get("use_sliding_window") else None
+    c["layer_types"] = c.get("layer_types") or default_layer_types(c)
+    c["rope_parameters"] = rope_parameters(c)
 
-    # transformers 4 writes rope_theta and rope_scaling, and a base of their own for the SLIDING
-    # layers of Gemma. Version 5 writes rope_parameters, in Gemma a dict for each type of layer.
-    new = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or {}
-    ropes = {FULL: {"rope_theta": raw["rope_theta"]} | (scaling or new.get(FULL, new))}
-    ropes[SLIDING] = ropes[FULL]
-    if family == "gemma3_text":
-        ropes[SLIDING] = {"rope_theta": raw["rope_local_base_freq"]} | new.get(SLIDING, new)
+    # If decoder_sparse_step is 2, layers 1, 3 and 5 have experts, but for the mlp_only_layers.
+    c["num_experts"] = c.get("num_local_experts") or c.get("num_experts", 0)
+    step, dense = c.get("decoder_sparse_step", 1), c.get("mlp_only_layers") or ()
+    layers = range(c["num_hidden_layers"] if c["num_experts"] else 0)
+    c["sparse_layers"] = tuple(n for n in layers if n not in dense and (n + 1) % step == 0)
+    return {x.name: c[x.name] for x in fields(ModelConfig) if x.name in c}
 
-    # Newer files list which layers slide. Older ones say from which layer on, or that every sixth
-    # layer, 5, 11 and 17, does not. With a decoder_sparse_step of 2, layers 1, 3, 5 have experts.
-    layers = range(raw["num_hidden_layers"])
-    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-    first = raw.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
-    pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern")
-    pattern = pattern or (6 if family == "gemma3_text" else math.inf)
-    slides = [window and n >= first and (n + 1) % pattern for n in layers]
-    dense = raw.get("mlp_only_layers") or ()
-    experts = raw.get("num_local_experts") or raw.get("num_experts", 0)
-    step = raw.get("decoder_sparse_step", 1)
 
-    # Fields that config.json says in another way. The rest have the same names in ModelConfig.
-    heads = raw["num_attention_heads"]
-    groups, width = raw.get("num_key_value_heads"), raw.get("head_dim")
-    raw |= dict(
-        num_key_value_heads=heads if groups is None else groups,
-        head_dim=raw["hidden_size"] // heads if width is None else width,
-        hidden_act=raw.get("hidden_activation") or raw.get("hidden_act", "silu"),
-        layer_types=raw.get("layer_types") or [SLIDING if yes else FULL for yes in slides],
-        sparse_layers=tuple(
-            n for n in layers if experts and n not in dense and (n + 1) % step == 0),
-        num_experts=experts, sliding_window=window, rope_parameters=ropes,
-    )  # fmt: skip
-    return {x.name: raw[x.name] for x in fields(ModelConfig) if x.name in raw}
+def default_layer_types(c):
+    """Return FULL or SLIDING for each layer, for an older file that does not list them."""
+    # Qwen's layers slide from max_window_layers on. Of Gemma's, every sixth one does not.
+    first = c.get("max_window_layers", 28) if c["model_type"] in ("qwen2", "qwen3") else 0
+    every = 6 if c["model_type"] == "gemma3_text" else 0
+    every = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern") or every
+    slides = [c["sliding_window"] and n >= first and not (every and (n + 1) % every == 0)
+              for n in range(c["num_hidden_layers"])]  # fmt: skip
+    return [SLIDING if yes else FULL for yes in slides]
+
+
+def rope_parameters(c):
+    """Return the RoPE parameters of both types of layer."""
+    # transformers 4 writes rope_theta and rope_scaling, and in Gemma another base for SLIDING
+    # layers. Version 5 writes rope_parameters, in Gemma a dict for each type of layer.
+    new = c.get("rope_parameters") or {}
+    full = {"rope_theta": c["rope_theta"]} | (c.get("rope_scaling") or new.get(FULL, new))
+    if c["model_type"] != "gemma3_text":
+        return {FULL: full, SLIDING: full}
+    return {FULL: full, SLIDING: {"rope_theta": c["rope_local_base_freq"]} | new.get(SLIDING, new)}
 
 
 def read_config(directory):
     """Return the ModelConfig of a directory's config.json. ValueError for what it cannot say."""
     try:
-        said = json.loads((Path(directory) / "config.json").read_text("utf-8"))
-        family = said.get("model_type")
+        hf_config = json.loads((Path(directory) / "config.json").read_text("utf-8"))
+        family = hf_config.get("model_type")
         if family not in FAMILIES:
             raise ValueError(f"expected model_type {' or '.join(FAMILIES)}, got {family!r}")
-        config = ModelConfig(**config_fields(said, FAMILIES[family]))
-        types = set()
-        for kind, rope in config.rope_parameters.items():
-            types |= {rope.get("rope_type", "default"), rope.get("type", "default")}
-            config.frequencies(kind)  # which needs numbers
-        wrong = [f"{name} {said[name]}" for name in NOT_HERE if said.get(name)]
-        wrong += [f"RoPE of type {name}" for name in types - {"default"}]
-        wrong += {config.hidden_act, *config.layer_types} - {*ACTIVATIONS, FULL, SLIDING}
-        wrong += ["is_causal False"] * (said.get("is_causal") is False)
-        H, G, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        if len(config.layer_types) != config.num_hidden_layers or H % G or D % 2:
-            wrong.append(f"{len(config.layer_types)} layer_types, and heads {(H, G, D)}")
-        if wrong:
-            raise ValueError(f"expected a model of the equations above, got {wrong[0]}")
+        c = ModelConfig(**config_fields(hf_config, FAMILIES[family]))
+        rope_types = set()
+        for kind, rope in c.rope_parameters.items():
+            rope_types |= {rope.get("rope_type", "default"), rope.get("type", "default")}
+            c.frequencies(kind)  # an error unless its base is a number
+        unknown = {  # setting -> has it a value that the equations above do not have?
+            "is_causal": hf_config.get("is_causal") is False,
+            "hidden_act": c.hidden_act not in ACTIVATIONS,
+            "layer_types": {*c.layer_types} - {FULL, SLIDING},
+            "num_hidden_layers": c.num_hidden_layers != len(c.layer_types),
+            "num_key_value_heads": c.num_attention_heads % c.num_key_value_heads,
+            "head_dim": c.head_dim % 2,
+            "rope_parameters": rope_types != {"default"},
+        } | {name: hf_config.get(name) for name in NOT_HERE}
+        found = [name for name in unknown if unknown[name]]
+        if found:
+            value = getattr(c, found[0], hf_config.get(found[0]))
+            raise ValueError(f"expected a model of the equations above, got {found[0]} {value}")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{directory}/config.json: {error!r}") from error
-    return config
+    return c
 
 
 def stored(name, p, /):
@@ -654,68 +646,79 @@ def save(weights, directory, source):
         if path.suffix in (".jinja", ".json", ".model", ".txt") and "safetensors" not in path.name:
             shutil.copy(path, target)
     dtype = str(p.dtype).removeprefix("torch.")
-    said = json.loads((target / "config.json").read_text("utf-8"))
-    said |= dict(dtype=dtype, torch_dtype=dtype)  # in the words of transformers 5, and of 4
-    (target / "config.json").write_text(json.dumps(said, indent=2), "utf-8")
+    hf_config = json.loads((target / "config.json").read_text("utf-8"))
+    hf_config |= dict(dtype=dtype, torch_dtype=dtype)  # the names of transformers 5 and 4
+    (target / "config.json").write_text(json.dumps(hf_config, indent=2), "utf-8")
 
 
 # 5. The same model token by token, and the check ------------------------------------------------
-def logits_definition(model, tokens, /):
-    """Return the float64 logits (S, V) of tokens (S,) by (1) to (7), without the model's code."""
-    c = model.config
-    weights = {name: weight.double() for name, weight in model.named_parameters()}
+class Definition:
+    """The same model in float64 by (1) to (7), one token after another, without the code above."""
 
-    def linear(name, x):
-        return weights[name + ".weight"] @ x + weights.get(name + ".bias", 0)
+    def __init__(self, model):
+        self.config = model.config
+        self.weights = {name: weight.double() for name, weight in model.named_parameters()}
 
-    def norm(name, x):
-        weight = weights[name + ".weight"] + (1 if c.norm_offset else 0)
-        return weight * x * (x.pow(2).mean(-1, keepdim=True) + c.rms_norm_eps) ** -0.5
+    def linear(self, name, x):
+        return self.weights[name + ".weight"] @ x + self.weights.get(name + ".bias", 0)
 
-    # Queries (G, H / G, D / 2) or keys (G, 1, D / 2) of one token, whose products bring each key
-    # head to its query heads. A pair of (5) is a complex number, and e^(i angle) turns it.
-    def heads(name, x, angle_d):
-        y = linear(name + "_proj", x).view(c.num_key_value_heads, -1, c.head_dim)
-        a, b = (norm(name + "_norm", y) if c.qk_norm else y).chunk(2, -1)
+    def norm(self, name, x):
+        weight = self.weights[name + ".weight"] + (1 if self.config.norm_offset else 0)
+        return weight * x * (x.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps) ** -0.5
+
+    def heads(self, name, x, angle_d):
+        # Queries (G, H / G, D / 2) or keys (G, 1, D / 2) of one token, whose products bring each
+        # key head to its query heads. A pair of (5) is a complex number; e^(i angle) turns it.
+        c = self.config
+        y = self.linear(name + "_proj", x).view(c.num_key_value_heads, -1, c.head_dim)
+        a, b = (self.norm(name + "_norm", y) if c.qk_norm else y).chunk(2, -1)
         return torch.complex(a, b) * torch.exp(1j * angle_d)
 
-    def ffn(name, h, sparse):
-        if not sparse:
-            gate = ACTIVATIONS[c.hidden_act](linear(name + "gate_proj", h))
-            return linear(name + "down_proj", gate * linear(name + "up_proj", h))
-        p = linear(name + "gate", h).softmax(0)
-        # A bias of a router, as in DeepSeek-V3, acts on the choice alone.
-        chosen = (-p - weights.get(name + "choice_bias", 0)).argsort()[: c.num_experts_per_tok]
+    def attention(self, n, name, states):  # (2) without its residual, of normalized states
+        c = self.config
+        oldest = -c.sliding_window if c.layer_types[n] == SLIDING else 0  # [-3:] is the last 3
+        keys, values = [], []
+        for i, h in enumerate(states):
+            angle_d = i * c.frequencies(c.layer_types[n])
+            q = self.heads(name + "q", h, angle_d) * (c.query_pre_attn_scalar or c.head_dim) ** -0.5
+            keys.append(self.heads(name + "k", h, angle_d))
+            values.append(self.linear(name + "v_proj", h).view(-1, 1, c.head_dim))
+            scores = (q * torch.stack(keys[oldest:]).conj()).real.sum(-1, keepdim=True)
+            out = (scores.softmax(0) * torch.stack(values[oldest:])).sum(0)
+            yield self.linear(name + "o_proj", out.flatten())
+
+    def ffn(self, n, name, h):  # (3), or (6) in a sparse layer
+        c = self.config
+        if n not in c.sparse_layers:
+            gate = ACTIVATIONS[c.hidden_act](self.linear(name + "gate_proj", h))
+            return self.linear(name + "down_proj", gate * self.linear(name + "up_proj", h))
+        p = self.linear(name + "gate", h).softmax(0)
+        chosen = self.choose(name, p)
         total = p[chosen].sum() if c.norm_topk_prob else 1
-        stacks = [weights[f"{name}experts.{part}_proj"] for part in ("gate", "up", "down")]
+        stacks = [self.weights[f"{name}experts.{part}_proj"] for part in ("gate", "up", "down")]
         gate_KIM, up_KIM, down_KMI = (stack[chosen] for stack in stacks)
         inner_KI = ACTIVATIONS[c.hidden_act](gate_KIM @ h) * (up_KIM @ h)
         return torch.einsum("k,kmi,ki->m", p[chosen] / total, down_KMI, inner_KI)
 
-    embed_scale = c.hidden_size**0.5 if c.scale_embedding else 1
-    states = list(embed_scale * weights["model.embed_tokens.weight"][tokens])
-    for n, kind in enumerate(c.layer_types):
-        name = f"model.layers.{n}."
-        attn = name + "self_attn."
-        oldest = -c.sliding_window if kind == SLIDING else 0  # [-3:] of a list is its last 3
-        keys = []
-        values = []
-        for i, x in enumerate(states):
-            h = norm(name + "input_layernorm", x)
-            angle_d = i * c.frequencies(kind)
-            q = heads(attn + "q", h, angle_d) * (c.query_pre_attn_scalar or c.head_dim) ** -0.5
-            keys.append(heads(attn + "k", h, angle_d))
-            values.append(linear(attn + "v_proj", h).view(-1, 1, c.head_dim))
-            scores = (q * torch.stack(keys[oldest:]).conj()).real.sum(-1, keepdim=True)
-            out = (scores.softmax(0) * torch.stack(values[oldest:])).sum(0)
-            h = linear(attn + "o_proj", out.flatten())
-            # Gemma has a norm after each part, and another name for the norm before the MLP.
-            y = x + (norm(name + "post_attention_layernorm", h) if c.post_norms else h)
-            before = "pre_feedforward" if c.post_norms else "post_attention"
-            h = ffn(name + "mlp.", norm(f"{name}{before}_layernorm", y), n in c.sparse_layers)
-            states[i] = y + (norm(name + "post_feedforward_layernorm", h) if c.post_norms else h)
-    head = "model.embed_tokens" if c.tie_word_embeddings else "lm_head"
-    return torch.stack([linear(head, norm("model.norm", x)) for x in states])
+    def choose(self, name, p):  # the K experts of the largest p (E,)
+        return p.argsort(descending=True)[: self.config.num_experts_per_tok]
+
+    def logits(self, tokens):  # (7), from (S,) to (S, V)
+        c = self.config
+        embed_scale = c.hidden_size**0.5 if c.scale_embedding else 1
+        states = list(embed_scale * self.weights["model.embed_tokens.weight"][tokens])
+        for n in range(c.num_hidden_layers):
+            name = f"model.layers.{n}."
+            normed = [self.norm(name + "input_layernorm", x) for x in states]
+            for i, h in enumerate(self.attention(n, name + "self_attn.", normed)):
+                # Gemma has a norm after each part, and another name for the norm before the MLP.
+                post = c.post_norms
+                y = states[i] + (self.norm(name + "post_attention_layernorm", h) if post else h)
+                before = name + ("pre_feedforward" if post else "post_attention") + "_layernorm"
+                h = self.ffn(n, name + "mlp.", self.norm(before, y))
+                states[i] = y + (self.norm(name + "post_feedforward_layernorm", h) if post else h)
+        head = "model.embed_tokens" if c.tie_word_embeddings else "lm_head"
+        return torch.stack([self.linear(head, self.norm("model.norm", x)) for x in states])
 
 
 CHECK_FAMILIES = (
@@ -743,10 +746,11 @@ def check_family(family, temperature):
     documents = [tokens[ids == n] for n in range(3)]
     alone = torch.cat([model.hidden(document[None])[0] for document in documents])
     packed = model.hidden(tokens, attention=packed_attention(ids))[ids >= 0]
-    z = torch.cat([logits_definition(model, document) for document in documents])
+    definition = Definition(model)
+    z = torch.cat([definition.logits(document) for document in documents])
     # Log-probs and entropies in chunks of 4 tokens.
     targets = torch.randint(23, (10,))
-    chunked = ChunkedLogprobs.apply(packed, model.head_weight, targets, 0.7, 4)
+    chunked = chunked_logprobs(packed, model.head_weight, targets, 0.7, 4)
     p = (z / 0.7).softmax(-1)
     found = [model.logits(alone), model.logits(packed), *chunked]
     truth = [z, z, p[range(10), targets].log(), -(p * p.log()).sum(-1)]
@@ -763,7 +767,7 @@ def check_family(family, temperature):
     generate(model, rows, temperature=temperature, **options)
     for row, document in zip(rows, documents):
         plain = [*document.tolist(), 3, 9]
-        z_SV = logits_definition(model, torch.tensor(row.tokens))
+        z_SV = definition.logits(torch.tensor(row.tokens))
         logp_SV = (z_SV / (temperature or 1)).log_softmax(-1)
         for u, logp_V in zip(row.draws[2:], logp_SV[len(document) + 1 :]):
             below = [logp_V[: t + 1].exp().sum() <= u for t in range(23)]
@@ -786,7 +790,7 @@ def main(argv):
     torch.set_num_threads(1)  # more threads do not help a small model
     errors = [check_family(family, tau) for family in CHECK_FAMILIES for tau in (0.0, 0.8)]
     error = torch.stack(errors).max().item()
-    print(f"five families against the same model token by token: largest error {error:.1e}")
+    print(f"every family against the same model token by token: largest error {error:.1e}")
     if not error <= 1e-10:
         sys.exit(1)
 

@@ -24,13 +24,14 @@ A plan such as p2d2t2 is a product of degrees. What each letter splits, and what
     e  expert    experts of a layer         tokens, to their experts and back: all-to-all
     p  pipeline  layers                     hidden states to the next stage, gradients back
 
-Letters in names are dimensions: B rows, S tokens of a row, M width, N tokens of any rows, V words,
-E experts, W ranks of a group. A small letter is this rank's share: v of V words.
+Letters in names are dimensions: B rows, S tokens of a row, M width, N tokens of any rows, V
+vocabulary, E experts, W ranks of a group. A small letter is this rank's share: v of V tokens.
 """
 
 import copy
 import datetime
 import functools
+import importlib.util
 import math
 import os
 import re
@@ -75,16 +76,21 @@ class Grid:
 
     Experts add no ranks. The d c t ranks of a stage form a second grid (edp, e). The ranks of an e
     group hold different experts. An edp (expert data parallel) group has the same experts.
-    "sp" adds sequence parallelism, which t and e together need. "fsdp" is for plans without t or e.
+    "sp" adds sequence parallelism (section 2), "fsdp" shards layers over d and c (section 9).
     """
 
     def __init__(self, text, timeout=None):
-        if not re.fullmatch(r"([pdcte][1-9]\d*)+( sp| fsdp)*", text):
+        # \w*\2 is the same letter again, later in the plan.
+        if not re.fullmatch(r"(([pdcte])(?!\w*\2)[1-9]\d*)+( sp| fsdp)*", text):
             raise ValueError(f"expected a plan such as 'p2d2t2' or 't2 sp', got {text!r}")
         degrees = {letter: int(number) for letter, number in re.findall(r"([pdcte])(\d+)", text)}
         p, d, c, t, e = (degrees.get(letter, 1) for letter in "pdcte")
         self.fsdp = " fsdp" in text
         self.sequence = " sp" in text or t == 1  # with one t rank, its shard is all tokens
+        if self.fsdp and t * e > 1:
+            raise ValueError(f"expected fsdp without t or e, which cut weights too, got {text!r}")
+        if t > 1 < e and not self.sequence:
+            raise ValueError(f"expected sp: t ranks would send experts equal tokens, got {text!r}")
         self.ranks = np.arange(dist.get_world_size()).reshape(p, d, c, t)
         experts = self.ranks.reshape(p, -1, e)
         self.timeout = timeout
@@ -232,21 +238,23 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """This rank's rows of an embedding. 11 words on 2 ranks are words 0 to 5 and words 6 to 10."""
+    """This rank's rows of an embedding. 11 rows on 2 ranks are rows 0 to 5 and rows 6 to 10."""
 
     def __init__(self, embedding, group, sequence):
         super().__init__()
         self.weight = parameter_shard(embedding.weight, group)
-        self.words = len(embedding.weight)
-        self.first = group.rank() * math.ceil(self.words / group.size())
+        self.vocab_size = len(embedding.weight)
+        self.first = group.rank() * math.ceil(self.vocab_size / group.size())
         self.region = group, sequence
 
     def forward(self, tokens_BS, /):
-        # Each word is on one rank, and the others add zeros. On rank 1, word 8 is row 2. All ranks
-        # look up a number that is not a word (-1 % 11 is 10), so that they raise an IndexError.
+        # One rank has the row of a token, and the others add zeros. Token 8 is row 2 of rank 1. An
+        # id outside the vocabulary is looked up by every rank, so that all raise an IndexError.
         row_BS = tokens_BS - self.first
-        own_BS = (row_BS >= 0) & (row_BS < len(self.weight)) | (tokens_BS % self.words != tokens_BS)
-        x_BSM = F.embedding(row_BS.where(own_BS, 0), self.weight) * own_BS[..., None]
+        is_own_BS = (row_BS >= 0) & (row_BS < len(self.weight))
+        is_outside_BS = (tokens_BS < 0) | (tokens_BS >= self.vocab_size)
+        x_BSM = F.embedding(row_BS.where(is_own_BS | is_outside_BS, 0), self.weight)
+        x_BSM = x_BSM * is_own_BS[..., None]
         return reduce_from_tp_region(x_BSM, *self.region)
 
 
@@ -269,9 +277,10 @@ def shard_layer(layer, group, sequence):
 
 
 def vocab_parallel_logprobs(model, first, group, hidden_NM, targets_N, /, *, temperature=1.0):
-    """Return log-probs and entropies, (N,). This rank's rows of the head start at word `first`."""
+    """Return log-probs and entropies, (N,). This rank's rows of the head begin with row `first`."""
     hidden_NM = Communicate.apply(hidden_NM, group, None, all_reduce_sum)  # (2)
-    z_Nv = F.linear(hidden_NM, model.head_weight) / temperature
+    z_Nv = F.linear(hidden_NM, model.head_weight)
+    z_Nv = z_Nv.to(torch.promote_types(z_Nv.dtype, torch.float32)) / temperature
     # NUMERICS: (4) and (5) hold for any m. With the largest logit of all ranks, exp stays finite.
     m_N = z_Nv.detach().amax(-1)
     dist.all_reduce(m_N, dist.ReduceOp.MAX, group)
@@ -281,7 +290,7 @@ def vocab_parallel_logprobs(model, first, group, hidden_NM, targets_N, /, *, tem
     is_own_N = (row_N >= 0) & (row_N < z_Nv.shape[1])
     z_target_N = z_Nv.gather(-1, row_N.where(is_own_N, 0)[:, None])[:, 0] * is_own_N
     # The ranks add up three numbers per token. If rank 0 has the logits log 1 and log 2, and rank 1
-    # has log 5, then m = log 5 and s = (0.2 + 0.4) + 1 = 1.6. The log-prob of the second word is
+    # has log 5, then m = log 5 and s = (0.2 + 0.4) + 1 = 1.6. The log-prob of the second token is
     # log 2 - log 5 - log 1.6 = log(2 / 8). All ranks get the same sums, so nothing is sent back.
     sums_3N = torch.stack((exp_Nv.sum(-1), (exp_Nv * z_Nv).sum(-1), z_target_N))
     s_N, u_N, z_target_N = Communicate.apply(sums_3N, group, all_reduce_sum, None)  # (3)
@@ -309,13 +318,13 @@ def shard_weights(model, group, sequence):
 def tensor_parallel(model, group, sequence=False):
     """Shard a model, in place. hidden, logits and logprobs return the same."""
     shard_weights(model, group, sequence)
-    words, first = model.model.embed_tokens.words, model.model.embed_tokens.first
+    vocab_size, first = model.model.embed_tokens.vocab_size, model.model.embed_tokens.first
 
     # An all-gather needs equal shapes, so 6 and 5 logits are padded to 6 and 6. No backward here.
     def logits(hidden, /):
         own = F.linear(hidden, model.head_weight)
-        size = math.ceil(words / dist.get_world_size(group))
-        return all_gather(F.pad(own, (0, size - own.shape[-1])), group, -1)[..., :words]
+        size = math.ceil(vocab_size / dist.get_world_size(group))
+        return all_gather(F.pad(own, (0, size - own.shape[-1])), group, -1)[..., :vocab_size]
 
     model.logits = logits
     model.logprobs = functools.partial(vocab_parallel_logprobs, model, first, group)
@@ -431,8 +440,8 @@ def run_1f1b(forward, number, like, group):
     for n in range(warm_up):
         x = exchange(stage - 1, receive=True)
         exchange(stage + 1, send=forward_one(n, x))
-    # Steady state: one forward, one backward. Our states go on, and the gradient of an earlier
-    # micro-batch comes back. Then our gradient for it goes back, and the next states come.
+    # Steady state: one forward, one backward. Send states to the next stage, and receive from it
+    # the gradient of an earlier micro-batch. Then do the same with the stage before.
     x = exchange(stage - 1, receive=warm_up < number)
     for n in range(warm_up, number):
         y = forward_one(n, x)
@@ -456,7 +465,8 @@ def layout(name, grid):
     # FSDP cuts a layer by rows, and its backward has summed the gradients already.
     if grid.fsdp and ".layers." in name:
         return dict(over="dc", dim=0, replicas="", partial="")
-    # d and c ranks always have different tokens. For a matrix that is cut over t, that is all.
+    # d and c ranks always have different tokens, so they have partial gradients of all parameters.
+    # A matrix that is cut over t has the whole sum over t: each t rank has its own entries.
     if module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"):
         return dict(over="t", dim=0, replicas="dc", partial="dc")
     if module in ("o_proj", "down_proj") and kind == "weight":
@@ -500,7 +510,7 @@ def clip_grad_norm(model, max_norm, grid):
 #              weight   gradient   moments   bytes   messages
 #     plain    whole    whole      whole        16   all-reduce of gradients, once a step
 #     ZeRO-1   whole    whole      shard        10   the same, and all-gather of new weights
-#     FSDP     shard    shard      shard         4   in a layer: 2 all-gathers, 1 reduce-scatter
+#     FSDP     shard    shard      shard         4   of a layer: 2 all-gathers, 1 reduce-scatter
 class ZeroAdamW:
     """AdamW with sharded moments. The replicas of a parameter must divide its number of entries."""
 
@@ -522,21 +532,33 @@ class ZeroAdamW:
 
 
 # 9. FSDP of a layer -----------------------------------------------------------------------------
+# Each rank keeps some rows of each parameter (arXiv:2304.11277). A layer's parameters travel in one
+# message. If a layer has a matrix a of 5 rows and b of 3, each of 2 ranks sends 3 + 2 rows:
+#
+#     rank 0   a0 a1 a2 | b0 b1      . is padding. The left part, rank after rank, is a, and the
+#     rank 1   a3 a4 .  | b2 .       right part is b.
 def fully_shard_layer(layer, group):
-    """Keep this rank's rows of each parameter, in place (arXiv:2304.11277): W divides the rows."""
+    """Keep this rank's rows of each parameter, in place."""
     # functional_call runs a module with other tensors in place of its parameters, by their names.
     # whole_layer keeps the old forward: layer.forward is replaced below, and would call itself.
     whole_layer = nn.Module()
     whole_layer.layer = layer
     whole_layer.forward = layer.forward
+    W = dist.get_world_size(group)
+    shapes = {name: p.shape for name, p in layer.named_parameters()}
+    sizes = [math.ceil(shape[0] / W) * shape[1:].numel() for shape in shapes.values()]
     for p in layer.parameters():
         p.data = parameter_shard(p, group).data
 
     # The ranks have different tokens and need the same whole weights. The backward of the gather
     # is a reduce-scatter: each rank gets the gradient of its rows, summed over all ranks.
     def gather_and_run(*args):
-        whole = {f"layer.{name}": Communicate.apply(p, group, all_gather, reduce_scatter)  # (1)
-                 for name, p in layer.named_parameters()}  # fmt: skip
+        shards = [p.flatten() for p in layer.parameters()]
+        flat = torch.cat([F.pad(x, (0, size - len(x))) for x, size in zip(shards, sizes)])
+        all_WX = Communicate.apply(flat, group, all_gather, reduce_scatter).view(W, -1)  # (1)
+        whole = {}
+        for (name, shape), x_Wx in zip(shapes.items(), all_WX.split(sizes, 1)):
+            whole[f"layer.{name}"] = x_Wx.flatten()[: shape.numel()].view(shape)
         return torch.func.functional_call(whole_layer, whole, args)
 
     # Autograd would keep the whole weights until the backward. A checkpoint keeps the input only,
@@ -551,14 +573,14 @@ PATIENCE = datetime.timedelta(seconds=20)
 ADAMW = dict(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 PLANS = {  # number of ranks -> plans
     1: ("d1",),
-    2: ("d2", "t2", "t2 sp", "d2e2", "p2", "d2 fsdp"),
+    2: ("d2", "c2", "t2", "t2 sp", "d2e2", "p2", "d2 fsdp"),
     4: ("d2t2", "d2t2e2 sp", "p2d2", "p2t2", "p2t2 sp", "p4", "d4", "c2d2e2", "c2t2 sp"),
 }
 
 
 def check_model():
     """Return a model of 4 layers with everything that a plan splits."""
-    import models  # not at the top: the rest of this file works without models.py
+    import models  # not at the top: all but the check works without models.py
 
     # Layers 0 and 2 are dense. In layers 1 and 3, each token runs through 2 of 4 experts.
     torch.manual_seed(0)
@@ -579,10 +601,24 @@ def check_loss(model, hidden_BSM, targets_BS, mask_BS, Z):
     return -((logprob_N + 0.1 * entropy_N) * mask_BS.flatten()).sum() / Z  # (1)
 
 
+def check_share(grid, batch):
+    """Return this rank's share of a batch of 8 tokens a row, and the options of `hidden` for it."""
+    from ring_attention import ring_attention, zigzag_indices
+
+    # d ranks have different rows, and c ranks different tokens of each row, which attend to one
+    # another in a ring. Ranks of one t or p group have the same rows and tokens.
+    ring = grid.group["c"]
+    own_s = zigzag_indices(8, dist.get_rank(ring), dist.get_world_size(ring), batch[0].device)
+
+    def attention(q, k, v, /, *, layer, **options):
+        return ring_attention(q, k, v, group=ring, **options)
+
+    share = [own_chunk(x, grid.group["d"])[:, own_s] for x in batch]
+    return share, dict(positions=own_s[None], attention=attention)
+
+
 class Training:
     """A model under a plan and its steps. The checks below take any class with these methods."""
-
-    eps = 1e-6  # of (7). 0 in a class that divides by the norm alone
 
     def __init__(self, model, text):
         self.model = model
@@ -613,20 +649,18 @@ def check_plan(text, training_class, model):
     """Train two steps under a plan and on one process. Return the largest error of all ranks."""
     torch.manual_seed(0)
     weight = model.head_weight  # has the dtype and the device of all others
-    tokens = torch.randint(VOCAB, (8, 9))
-    batch = tokens[:, :-1], tokens[:, 1:], torch.rand(8, 8) < 0.7  # inputs, targets, loss mask
-    batch = [x.to(weight.device) for x in batch]
-    Z = batch[2].sum()
+    tokens = torch.randint(VOCAB, (8, 9)).to(weight.device)
+    mask = (torch.rand(8, 8) < 0.7).to(weight.device)
+    batch = tokens[:, :-1], tokens[:, 1:], mask
+    Z = mask.sum()
     truth = copy.deepcopy(model)
     training = training_class(copy.deepcopy(model), text)
     model, grid = training.model, training.grid
     truth_optimizer = torch.optim.AdamW(truth.parameters(), **ADAMW)
-    # The check has no ring, so here c ranks take different rows, as d ranks do. Ranks of different
-    # t or p take the same rows.
-    micro_batches = list(zip(*(own_chunk(x, grid.group["dc"]).split(2) for x in batch)))
+    share, options = check_share(grid, batch)
+    micro_batches = list(zip(*(x.split(2) for x in share)))
     t = dist.get_world_size(grid.group["t"])
-    like = weight.new_empty(2, 8 // t if grid.sequence else 8, WIDTH)
-    positions = torch.arange(8, device=weight.device)[None]
+    like = weight.new_empty(2, share[0].shape[1] // (t if grid.sequence else 1), WIDTH)
     errors = []
 
     def compare(found, expected):
@@ -634,9 +668,8 @@ def check_plan(text, training_class, model):
 
     def forward(n, x):
         tokens_BS, targets_BS, mask_BS = micro_batches[n]
-        # With sequence parallelism, the states of a stage are a shard of the tokens, but attention
-        # and RoPE run on all 8 tokens of a row.
-        x = model.hidden(tokens_BS if x is None else x, positions=positions)
+        # With sequence parallelism x is a shard, but attention and RoPE run on all t ranks' tokens.
+        x = model.hidden(tokens_BS if x is None else x, **options)
         if hasattr(model, "lm_head"):
             compare(model.logits(x), truth.logits(x))
             x = check_loss(model, x, targets_BS, mask_BS, Z)
@@ -649,8 +682,7 @@ def check_plan(text, training_class, model):
         loss.backward()
         run_1f1b(forward, len(micro_batches), like, grid.group["p"])
         compare(all_reduce_sum(sum(losses), None), t * loss)  # each of t ranks has the loss
-        norm = nn.utils.get_total_norm([p.grad for p in truth.parameters()])
-        nn.utils.clip_grads_with_norm_(truth.parameters(), 0.1, norm + training.eps - 1e-6)
+        norm = nn.utils.clip_grad_norm_(truth.parameters(), 0.1)
         compare(training.reduce_and_clip(0.1), norm)
         truth_optimizer.step()
         training.optimizer.step()
@@ -690,12 +722,11 @@ def main(argv):
         return print(__doc__)
     if argv:
         sys.exit(f"expected no arguments, got {argv}")
-    try:
-        model = check_model()
-    except ModuleNotFoundError as missing:
-        reason = f"because the check splits its model: {missing}"
-        print(f"expected models.py next to parallel.py, {reason}", file=sys.stderr)
-        sys.exit(2)
+    for name in ("models", "ring_attention"):  # the check splits a model, whose c ranks are a ring
+        if not importlib.util.find_spec(name):
+            print(f"expected {name}.py next to parallel.py, for the check", file=sys.stderr)
+            sys.exit(2)
+    model = check_model()
     if "RANK" not in os.environ:
         errors = check_plans(PLANS, Training, model)
     else:

@@ -1,24 +1,28 @@
-"""GRPO on multi-turn tasks: play each prompt several times, and make the better games likelier.
+"""GRPO on multi-turn tasks: play each prompt several times, and make better games more probable.
 
-Two rules make a run the same on any number of ranks, until rounding changes a sampled token.
-**Every loss is a sum over sampled tokens, divided by Z**, the number of sampled tokens in the
-minibatch on all ranks. So gradients are summed over ranks and never averaged. **Each sampling draw
-depends only on (seed, step, group, rollout)**, and never on the rank.
+Two rules make a run the same on any number of ranks, until rounding changes a sampled token. A loss
+is a sum over sampled tokens, divided by **one Z**, their number in the minibatch on all ranks: so
+gradients are summed and never averaged. **A draw depends on (seed, step, group, rollout)** alone.
 
-    python train_grpo.py                                   # learn `guess`, on one process
-    torchrun --nproc-per-node 2 train_grpo.py --plan c2    # 2 ranks share each row's tokens
+    python train_grpo.py                                     # learn `guess`, on one process
+    torchrun --nproc-per-node 4 train_grpo.py --plan d2t2    # cut the batch, and each layer, in two
     python train_grpo.py --model DIR --data FILE.jsonl --save NEW    # a released model learns
 
-A group is the rollouts, or games, of one prompt. Rollout i has the reward R_i and sampled tokens t.
-Their log-probs under softmax(logits / temperature) are lp_t now, and were old_t when sampled. H_t
-is the entropy of the policy's distribution at t. The folder full/ adds importance weights, a critic
-and experts. It also has the GRPO paper's terms: A_i / std, a mean over each rollout, a KL penalty.
+A group is the games, or rollouts, of one prompt. Rollout i has the reward R_i and sampled tokens t.
+Of softmax(logits / temperature), lp_t is the log-prob now, old_t when sampled, H_t the entropy now.
 
     (1)  A_i  = R_i - mean of the group's rewards
     (2)  r_t  = exp(lp_t - old_t)
     (3)  l_t  = -min(r_t A_i, clip(r_t, 1 - low, 1 + high) A_i)  gradient -r_t A_i dlp_t, or 0
     (4)  l_t <- l_t - entropy_coef H_t
     (5)  loss = sum of l_t / Z over all ranks
+
+What is GRPO (arXiv:2402.03300) here, and what is not:
+    (1)  GRPO also divides by the group's standard deviation. Dr. GRPO (2503.20783) does not.
+    (3)  is the clip of PPO (1707.06347). The wider upper bound is from DAPO (2503.14476).
+    (5)  is the token mean of DAPO. GRPO takes the mean of each rollout, then of all rollouts, so a
+         token of a long rollout counts less. Dr. GRPO divides by a constant.
+    KL   GRPO adds a KL penalty to a reference. DAPO and Dr. GRPO do not. The folder full/ has all.
 
 Letters in names are dimensions:  B rows   G rollouts of a group   N sampled tokens   V vocabulary
 M width   S targets of a row: its tokens but the first   s this rank's share of S
@@ -27,13 +31,12 @@ M width   S targets of a row: its tokens but the first   s this rank's share of 
 import argparse
 import copy
 import datetime
-import difflib
 import json
 import os
 import re
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from pathlib import Path
 
@@ -48,6 +51,9 @@ from ring_attention import ring_attention, zigzag_indices
 from tree_attention import tree_logprobs
 
 # 1. Settings, and random numbers ----------------------------------------------------------------
+def flag(default, text, least=None):
+    """Return a field of `Config` that is a flag of the command line, with its help and bound."""
+    return field(default=default, metadata={"help": text, "least": least})
 
 
 @dataclass
@@ -55,41 +61,43 @@ class Config:
     """The settings of a run."""
 
     # the run
-    seed: int = 0  # of weights, data and sampling
-    steps: int = 150  # batches of rollouts
+    seed: int = flag(0, "of weights, data and sampling", least=0)
+    steps: int = flag(150, "batches of rollouts", least=1)
     # the task
     size: int = 7  # guess: numbers
     turns: int = 4  # guess: answers allowed
-    data: str | None = None  # questions: a file of JSON lines
+    data: str | None = flag(None, "questions: a file of JSON lines")
     # the model
     layers: int = 3  # decoder layers
     hidden: int = 96  # model width
     heads: int = 4  # query heads; half as many key heads
-    dtype: str = "float32"  # of weights and products: float32 or float64
-    model: str | None = None  # directory of a Hugging Face checkpoint. Default: random weights
-    save: str | None = None  # directory for the trained weights of such a model
+    dtype: str = flag("float32", "float32 or float64")
+    model: str | None = flag(None, "a Hugging Face checkpoint")  # None: random weights
+    save: str | None = flag(None, "gets the trained weights of --model")
     # rollouts
-    prompts: int = 28  # groups of a step, over all ranks; a step is one batch of rollouts
-    group: int = 16  # rollouts of one prompt
-    max_new_tokens: int = 16  # limit of a rollout after its prompt, the task's replies included
-    temperature: float = 1.0  # of sampling and of every log-prob
+    prompts: int = flag(28, "groups of a step", least=2)  # over all ranks, for 2 minibatches
+    group: int = flag(16, "rollouts of a prompt", least=2)
+    max_new_tokens: int = flag(16, "maximum of a rollout", least=1)  # with the task's replies
+    temperature: float = flag(1.0, "of sampling", least=1e-6)  # and of every log-prob
     # the loss
     clip_low: float = 0.2  # ratio clip below 1
     clip_high: float = 0.28  # ratio clip above 1; 0.28 is DAPO's
     entropy_coef: float = 0.02  # weight of the entropy bonus
     # the optimizer
     minibatches: int = 2  # optimizer steps for each batch of rollouts
-    rows: int = 256  # rollouts of one forward and backward, which limit the memory of activations
-    lr: float = 1e-3  # AdamW
+    rows: int = flag(256, "rollouts per forward pass", least=1)  # for the memory of activations
+    lr: float = flag(1e-3, "of AdamW", least=1e-9)
     lr_warmup: int = 5  # steps of linear warm-up, at most --steps; 0: none
     beta2: float = 0.99  # AdamW
     max_grad_norm: float = 1.0  # clip the global norm
-    plan: str = ""  # d: data, t: tensor, c: context (ring), and the number of ranks, such as d2
-    tree: bool = False  # compute each prefix that rollouts share only once
-    device: str = "cpu"  # cpu, or cuda: a GPU for each rank
-    # output
+    # the ranks
+    plan: str = flag("d1", "d2, t2, c2, or a product as d2t2")  # data, tensor, context (ring)
+    tree: bool = flag(False, "compute shared prefixes once")
+    device: str = flag("cpu", "cpu, or cuda: a GPU for each rank")
+    # evaluation
     eval_every: int = 10  # steps between evaluations; the last step always evaluates
     eval_prompts: int = 70  # prompts of one evaluation; guess repeats its few secrets
+    metrics: str = flag(os.devnull, "gets a JSON line for each step")
 
 
 # A released model has learned already: smaller steps, and fewer and longer rollouts than `guess`.
@@ -106,8 +114,6 @@ def uniforms(key, count):
 
 
 # 2. The task ------------------------------------------------------------------------------------
-
-
 def deal(seed, index, size) -> int:
     """Return card `index` of an endless row of shuffled decks of 0..size-1."""
     # Each card comes equally often. Size 3: deck 0 is dealt at indices 0 1 2, deck 1 at 3 4 5.
@@ -289,7 +295,7 @@ class Batch:
     """The rollouts of a step."""
 
     groups: dict  # number -> episodes, of the groups that this rank has played
-    kept: list  # numbers of the groups that are trained on, in order: here all groups of the step
+    kept: list  # numbers of the groups to train on, here all. DAPO drops groups of equal rewards
     count: int  # minibatches
 
     def minibatches(self):
@@ -344,8 +350,6 @@ class Source:
 
 
 # 4. Advantages, the loss, and its log-probs: by rows, a ring or a tree ----------------------------
-
-
 def advantages(rewards_G):
     """Return A of (1), an array (G,), for the float64 rewards (G,) of one group."""
     # Equal rewards say nothing, and get exact zeros: in floats, the mean of .1 .1 .1 is not .1.
@@ -423,8 +427,6 @@ def score_tree(config, model, episodes, ring):
 
 
 # 5. The trainer ---------------------------------------------------------------------------------
-
-
 class Trainer:
     """The policy and its optimizer. All ranks call every method, each with its own episodes."""
 
@@ -436,6 +438,10 @@ class Trainer:
         self.model = model
         parallel.tensor_parallel(model, grid.group["t"])
         self.score = score_tree if config.tree else score_rows
+
+        # A part of a minibatch has whole groups, if a group fits, as each part is a tree of its
+        # own: 8 rollouts of 4 tokens after a prompt of 20 are 52 tokens in one tree, 72 in two.
+        self.rows = config.rows // config.group * config.group or config.rows
         options = dict(lr=config.lr, betas=(0.9, config.beta2), weight_decay=0.0)
         self.optimizer = torch.optim.AdamW(model.parameters(), **options)
 
@@ -488,8 +494,8 @@ class Trainer:
         # The loss is a sum, so the gradients of its parts add up. Each part frees its activations.
         self.optimizer.zero_grad()
         total = 0.0
-        for first in range(0, len(episodes), self.config.rows):
-            part = episodes[first : first + self.config.rows]
+        for first in range(0, len(episodes), self.rows):
+            part = episodes[first : first + self.rows]
             scores = self.score(self.config, self.model, part, self.grid.group["c"])
             loss = grpo_loss(self.config, part, *scores, Z)
             loss.backward()
@@ -501,6 +507,8 @@ class Trainer:
     def optim_step(self, lr) -> dict:
         """Sum the gradients over ranks, clip them by their global norm, and update the weights."""
         # There is no division by the number of ranks, because Z counted the tokens of all ranks.
+        # With 10 tokens on a rank and 30 on another, a mean of the ranks' means would give a token
+        # of the first rank three times the weight of a token of the second.
         parallel.reduce_gradients(self.model, self.grid)
         norm = parallel.clip_grad_norm(self.model, self.config.max_grad_norm, self.grid)
         self.optimizer.param_groups[0]["lr"] = lr
@@ -509,8 +517,6 @@ class Trainer:
 
 
 # 6. The loop ------------------------------------------------------------------------------------
-
-
 def train(config, source, trainer, log, first_step=0):
     """Train, log each step, and return the fraction of prompts solved in the last evaluation."""
     # first_step: where to go on, if you resume a run from weights and an optimizer of your own.
@@ -523,7 +529,7 @@ def train(config, source, trainer, log, first_step=0):
         metrics = trainer.prepare(batch)
 
         # Take several optimizer steps on a batch. Ranks divide their parts of the loss by Z, so
-        # counts are summed first. If you leave out groups, a minibatch may be empty: 0 / 0 is NaN.
+        # counts are summed first. If groups are dropped, a minibatch may be empty: 0 / 0 is NaN.
         updates = []
         for minibatch in batch.minibatches():
             Z = trainer.total(trainer.loss_denominator(minibatch))
@@ -544,35 +550,25 @@ class Log:
         # disable=None: the bar is for a terminal, and not for a pipe.
         self.file = file
         self.bar = tqdm(total=config.steps, unit="step", file=sys.stdout, disable=None)
-        self.idle = 0  # steps in a row in which all rollouts of each group had the same reward
-        self.warned = False
 
     def step(self, step, batch, metrics, updates, solved):
         """Log a step: the sum of its updates' losses, and the norm of the last update, if any."""
-        reward = metrics["reward/mean"]
-        loss = sum(update["loss"] for update in updates)
-        norm = updates[-1]["grad_norm"] if updates else None
-        line = {"step": step, "loss": loss, "grad_norm": norm}
+        line = {"step": step, "loss": sum(update["loss"] for update in updates)}
+        line["grad_norm"] = updates[-1]["grad_norm"] if updates else None
         print(json.dumps(line | metrics | {"solved": solved}), file=self.file, flush=True)
-        self.idle = self.idle + 1 if metrics["reward/groups_equal"] == 1 else 0
-        sampled = metrics["reward/solved"]
-        if self.idle == 3 and not self.warned:
-            self.warned = True
-            self.bar.clear()  # so that the line stands above the bar
-            print(f"after {step + 1:3} steps: in 3 steps no group had two different rewards, so "
-                  f"there was nothing to learn; {sampled:.2f} solved in training", flush=True)
+        reward = metrics["reward/mean"]
         if solved is not None:
-            self.bar.clear()
+            self.bar.clear()  # so that the line stands above the bar
             print(f"after {step + 1:3} steps: reward {reward:.3f}, solved {solved:.2f} "
-                  f"({sampled:.2f} in training)", flush=True)  # fmt: skip
+                  f"({metrics['reward/solved']:.2f} in training)", flush=True)  # fmt: skip
+            if metrics["reward/groups_equal"] == 1:
+                print("nothing to learn: all rollouts of each group had equal rewards", flush=True)
             self.bar.set_description(f"solved {solved:.2f}")
         self.bar.set_postfix(reward=f"{reward:.3f}", refresh=False)
         self.bar.update()
 
 
 # 7. The check: steps by loops over tokens -------------------------------------------------------
-
-
 def plain_step(config, model, optimizer, batch, updates):
     """Redo a step of 3 groups with plain loops, given its draws. Return found minus expected."""
     errors = []
@@ -646,8 +642,6 @@ def check():
 
 
 # 8. The program ---------------------------------------------------------------------------------
-
-
 def build_policy(config, task, **family):
     """Return the model of --model, or a small one with random weights, the same on every rank."""
     if config.model:
@@ -675,92 +669,63 @@ def refuse(reason):
 
 
 def parse_config(argv):
-    """Return a command line's settings, and the open file of --metrics. Refuse what cannot run."""
+    """Return the settings of a command line. Refuse what cannot run."""
     world = int(os.environ.get("WORLD_SIZE", 1))
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     parser = argparse.ArgumentParser(description="Learn a task.", allow_abbrev=False)
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.error = refuse
-    add = parser.add_argument
-    add("--seed", type=int, default=Config.seed, help="of weights, data and sampling")
-    add("--steps", type=int, default=Config.steps, help="batches of rollouts")
-    add("--model", metavar="DIR", help="a Hugging Face checkpoint")
-    add("--data", metavar="FILE", help="a line: {question, answer}")
-    add("--save", metavar="DIR", help="gets the trained weights of --model")
-    add("--lr", type=float, default=Config.lr, help="of AdamW")
-    add("--prompts", type=int, metavar="N", default=Config.prompts, help="groups of a step")
-    add("--group", type=int, metavar="N", default=Config.group, help="rollouts of a prompt")
-    add("--max-new-tokens", type=int, metavar="N", default=Config.max_new_tokens, help="limit")
-    add("--temperature", type=float, metavar="T", default=Config.temperature, help="of sampling")
-    add("--rows", type=int, metavar="N", default=Config.rows, help="rollouts of a forward")
-    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    add("--device", choices=devices, metavar="D", default=devices[-1], help=" or ".join(devices))
-    dtypes = "float32", "float64"
-    add("--dtype", choices=dtypes, metavar="DTYPE", default=Config.dtype, help=" or ".join(dtypes))
-    add("--plan", default=f"d{world}", help="d2, t2 or c2: a letter and all ranks")
-    add("--tree", action="store_true", help="compute shared prefixes once")
-    add("--metrics", metavar="FILE", default=os.devnull, help="gets a JSON line for each step")
+    kinds = {int: dict(type=int, metavar="N"), float: dict(type=float, metavar="X")}
+    kinds[bool] = dict(action="store_true")
+    for x in fields(Config):
+        if x.metadata:
+            name, kind = "--" + x.name.replace("_", "-"), kinds.get(x.type, dict(metavar="TEXT"))
+            parser.add_argument(name, default=x.default, help=x.metadata["help"], **kind)
+    parser.set_defaults(plan=f"d{world}", device=devices[-1])
     if any(word.startswith("--model") for word in argv):
         parser.set_defaults(**RELEASED)
-    known, unknown = parser.parse_known_args(argv)
-    given = vars(known)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].strip("-"), given, 1)
-        advice = f"; did you mean --{near[0]}?" if near else ""
-        refuse(f"expected a flag that --help lists, got {unknown[0]}{advice}")
-    file = given.pop("metrics")
-    config = Config(**given)
-    if config.steps < 1 or not 0 <= config.seed < 2**63:
-        refuse(f"expected --steps >= 1, 0 <= --seed < 2**63, got {config.steps} and {config.seed}")
-    least = dict(prompts=config.minibatches, group=2, max_new_tokens=1, rows=1)
-    for name, bound in least.items():
-        if getattr(config, name) < bound:
-            flag = name.replace("_", "-")
-            refuse(f"expected --{flag} >= {bound}, got {getattr(config, name)}")
-    if not (0 < config.temperature < np.inf and 0 < config.lr < np.inf):
-        given = f"{config.temperature} and {config.lr}"
-        refuse(f"expected --temperature > 0 and --lr > 0, got {given}")
-    if bool(config.model) != bool(config.data):
-        refuse("expected --model and --data together")
-    if config.save and not config.model:
-        refuse("expected --save with --model")
+    config = Config(**vars(parser.parse_args(argv)))
+    for holds, expected in requirements(config, world, devices):
+        if not holds:
+            refuse(f"expected {expected}")
+    return config
 
-    # Which plans fit? Each d rank needs a group in every minibatch, and t must divide the key
-    # heads. A tree runs on whole sequences and whole layers, so only d goes with it.
-    key_heads = config.heads // 2
-    if config.model:
-        key_heads = models.read_config(config.model).num_key_value_heads
-    fits = {"d": world <= config.prompts // config.minibatches, "c": not config.tree}
-    fits["t"] = not config.tree and key_heads % world == 0
-    plans = [f"{letter}{world}" for letter in fits if fits[letter]]
-    if config.plan not in plans:
-        expected = " or ".join(plans) or "of fewer ranks, because no plan fits"
-        letter, ranks = config.plan[:1], config.plan[1:]
-        reason = {"d": "each rank needs a group of a minibatch: ",
-                  "t": f"ranks cannot share {key_heads} key heads: "}.get(letter, "")  # fmt: skip
-        if config.tree and letter in ("t", "c"):
-            reason = "--tree runs on whole rows and whole layers: "
-        if letter in fits and ranks.isdigit() and int(ranks) not in (0, world):
-            reason = f"start it with torchrun --nproc-per-node {ranks}: "
-        refuse(f"{reason}expected --plan {expected}, got {config.plan!r} on {world} ranks")
 
-    # Rank 0 alone writes the file.
-    try:
-        return config, open(file if os.environ.get("RANK", "0") == "0" else os.devnull, "w")
-    except OSError as error:
-        refuse(f"expected a file that can be written, got --metrics {file}: {error.strerror}")
+def requirements(c, world, devices):
+    """Yield pairs for the settings c: does it hold? What is expected?"""
+    for x in fields(Config):
+        name, least, found = x.name.replace("_", "-"), x.metadata.get("least"), getattr(c, x.name)
+        yield least is None or least <= found < 2**63, f"--{name} >= {least}, got {found}"
+    yield c.dtype in ("float32", "float64"), f"--dtype float32 or float64, got {c.dtype}"
+    yield c.device in devices, f"--device {' or '.join(devices)}, got {c.device}"
+    yield bool(c.model) == bool(c.data), "--model and --data together"
+    yield c.model or not c.save, "--save with --model"
+    got = f"got --plan {c.plan} on {world} ranks"
+    is_plan = re.fullmatch(r"(([dtc])(?!\w*\2)[1-9]\d*)+", c.plan)  # \w*\2: the letter again
+    yield is_plan, f"a product of d, t and c such as d2t2, {got}"
+    degrees = {letter: int(number) for letter, number in re.findall(r"([dtc])(\d+)", c.plan)}
+    d, t, ring = (degrees.get(letter, 1) for letter in "dtc")
+    yield d * t * ring == world, f"torchrun --nproc-per-node {d * t * ring}, {got}"
+    most = c.prompts // c.minibatches
+    yield d <= most, f"d <= {most}, because each d rank needs a group of a minibatch, {got}"
+    heads = models.read_config(c.model).num_key_value_heads if c.model else c.heads // 2
+    yield heads % t == 0, f"t that divides the {heads} key heads, {got}"
+    yield ring == 1 or not c.tree, f"--tree without c, which cuts rows, {got}"
 
 
 def main(argv):
     """Check this file, then learn a task. Print a game and what is solved in the end."""
-    if os.environ.get("RANK", "0") != "0":
+    is_first = os.environ.get("RANK", "0") == "0"
+    if not is_first:
         sys.stdout = open(os.devnull, "w")  # all ranks do the same, and rank 0 alone prints
     try:
-        config, file = parse_config(argv)
+        config = parse_config(argv)
         task = Questions(config) if config.model else Guess(config)
         model = build_policy(config, task)
-        if config.save and os.environ.get("RANK", "0") == "0":
+        file = open(config.metrics if is_first else os.devnull, "w")
+        if config.save and is_first:
             Path(config.save).mkdir(parents=True)  # now, and not when all is trained
-    except (OSError, ValueError) as error:  # a file of --model or --data is not as it should be
+    except (OSError, ValueError) as error:  # a file is not there, or is not as it should be
         refuse(error)
     except ModuleNotFoundError as missing:
         refuse(f"expected the package {missing.name}: pip install {missing.name}")
@@ -793,9 +758,9 @@ def main(argv):
         weights = {}
         for name, p in trainer.model.named_parameters():
             whole = trainer.whole(name, p)  # every rank calls, and rank 0 keeps it
-            if dist.get_rank() == 0:
+            if is_first:
                 weights[name] = whole
-        if weights:
+        if is_first:
             models.save(weights, config.save, config.model)
     print(f"sample: {source.task.show(source.shown.tokens)}\nsolved {solved:.2f}", flush=True)
     dist.barrier()  # no rank leaves while another one still needs its connections

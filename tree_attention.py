@@ -14,17 +14,19 @@ What it must equal, for sequences x^1 .. x^R of L_i tokens and a loss f_i of eac
 
     (1)  token i of the tree sees token j  iff  j is an ancestor of i, or i itself
          and, in a layer with a window w,       depth of i - depth of j < w
+         s_ij = scale q_i . k_j   lse_i = log sum_j exp(s_ij)   out_i = sum_j exp(s_ij - lse_i) v_j
     (2)  lp^i_s     =  log p[x^i_s],  p = softmax(W h),  where h is the state of the token before it
          H^i_s      =  -sum_v p[v] log p[v]
     (3)  loss       =  sum_i f_i(lp^i, H^i)
     (4)  dloss/dlp_t   =  sum of df_i/dlp^i at token t over the sequences i that contain t
          dloss/dH_t    likewise, with df_i/dH^i
-    (5)  dk_j, dv_j    =  sum over the tokens that see j: tokens of its own segment, by autograd,
-                          and tokens of segments below, which add to a detached copy's gradient
+    (5)  P_ij = exp(s_ij - lse_i)      dS_ij = P_ij (dout_i . v_j - dout_i . out_i)
+         dv_j = sum_i P_ij dout_i     dk_j = scale sum_i dS_ij q_i     dq_i = scale sum_j dS_ij k_j
+         where i runs over all tokens that see j, in the segment of j and in segments below it
 
-Letters in names are dimensions:  N tokens of the tree   n tokens of a segment   m tokens of a
-segment and of the path above it   B rows   S tokens of a row   H query heads   G key heads   D head
-size   M width   V vocabulary
+Letters in names are dimensions:  N tokens of the tree   n tokens of a segment   k keys of a segment
+B rows   S tokens of a row   H query heads   G key heads   r = n H / G   D head size   M width
+V vocabulary
 """
 
 import math
@@ -124,53 +126,56 @@ def radix_tree(sequences):
 
 # 3. The whole tree in one call ------------------------------------------------------------------
 #
-# Pack the tokens in preorder: a token, then everything below it, branch after branch. A mask hides
-# everything but the ancestors (1), and the position of a token is its depth. 5 6 7 / 5 6 8 / 5 9:
+# Pack the tokens in preorder: a token, then everything below it, branch after branch. Then the
+# descendants of token j are the tokens right after it, up to an end. So (1) is two comparisons:
+# i sees j iff j <= i < end of j. The position of a token is its depth. 5 6 7 / 5 6 8 / 5 9:
 #
-#     index  0 1 2 3 4       token 5   sees  0  x             path  0
-#     token  5 6 7 8 9             6         1  x x                 0 1
-#     depth  0 1 2 2 1             7         2  x x x               0 1 2
-#                                  8         3  x x . x             0 1 3
-#                                  9         4  x . . . x           0 4
+#     index   0 1 2 3 4       token 5   sees  0  x
+#     token   5 6 7 8 9             6         1  x x
+#     depth   0 1 2 2 1             7         2  x x x
+#     parent  . 0 1 1 0             8         3  x x . x         key 1, token 6, has the end 4:
+#     end     5 4 3 4 5             9         4  x . . . x       tokens 1, 2 and 3 see it
 
 
 def pack(root):
-    """Return the tokens in preorder, the path to each, and {sequence: path to its last token}.
+    """Return [token, depth, parent, end] of each token in preorder, and {sequence: last index}.
 
-    A path is a list of indices, from the first token of a sequence to the token itself. Each token
-    has a list, so memory grows with tokens times depth. The mask grows with tokens times tokens.
+    parent: the index of the token before it, or -1 if it is the first of its sequences.
+    end: the index after its last descendant. last index: of the token with which a sequence ends.
     """
-    tokens = []
-    paths = []
-    last_path = {}
+    packed = []
+    last = {}
 
-    def visit(node, path):
-        # The next free index is the token's index: a parent comes before everything below it.
-        for token in node.tokens:
-            path = [*path, len(tokens)]
-            tokens.append(token)
-            paths.append(path)
+    def visit(node, parent):
+        # A parent comes before everything below it. So the next free index is the token's index.
+        segment = []
+        for depth, token in enumerate(node.tokens, node.depth):
+            segment.append([token, depth, parent, None])
+            parent = len(packed)
+            packed.append(segment[-1])
         for i in node.ends:
-            last_path[i] = path
+            last[i] = parent
         for child in node.children:
-            yield visit(child, path)
+            yield visit(child, parent)
 
-    depth_first(visit(root, []))
-    return tokens, paths, last_path
+        # Everything below has been packed. The tokens of a segment have the same last descendant.
+        for entry in segment:
+            entry[3] = len(packed)
+
+    depth_first(visit(root, -1))
+    return packed, last
 
 
 def tree_logprobs(model, sequences, **options):
     """Return (log-probs, entropies) of each sequence, (L_i - 1,) each: one forward of the tree."""
-    tokens, paths, last_path = pack(radix_tree(sequences))
+    packed, last = pack(radix_tree(sequences))
     device = sequences[0].device
-    tokens_N = torch.tensor(tokens, device=device)
-    depth_N = torch.tensor([len(path[:-1]) for path in paths], device=device)  # of its ancestors
+    tokens_N, depth_N, parent_N, end_N = torch.tensor(packed, device=device).T
+    index_N = torch.arange(len(packed), device=device)
+    visible_NN = (index_N <= index_N[:, None]) & (index_N[:, None] < end_N)  # (1)
     behind_NN = depth_N[:, None] - depth_N
-    visible_NN = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
-    for t, path in enumerate(paths):
-        visible_NN[t, path] = True  # (1)
-    visible_NN = visible_NN.to(device)
 
+    # Any kernel that takes a mask computes (1) and (5): there is one segment, the whole tree.
     def attention(q, k, v, /, *, layer, scale, window=None):
         near_NN = visible_NN & (behind_NN < (window or math.inf))  # (1)
         return scaled_dot_product_attention(q, k, v, near_NN, scale=scale, enable_gqa=True)
@@ -178,12 +183,13 @@ def tree_logprobs(model, sequences, **options):
     hidden_NM = model.hidden(tokens_N[None], positions=depth_N[None], attention=attention)[0]
 
     # Token t is scored from the state of its parent, so a token at a fork predicts several. The
-    # first token of a path has no parent: take any state, since its score is not used.
-    parents = [path[-2] if len(path) > 1 else 0 for path in paths]
-    scores = model.logprobs(hidden_NM[parents], tokens_N, **options)  # (2)
+    # first token of a path has no parent: -1 picks any state, since its score is not used.
+    scores = model.logprobs(hidden_NM[parent_N], tokens_N, **options)  # (2)
 
-    # Every sequence reads the scores on its path. Autograd sums over those that read one (4).
-    return [tuple(x_N[last_path[i][1:]] for x_N in scores) for i in range(len(sequences))]
+    # The last token of a sequence sees the whole path: its row of the mask picks the scores of the
+    # path, in order. Autograd sums over the sequences that read a score (4).
+    paths = [visible_NN[last[i]] for i in range(len(sequences))]
+    return [tuple(x_N[path_N][1:] for x_N in scores) for path_N in paths]
 
 
 # 4. Depth first, with detached leaves -----------------------------------------------------------
@@ -206,6 +212,83 @@ def tree_logprobs(model, sequences, **options):
 # backward. With max_tokens, segments are cut into chunks, and no graph waits: a chunk runs without
 # a graph on the way down, and once more, with a graph, on the way up. Then memory holds the keys
 # and values of one path, on one stack, and the graph of one chunk.
+
+
+def stack_heads(x_1HnD, num_key_heads):
+    """Return x_GrD: the queries of all heads that read a key head are rows of one matrix."""
+    # NUMERICS: scores and sums are float32 or better. Results are rounded once.
+    wide = torch.promote_types(x_1HnD.dtype, torch.float32)
+    return x_1HnD.to(wide).reshape(num_key_heads, -1, x_1HnD.shape[3])
+
+
+def path_scores(q_GrD, scale, window, path):
+    """Yield s_Grk, k_GkD and v_GkD of each segment of a path, from the own one up."""
+    # Number positions from the first query on, so that the segment above ends at 0. With n = 2,
+    # segments of 1 and 2 tokens above, without a window and with a window of 3:
+    #
+    #     x .   x   x x        x .   x   . x
+    #     x x   x   x x        x x   x   . .
+    n = path[0].shape[2]
+    query_n = torch.arange(n, device=q_GrD.device)
+    end = n
+    for k_1GkD, v_1GkD in zip(path[::2], path[1::2], strict=True):
+        start = end - k_1GkD.shape[2]
+        k_GkD, v_GkD = k_1GkD[0].to(q_GrD), v_1GkD[0].to(q_GrD)
+        s_Grk = q_GrD @ k_GkD.mT * scale
+        if end > 0 or n - 1 - start >= (window or math.inf):  # else every query sees every key
+            behind_nk = query_n[:, None] - torch.arange(start, end, device=q_GrD.device)
+            visible_nk = (behind_nk >= 0) & (behind_nk < (window or math.inf))  # (1)
+            s_Grk = s_Grk.masked_fill(~visible_nk.repeat(q_GrD.shape[1] // n, 1), -math.inf)
+        yield s_Grk, k_GkD, v_GkD
+        end = start
+
+
+class PathAttention(torch.autograd.Function):
+    """Causal attention from the n tokens of a segment to themselves and the segments above."""
+
+    @staticmethod
+    def forward(ctx, q_1HnD, scale, window, *path):
+        """Return out_1HnD, equation (1).
+
+        path: k (1, G, k, D) and v of the segment, then of the one above it, and so on to the root.
+        """
+        # Segment after segment, out becomes the output over all keys so far: the lse grows, and the
+        # weights of earlier keys shrink. Scores 0, 0 with values 1, 3 have the lse log 2 and the
+        # output 2. With a score log 2 and a value 6, the lse is log 4, and the output is
+        # 2 exp(log 2 - log 4) + 6 exp(log 2 - log 4) = 4. A query sees itself, so the lse is finite
+        # once the own segment, the first, is done.
+        q_GrD = stack_heads(q_1HnD, path[0].shape[1])
+        out_GrD = torch.zeros_like(q_GrD)
+        lse_Gr = q_GrD.new_full(q_GrD.shape[:2], -math.inf)
+        for s_Grk, _, v_GkD in path_scores(q_GrD, scale, window, path):
+            before_Gr = lse_Gr
+            lse_Gr = torch.logaddexp(before_Gr, s_Grk.logsumexp(2))
+            out_GrD = out_GrD * torch.exp(before_Gr - lse_Gr)[..., None]
+            out_GrD = out_GrD + torch.exp(s_Grk - lse_Gr[..., None]) @ v_GkD  # (1)
+        out_1HnD = out_GrD.reshape(q_1HnD.shape).to(q_1HnD.dtype)
+
+        # The graph refers to the keys and values of the segments above, and holds no copy of them.
+        ctx.save_for_backward(q_1HnD, out_1HnD, lse_Gr, *path)
+        ctx.options = scale, window
+        return out_1HnD
+
+    @staticmethod
+    def backward(ctx, dout_1HnD):
+        """Return the gradients of q and of all keys and values of the path, equation (5)."""
+        # dk and dv of a segment above go to its leaves, where those of all segments below add up.
+        q_1HnD, out_1HnD, lse_Gr, *path = ctx.saved_tensors
+        scale, window = ctx.options
+        G = path[0].shape[1]
+        q_GrD, out_GrD, dout_GrD = (stack_heads(x, G) for x in (q_1HnD, out_1HnD, dout_1HnD))
+        delta_Gr = (dout_GrD * out_GrD).sum(2)
+        dq_GrD = torch.zeros_like(q_GrD)
+        dpath = []
+        for s_Grk, k_GkD, v_GkD in path_scores(q_GrD, scale, window, path):
+            p_Grk = torch.exp(s_Grk - lse_Gr[..., None])
+            ds_Grk = p_Grk * (dout_GrD @ v_GkD.mT - delta_Gr[..., None]) * scale
+            dq_GrD += ds_Grk @ k_GkD
+            dpath += [(ds_Grk.mT @ q_GrD)[None], (p_Grk.mT @ dout_GrD)[None]]  # (5)
+        return dq_GrD.reshape(q_1HnD.shape).to(q_1HnD.dtype), None, None, *dpath
 
 
 def tree_backward(model, sequences, loss_fn, max_tokens=None, **options):
@@ -236,9 +319,8 @@ def tree_backward(model, sequences, loss_fn, max_tokens=None, **options):
 
         def attention(q, k, v, /, *, layer, scale, window=None):
             own_kv[layer] = (k, v)
-            pairs = [*stack.get(layer, []), (k, v)]
-            keys, values = (torch.cat(x, 2) for x in zip(*pairs, strict=True))
-            return path_attention(q, keys, values, scale, window)
+            above = [x for kv in reversed(stack.get(layer, [])) for x in kv]
+            return PathAttention.apply(q, scale, window, k, v, *above)
 
         with torch.set_grad_enabled(not recompute):
             scores_2n, state_1M = run_segment(model, *given, attention, **options)
@@ -283,7 +365,10 @@ def tree_backward(model, sequences, loss_fn, max_tokens=None, **options):
 
 def leaf_of(x):
     """Return x without its graph, ready to collect a gradient in .grad."""
-    return x.detach().requires_grad_()
+    # NUMERICS: the sum over all segments below is float32 or better: in bfloat16 256 + 1 is 256.
+    leaf = x.detach().requires_grad_()
+    leaf.grad_dtype = torch.promote_types(x.dtype, torch.float32)
+    return leaf
 
 
 def run_segment(model, tokens_n, depth, state_above, attention, **options):
@@ -298,23 +383,6 @@ def run_segment(model, tokens_n, depth, state_above, attention, **options):
         states_nM = torch.cat([state_above, hidden_nM[:-1]])
         scores = model.logprobs(states_nM, tokens_n, **options)  # (2)
     return torch.stack(scores), hidden_nM[-1:]
-
-
-def path_attention(q_1HnD, k_1GmD, v_1GmD, scale, window):
-    """Attend causally from the last n of m consecutive tokens of a path to all m."""
-    # Query i is token m - n + i, and sees the keys up to there, or the last `window` of them. With
-    # n = 2 and m = 5, without a window and with a window of 3:
-    #
-    #     x x x x .        . x x x .
-    #     x x x x x        . . x x x
-    n = q_1HnD.shape[2]
-    m = k_1GmD.shape[2]
-    place_m = torch.arange(m, device=q_1HnD.device)
-    behind_nm = place_m[m - n :, None] - place_m
-    visible_nm = (behind_nm >= 0) & (behind_nm < (window or math.inf))  # (1)
-    return scaled_dot_product_attention(
-        q_1HnD, k_1GmD, v_1GmD, visible_nm, scale=scale, enable_gqa=True
-    )
 
 
 def cut_segments(node, max_tokens):

@@ -34,7 +34,7 @@ from models import CHECK_FAMILIES, FULL, SLIDING
 from parallel import ADAMW, PLANS
 
 # Models -----------------------------------------------------------------------------------------
-# Tiny models of every family, each path against `models.logits_definition`.
+# Tiny models of every family, each path against `models.Definition`.
 
 CASES = {
     **{model_type: (model_type, {}) for model_type in TINY | HYBRID},
@@ -180,19 +180,20 @@ def logits_by_cache(model, documents, truth):
 class FullTraining:
     """What `parallel.Training` is, by the functions of the folder. Text: "d2t2 zero1"."""
 
-    eps = 0.0
-
     def __init__(self, model, text):
         plan, mode = text.split()
         self.grid = Grid(Plan.parse(plan))
-        options = dict(attention=lambda: None, mode=mode)  # here c ranks have rows of their own
+        options = dict(attention=lambda: None, mode=mode)  # the check calls the ring of its own
         self.model = parallelize(model, self.grid.plan, device_mesh=self.grid, **options)
         make = functools.partial(torch.optim.AdamW, **ADAMW)
         self.optimizer = LocalOptimizer(self.model, make, zero=mode == "zero1")
 
     def reduce_and_clip(self, max_norm):
+        # The check divides by the norm + 1e-6, as torch does, and the folder by the norm.
         reduce_gradients(self.model)
-        return clip_grad_norm(self.model, max_norm)
+        norm = clip_grad_norm(self.model, math.inf)
+        clip_grad_norm(self.model, (max_norm * norm / (norm + 1e-6)).item())
+        return norm
 
     def parts(self, truth):
         """Yield this rank's entries of each parameter and gradient, and the true ones."""

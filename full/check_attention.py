@@ -22,7 +22,7 @@ from full.ranks import is_rank_0
 from full.ring import METHODS, ring_attention, ring_of, shard, unshard
 from full.tiny import HYBRID, TINY, tiny_model
 from full.trie import TokenTrie
-from ring_attention import attention_definition, launch, repeat_key_heads
+from ring_attention import attention_definition, launch
 from tree_attention import CheckModel, check_loss, definition
 
 # The ring ---------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def compare(
     attention = attention or functools.partial(ring_attention, mask=mask, **options)
 
     def defined(q, k, v):
-        return attention_definition(q, *repeat_key_heads(q, k, v), visible)[0]
+        return attention_definition(q, k, v, visible)[0]
 
     def run(function, q, k, v, upstream):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -215,7 +215,7 @@ class TinyModel(CheckModel):
         # One sequence by itself, by the formulas of attention as they stand.
         distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
         visible = (distance >= 0) & (distance < (window or math.inf))
-        k, v = repeat_key_heads(q, k, v)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         s = q @ k.mT * scale
         return s.masked_fill(~visible.to(s.device), -math.inf).softmax(-1) @ v
 

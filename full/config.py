@@ -159,10 +159,12 @@ class Config(train_grpo.Config):
     keep: int = flag(2, "newest checkpoints kept")
     log_rollouts: Logged = flag("some", "to rollouts.jsonl; `audit` needs some")
 
-    # Not flags here. micro_tokens limits what `rows` limits in train_grpo.py, and `export` writes
-    # the weights. The rest are settings of the audit's definition that no run has to change.
+    # Not flags here. micro_tokens limits what `rows` limits in train_grpo.py, `export` writes the
+    # weights, and the directory of a run has its metrics. The rest are settings of the audit's
+    # definition that no run has to change.
     rows: ClassVar[int] = 0
     save: ClassVar[None] = None
+    metrics: ClassVar[None] = None
     beta2: ClassVar[float] = CORE.beta2
     max_grad_norm: ClassVar[float] = CORE.max_grad_norm
     lr_first_step: ClassVar[str] = "nonzero"  # a warm-up of 5 begins with 1/5, and not with 0

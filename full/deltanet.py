@@ -264,7 +264,7 @@ class GatedAttention(models.Attention):
 def logits_definition(model, tokens, /):
     """Return the float64 logits (S, V) of tokens (S,), by (1) to (4) and those of models.py.
 
-    It reads the whole model without the model's code, as `models.logits_definition` does.
+    It reads the whole model without the model's code, as `models.Definition` does.
     """
     c = model.config
     weights = {name: p.double() for name, p in model.named_parameters()}

@@ -373,20 +373,29 @@ def copy_text_files(source, target) -> list[str]:
 # The definition of a model ----------------------------------------------------------------------
 
 
+class BiasedDefinition(models.Definition):
+    """Adds to `models.Definition`: a bias of the router, which acts on the choice alone, (6')."""
+
+    def __init__(self, model, votes):
+        super().__init__(model)
+        self.votes = votes  # name of a sparse MLP -> (E,)
+
+    def choose(self, name, p):
+        return super().choose(name, p + self.config.router_bias_rate * self.votes.get(name, 0))
+
+
 def full_definition(model, tokens, /):
-    """Return `logits_definition`, (S, V), with a `Transformer`'s soft cap and router bias."""
+    """Return the logits (S, V) of `models.Definition`, with a soft cap and a router's bias."""
     config = model.config
     if config.attn_output_gate:
         return deltanet.logits_definition(model, tokens)
-    weights = dict(model.named_parameters())
-    for name, votes_E in model.named_buffers():
-        weights[name.replace("votes", "choice_bias")] = config.router_bias_rate * votes_E
 
     # A factor on cos and sin multiplies q and k, so their product by its square: as a scale does.
     (factor,) = {factor for _, factor in model.rope.frequencies.values()}
     scalar = (config.query_pre_attn_scalar or config.head_dim) / factor**4
     config_alike = dataclasses.replace(config, query_pre_attn_scalar=scalar)
-    alike = SimpleNamespace(config=config_alike, named_parameters=weights.items)
-    z_SV = models.logits_definition(alike, tokens)
+    alike = SimpleNamespace(config=config_alike, named_parameters=model.named_parameters)
+    votes = {name.removesuffix("votes"): votes_E for name, votes_E in model.named_buffers()}
+    z_SV = BiasedDefinition(alike, votes).logits(tokens)
     cap = config.final_logit_softcapping
     return cap * torch.tanh(z_SV / cap) if cap else z_SV  # (7')

@@ -3,7 +3,7 @@
 `ModelConfig` adds to `models.ModelConfig` what checkpoints, critics and balanced routers need, and
 refuses values that make no model. To add a family, write a row of FAMILIES, and its rules into
 `config_from`. A difference that no field of ModelConfig can say needs a field, an equation and a
-line in `models.logits_definition` or `hf.full_definition`.
+line in `models.Definition` or `hf.full_definition`.
 
 Equation (5) is in models.py, (7') in logprobs.py, (11) in experts.py.
 

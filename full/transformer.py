@@ -107,10 +107,15 @@ class Layer(models.Layer):
             self.mlp.layer = layer
 
     def forward(self, x_BSM, ropes, attention, /, **options):
-        if hasattr(self, "self_attn"):
-            return super().forward(x_BSM, ropes, attention, **options)
-        y_BSM = x_BSM + self.linear_attn(self.input_layernorm(x_BSM), ropes, attention)
-        return y_BSM + self.mlp(self.post_attention_layernorm(y_BSM), **options)
+        # As in models.py, with either kind of attention, and with options for the MLP.
+        mixer = self.self_attn if hasattr(self, "self_attn") else self.linear_attn
+        h_BSM = mixer(self.input_layernorm(x_BSM), ropes, attention)
+        if not self.post_norms:
+            y_BSM = x_BSM + h_BSM
+            return y_BSM + self.mlp(self.post_attention_layernorm(y_BSM), **options)
+        y_BSM = x_BSM + self.post_attention_layernorm(h_BSM)
+        h_BSM = self.mlp(self.pre_feedforward_layernorm(y_BSM), **options)
+        return y_BSM + self.post_feedforward_layernorm(h_BSM)
 
 
 class Transformer(models.Transformer):

@@ -1,13 +1,14 @@
 """Each of the five files notices a slip, in a folder with nothing but the five."""
 
+import copy
 import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, shortened
+from conftest import ROOT, complaint_of, shortened
 from test_house import FIVE
-from test_ranks import as_script
+from test_ranks import as_script, ranks
 
 import models
 import parallel
@@ -36,17 +37,17 @@ SLIPS = [  # a line of a file, and a wrong one
     ("tree_attention", "found[i], entropies = torch", "entropies, found[i] = torch"),
     ("train_grpo", "[H[e.mask] for e, (_, H)", "[H[e.mask] for e, (H, _)"),
     # A layer's window or its scale is dropped.
-    ("ring_attention", "owner], window)\n            part", "owner], None)\n            part"),
+    ("ring_attention", "    reach = window or math.inf", "    reach = math.inf"),
     ("models", "visible_keys(slot_BS, slot_1C, window)", "visible_keys(slot_BS, slot_1C)"),
-    ("tree_attention", "keys, values, scale, window)", "keys, values, scale, None)"),
+    ("tree_attention", "apply(q, scale, window,", "apply(q, scale, None,"),
     ("train_grpo", "group=ring, scale=scale, window=window", "group=ring, scale=scale"),
-    ("ring_attention", "visible_qk, scale)\n            so", "visible_qk, None)\n            so"),
+    ("ring_attention", "v_BGkD, visible, scale)", "v_BGkD, visible, 0.41)"),
     ("ring_attention", "torch.cat(positions), window)", "torch.cat(positions), None)"),
     ("ring_attention", "visible_keys(order, order, window)", "visible_keys(order, order, None)"),
     ("models", "v_BGSD, visible_B1SS, scale=scale)", "v_BGSD, visible_B1SS)"),
     ("tree_attention", "v, near_NN, scale=scale,", "v, near_NN,"),
     ("tree_attention", "v, near_NN, scale=scale,", "v, visible_NN, scale=scale,"),
-    ("tree_attention", "v_1GmD, visible_nm, scale=scale,", "v_1GmD, visible_nm,"),
+    ("tree_attention", "before_Gr = lse_Gr", "before_Gr = 0 * lse_Gr"),
     ("train_grpo", "group=ring, scale=scale, window=window", "group=ring, window=window"),
 ]
 
@@ -72,19 +73,21 @@ def test_a_ring_may_be_a_part_of_the_ranks():
     assert all(error <= 1e-10 for error in errors)  # NaN is not
 
 
-def tags_of_messages():
-    """Return the tags of what a rank sends in a step of the ring: 0 of a block, 1 of a sum."""
-    tags = []
+def dtypes_of_messages():
+    """Return the dtypes of what a rank sends in a step of the ring: of blocks, and of sums."""
+    dtypes = []
     shift = ring_attention.shift
-    ring_attention.shift = lambda x, tag, group: tags.append(tag) or shift(x, tag, group)
-    q, k, v = (torch.ones(1, n, 2, 2, requires_grad=True) for n in (2, 1, 1))
+    ring_attention.shift = lambda x, group: dtypes.append(x.dtype) or shift(x, group)
+    q, k, v = (torch.ones(1, n, 2, 2, dtype=torch.bfloat16, requires_grad=True) for n in (2, 1, 1))
     ring_attention.ring_attention(q, k, v).sum().backward()
-    return tags
+    return dtypes
 
 
 def test_the_ring_sends_no_message_that_nobody_needs():
     """Of W ranks, one sends W - 1 blocks forward, W - 1 blocks again backward, and W sums."""
-    assert ring_attention.launch(3, tags_of_messages) == [[0, 0, 0, 1, 0, 1, 1]] * 3
+    block, total = torch.bfloat16, torch.float32
+    sent = [block, block, block, total, block, total, total]
+    assert ring_attention.launch(3, dtypes_of_messages) == [sent] * 3
 
 
 # What the file's own check leaves out. Its model fits on 3 ranks by layers alone: ZeRO-1 divides 16
@@ -102,6 +105,49 @@ def test_more_plans_equal_one_process(world):
     plans = {world: MORE_PLANS[world]}
     errors = parallel.check_plans(plans, parallel.Training, parallel.check_model())
     assert all(error <= 1e-10 for error in errors.values()), errors  # NaN is not
+
+
+def sharded_linears(rank):
+    """Gradients of two linears with 5 and 2 rows, of which 3 ranks have 2 2 1 and 1 1 0."""
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 2)).double()
+    whole = copy.deepcopy(layer)
+    x = torch.randn(3, 6, 4).double()
+    parallel.fully_shard_layer(layer, dist.group.WORLD)
+    layer(x[rank]).square().sum().backward()
+    whole(x).square().sum().backward()
+    pairs = zip(layer.parameters(), whole.parameters(), strict=True)
+    assert min(q.grad.abs().min() for q in whole.parameters()) > 1e-3
+    return [(p.grad - parallel.own_chunk(q.grad, None)).abs().sum().item() for p, q in pairs]
+
+
+def test_ranks_need_not_divide_the_rows_of_a_sharded_layer(tmp_path):
+    assert all(max(errors) <= 1e-12 for errors in ranks(tmp_path, 3, sharded_linears))
+
+
+@pytest.mark.quick
+def test_a_sharded_layer_sends_two_all_gathers_and_one_reduce_scatter(process_group, monkeypatch):
+    """However many parameters it has: here 18."""
+    sent = []
+
+    def counted(name, call):
+        return lambda *given, **options: sent.append(name) or call(*given, **options)
+
+    for name in ("all_gather", "reduce_scatter"):
+        monkeypatch.setattr(dist, name, counted(name, getattr(dist, name)))
+    model = parallel.check_model()
+    parallel.fully_shard_layer(model.model.layers[0], dist.group.WORLD)
+    model.hidden(torch.arange(8)[None]).sum().backward()
+    assert sent == ["all_gather", "all_gather", "reduce_scatter"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("plan, why", [
+    ("t2 fsdp", "without t or e"), ("d2e2 fsdp", "without t or e"), ("t2e2", "expected sp"),
+    ("d2d2", "a plan such as"), ("d0", "a plan such as"), ("x2", "a plan such as"),
+])  # fmt: skip
+def test_a_plan_that_would_compute_something_else_is_refused(process_group, plan, why):
+    assert why in complaint_of(parallel.Grid, plan)
 
 
 @pytest.mark.quick
@@ -135,6 +181,17 @@ def test_a_draw_decides_with_all_of_its_digits(monkeypatch):
     model = models.Transformer(models.ModelConfig(5, 4, 4, 1, 2, 1, 2))
     models.generate(model, [models.Row([0], [1 - 2**-50])], max_new_tokens=1)
     assert draws[0].tolist() == [1 - 2**-50]
+
+
+@pytest.mark.quick
+def test_greedy_decoding_needs_no_draws_and_sampling_says_how_many():
+    model = models.Transformer(models.ModelConfig(5, 4, 4, 1, 2, 1, 2))
+    row = models.Row([1, 2, 3])
+    models.generate(model, [row], max_new_tokens=4, temperature=0.0)
+    assert len(row.tokens) == 7
+    rows = [models.Row([1], [0.5] * 4), models.Row([1], [0.5] * 3)]
+    assert "expected 4 draws for each row, got 3" in complaint_of(
+        models.generate, model, rows, max_new_tokens=4)
 
 
 @pytest.mark.quick

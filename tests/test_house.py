@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 pytestmark = pytest.mark.quick
-IMPORTS = {"models": set(), "parallel": {"models"}, "ring_attention": set()}
+IMPORTS = {"models": set(), "parallel": {"models", "ring_attention"}, "ring_attention": set()}
 IMPORTS |= {"tree_attention": set()}
 IMPORTS |= {"train_grpo": {*IMPORTS}}
 FIVE = [ROOT / f"{name}.py" for name in IMPORTS]
@@ -17,8 +17,8 @@ FOLDER = sorted(ROOT.glob("full/*.py"))
 MODULES = FIVE + FOLDER
 EVERY = MODULES + sorted(ROOT.glob("tests/**/*.py")) + sorted(ROOT.glob("conformance/**/*.py"))
 TAG = r"# .*(NUMERICS|COMM|DEVIATES):|Pinned"
-MOST_LINES = {"ring_attention": 443, "tree_attention": 452, "models": 795, "parallel": 716}
-MOST_LINES |= {"train_grpo": 806}
+MOST_LINES = {"ring_attention": 519, "tree_attention": 520, "models": 799, "parallel": 747}
+MOST_LINES |= {"train_grpo": 771}
 MOST_LINES_OF_FOLDER = 900
 IN_THE_MODULES = {
     "float64 becomes float32": r"\.float\(\)",

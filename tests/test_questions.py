@@ -140,7 +140,8 @@ def trained(folder):
 
 
 @pytest.mark.parametrize("world, words", [
-    (1, "--rows 3"), (1, "--rows 5 --tree"), (2, "--plan c2"), (2, "--tree"), (2, "--plan t2")])
+    (1, "--rows 3"), (1, "--rows 5 --tree"), (2, "--plan c2"), (2, "--tree"),
+    (2, "--plan t2 --tree"), (4, "--plan d2t2")])
 def test_a_plan_logs_and_saves_what_one_process_does(folder, trained, world, words):
     """test_cut_system.py has the other plans; the files of text are copied."""
     expected = trained(1, f"--rows 64 --save {folder}/one")

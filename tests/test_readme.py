@@ -93,9 +93,9 @@ def test_a_file_alone_checks_itself_or_says_what_its_check_needs(name, plans, tm
     (tmp_path / f"{name}.py").write_text(
         re.sub(r"^PLANS = .*?^}\n", plans, text, flags=re.M | re.S) if plans else text)
     code, out, err = as_script(f"{name}.py", cwd=tmp_path)
-    if name == "parallel":  # its check splits a model
-        assert (code, out, err.count("\n")) == (2, "", 1) and "models" in err
-        shutil.copy(ROOT / "models.py", tmp_path)
+    for needed in ("models", "ring_attention") if name == "parallel" else ():  # by its check
+        assert (code, out, err.count("\n")) == (2, "", 1) and f"{needed}.py" in err
+        shutil.copy(ROOT / f"{needed}.py", tmp_path)
         code, out, err = as_script(f"{name}.py", cwd=tmp_path)
     assert code == 0 and out.count("\n") == 1, err
     assert 0 < float(out.split()[-1]) < ERROR_BOUND  # a machine rounds as it likes

@@ -55,20 +55,22 @@ def loss(model, batch):
 
 
 def rank_loss(model, batch):
-    # parallel.py's own check: rows are for d and c ranks, in micro-batches of 2 rows.
+    # As in parallel.py's own check: d ranks have different rows, c ranks different tokens of them.
     grid = model.training_under_plan[0].grid
-    parts = zip(*(parallel.own_chunk(x, grid.group["dc"]).split(2) for x in batch))
-    micro_batches, losses, t = list(parts), [], grid.group["t"].size()
+    share, options = parallel.check_share(grid, batch)
+    micro_batches = list(zip(*(x.split(2) for x in share)))
+    losses, t = [], grid.group["t"].size()
 
     def forward(n, x):
         tokens, *rest = micro_batches[n]
-        x = model.hidden(tokens if x is None else x, positions=torch.arange(8)[None])
+        x = model.hidden(tokens if x is None else x, **options)
         if hasattr(model, "lm_head"):
             x = parallel.check_loss(model, x, *rest, batch[2].sum())
             losses.append(x.detach() / t)  # each of t ranks has the whole loss
         return x
 
-    like = torch.empty(2, 8 // t if grid.sequence else 8, parallel.WIDTH)
+    s = share[0].shape[1] // (t if grid.sequence else 1)
+    like = torch.empty(2, s, parallel.WIDTH)
     parallel.run_1f1b(forward, len(micro_batches), like, grid.group["p"])
     parallel.reduce_gradients(model, grid)
     return sum(losses) if losses else None

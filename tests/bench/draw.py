@@ -64,16 +64,19 @@ def record_ring(world, length):
 
     def run(rank):
         hops = []
-        attend = ring_attention.block_attention
+        columns_of = ring_attention.visible_columns
 
-        # The keys of a block are the number of its owner, so a block tells where it comes from.
-        def watched(q, k, v, visible, scale):
-            hops.append((int(k[0, 0, 0, 0]), visible))
-            return attend(q, k, v, visible, scale)
+        # A hop asks once which keys of a block our chunks see.
+        def watched(rank, owner, world, n, *given):
+            mask = torch.zeros(2 * n, 2 * n, dtype=torch.bool)
+            hops.append((owner, mask))
+            for a, columns, visible in columns_of(rank, owner, world, n, *given):
+                mask[a * n : a * n + n, columns] = True if visible is None else visible
+                yield a, columns, visible
 
-        ring_attention.block_attention = watched  # in this process, which ends soon
+        ring_attention.visible_columns = watched  # in this process, which ends soon
         q = torch.zeros(1, 1, length // world, 2)
-        ring_attention.ring_attention(q, torch.full_like(q, rank), q)
+        ring_attention.ring_attention(q, q, q)
         return hops
 
     return on_ranks(world, run)
@@ -179,7 +182,10 @@ def record_group():
 def tree_of(episodes):
     """Return the packed tree of some rollouts: tokens, paths, and {rollout: its path}."""
     sequences = [torch.tensor(episode.tokens) for episode in episodes]
-    return tree_attention.pack(tree_attention.radix_tree(sequences))
+    packed, last = tree_attention.pack(tree_attention.radix_tree(sequences))
+    tokens, _, _, ends = zip(*packed)
+    paths = [[j for j in range(t + 1) if t < ends[j]] for t in range(len(tokens))]
+    return tokens, paths, {rollout: paths[t] for rollout, t in last.items()}
 
 
 # 2. Pens ----------------------------------------------------------------------------------------

@@ -285,6 +285,26 @@ def test_half_precision_is_at_most_twice_as_wrong_as_transformers(hf, dtype):
     assert ours.dtype == dtype and relative(ours, exact) < 2 * error
 
 
+@pytest.mark.parametrize("hf", ["llama", "qwen3 tied", "qwen3_moe normed", "gemma3 pattern"],
+                         indirect=True)  # fmt: skip
+def test_in_bfloat16_the_five_are_no_worse_than_transformers(hf):
+    """Against float64: logits, and log-probs, which are float32."""
+    _, theirs, directory = hf
+    tokens = torch.randint(1, 61, (4, 40), generator=torch.Generator().manual_seed(1))
+    ours = models.load(directory).to(torch.bfloat16)
+    truth = copy.deepcopy(ours).double()
+    with torch.no_grad():
+        exact = truth.logits(truth.hidden(tokens))
+        logits = copy.deepcopy(theirs).to(torch.bfloat16)(tokens).logits
+        hidden = ours.hidden(tokens)
+        assert relative(ours.logits(hidden), exact) < 1.1 * relative(logits, exact)
+        truth, theirs, ours = (
+            exact.log_softmax(-1).gather(-1, tokens[..., None]).flatten(),
+            logits.float().log_softmax(-1).gather(-1, tokens[..., None]).flatten(),
+            ours.logprobs(hidden.flatten(0, 1), tokens.flatten())[0])  # fmt: skip
+    assert ours.dtype == torch.float32 and relative(ours, truth) < 1.1 * relative(theirs, truth)
+
+
 @pytest.mark.parametrize("old", [False, True])
 def test_the_text_model_of_a_multimodal_checkpoint(tmp_path, old):
     text = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
