@@ -66,7 +66,7 @@ def order() -> list:
     metrics = [*METRICS]
     place = metrics.index(OF_UPDATES[0])
     return [
-        "rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling/routes", "sampling",
+        "rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling",
         "sampling/tokens", "sampling/bits", "sampling/mean", "sampling/surprise",
         "rollouts/rewards", *metrics[:place], "rollouts/advantage",
         *(f"{name}_first" for name in OF_UPDATES), *metrics[place:], "votes", "parameters",
@@ -169,20 +169,11 @@ def draws_of(case, s):
 @torch.no_grad()
 def sampling_rows(case) -> list:
     """Compare each draw, or an engine's log-probs, with the sampler's distribution by hand."""
-    config, model, routes = case.config, case.policy(case.sampler), []
-
-    def readings():
-        for s in everyone(case.groups.values()):
-            reading = read(model, s, config.temperature)
-            routes.extend(reading.routing.misses)
-            yield s, reading
-
+    config, model = case.config, case.policy(case.sampler)
+    played = everyone(case.groups.values())
+    readings = ((s, read(model, s, config.temperature)) for s in played)
     T = tolerance(model.config, config.rollout_dtype, case.again)
-    rows = engine_rows(case, readings()) if case.files.engine else draw_rows(case, readings(), T)
-    if config.replay_routes:
-        rows.append(largest("sampling/routes", routes, T))
-        case.say(f"sampling: {np.count_nonzero(routes)} of {len(routes)} recorded experts are not "
-                 f"among the K best by hand")  # fmt: skip
+    rows = engine_rows(case, readings) if case.files.engine else draw_rows(case, readings, T)
     return rows + exact_rows(case) if case.files.exact else rows
 
 
@@ -414,12 +405,8 @@ def audited(
         if group not in (None, *groups):
             raise ValueError(f"expected --group to be 0 to {len(groups) - 1}, the groups of step "
                              f"{number}, got {group}")  # fmt: skip
-        if group is not None and config.replay_routes:
-            intro.append("--replay-routes: the group is read by the model's own code, not spelled "
-                         "out, for the definition selects experts by itself")  # fmt: skip
-        elif group is not None:
-            for s in groups[group]:
-                s.spelled = full_definition if config.lora is None else lora_definition
+        for s in groups[group] if group is not None else ():
+            s.spelled = full_definition if config.lora is None else lora_definition
         rollouts = everyone(groups.values())
         tell(f"{len(rollouts)} rollouts of {sum(len(s.tokens) for s in rollouts)} tokens, by hand "
              f"in float64")  # fmt: skip

@@ -64,8 +64,6 @@ class SampledBatch(train_grpo.Batch):
             if len(rows) != config.group:
                 raise ValueError(f"group {number} has {len(rows)} rollouts")
             groups[number] = [Trajectory.from_json(number, row, shape) for row in rows]
-            if config.replay_routes and any(t.routes is None for t in groups[number]):
-                raise ValueError(f"group {number} has no routes")
         kept = stored["kept"]
         if not groups.keys() >= set(kept):
             raise ValueError("groups are missing")

@@ -44,7 +44,7 @@ def shape_of(config, task) -> ModelConfig:
     """Return the shape of the run's model; ValueError if it does not fit task or settings."""
     shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
     require_rows(task, shape, config.model)
-    for name in ("balance_coef", "router_bias_rate", "replay_routes"):
+    for name in ("balance_coef", "router_bias_rate"):
         if getattr(config, name) and not shape.sparse_layers:
             where = config.model or "the model of --layers and --hidden"
             raise ValueError(f"{_flag(name)} is about experts, and {where} has none: leave it out")

@@ -100,7 +100,6 @@ class Config(train_grpo.Config):
     engine: str = flag("", "URL[,URL..] of vLLM or SGLang; empty: this process")
     staleness: int = flag(0, "K: batch b is sampled with weights of step b - K; 0: on-policy")
     exact: bool = flag(False, "the sampler's log-probs are the trainer's, bit for bit; slower")
-    replay_routes: bool = flag(False, "experts: the trainer uses those of the sampler (R3)")
     forks: int = flag(1, "children of a trajectory at a turn boundary (tree rollouts)")
     fork_turns: int = flag(0, "turn boundaries that fork; forks ** fork_turns divides group")
     dynamic_sampling: bool = flag(False, "drop groups whose rewards are all equal (DAPO)")

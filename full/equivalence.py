@@ -59,7 +59,6 @@ RUNS = {  # what one process does too
     "lone": "--prompts 1 --minibatches 1",  # most ranks have nothing
     "balanced": "--balance-coef 0.5 --router-bias-rate 0.05 --advantage gae --lr 0.001",
     "biased": "--router-bias-rate 0.05 --kl-coef 0.05",
-    "routes": "--replay-routes --router-bias-rate 0.05 --kl-coef 0.05 --proximal",
     "rounded": "--lr 0.001 --kl-coef 0.05 --proximal --advantage gae",  # for mixed precision
     "lora": f"{LORA} {LORA_TARGETS}",
     "lora-all": f"{LORA} {LORA_TARGETS},gate,lm_head --router-bias-rate 0.05",
@@ -109,8 +108,8 @@ ordinary 2 experts biased --plan t2 --data-parallel fsdp then --plan c2 --tree s
 ordinary 2 routers balanced --plan d2 | --plan p2 | --plan d2e2 --data-parallel fsdp
 ordinary 2 routers balanced --plan c2 | --plan t2e2
 ordinary 2 tied forks --plan t2 --batch-rows 8
-ordinary 2 routers routes --plan t2 --tree dta --chunk-tokens 9 --recompute
-ordinary 2 routers routes --plan d2e2 --tree sparse
+ordinary 2 routers biased --plan t2 --tree dta --chunk-tokens 9 --recompute
+ordinary 2 routers biased --plan d2e2 --tree sparse
 ordinary 2 routers lora-all --plan t2 | --data-parallel fsdp | --plan t2 then --plan d2e2
 ordinary 2 biases lora --plan t2
 ordinary 2 tied rounded --compute-dtype float32 --data-parallel fsdp --tree sparse
@@ -123,7 +122,6 @@ ordinary 4 tied critic --plan c2p2 | --plan p2t2
 ordinary 4 routers biased --plan d2t2e4 --data-parallel zero1
 ordinary 2 dense old --plan d2e2 = expected a model with experts
 ordinary 2 dense old --tree dta --chunk-tokens 9 --plan c2 = --tree dta has no c
-ordinary 2 routers routes --plan c2 = --replay-routes has no c in --plan
 ordinary 2 routers balanced --tree sparse = --tree has no --balance-coef
 slow 1 dense,tied,experts old --tree sparse | --tree dta --chunk-tokens 5 --recompute
 slow 1 dense,tied,experts old --data-parallel fsdp-offload | --ac full | --ac op
@@ -140,7 +138,7 @@ slow 2 tied,experts old --plan t2 --tree dta --chunk-tokens 5 --recompute | --pl
 slow 2 deep,deep-tied forks,sequences,lora --plan p2 --pp-schedule interleaved1f1b --tree sparse
 slow 2 dense,deep sequences,demos,dynamic,reward --data-parallel fsdp | --plan t2 | --plan p2
 slow 2 experts,routers lora,plain --plan d2e2 | --plan t2 | --plan (attn:t2|ffn:t2)
-slow 2 experts routes,lora-all --plan t2 --tree sparse | --plan d2e2 --tree sparse
+slow 2 experts lora-all --plan t2 --tree sparse | --plan d2e2 --tree sparse
 slow 2 experts,routers biased,lora-all --plan c2 | --plan c2e2 --tree sparse
 slow 2 dense,biases lora,lora-head --plan c2 --tree sparse | --data-parallel fsdp-offload --ac full
 slow 2 dense,tied,experts rounded --compute-dtype float32 --plan c2 --tree sparse
@@ -163,7 +161,7 @@ slow 4 deep,deep-tied old,stale --plan d2p2 --data-parallel fsdp --pp-schedule i
 slow 4 deep-tied old,critic --plan p2t2 --pp-schedule zbv | --plan c2t2 --tree sparse
 slow 4 routers biased,lora --plan d2t2 --tree dta --chunk-tokens 16 --data-parallel zero1
 slow 4 experts,routers biased,balanced --plan (attn:d2t2|ffn:e2t2) --data-parallel fsdp
-slow 4 experts,routers biased,routes --plan p2d2e2 --tree sparse | --plan d2t2e4 --tree sparse
+slow 4 experts,routers biased --plan p2d2e2 --tree sparse | --plan d2t2e4 --tree sparse
 slow 4 routers lora-all,stale --plan d2t2e4 --data-parallel fsdp then --plan p2d2e2
 slow 4 tied rounded --compute-dtype float32 --plan d2t2 --data-parallel fsdp
 slow 8 dense,tied old,forks --plan p2d2t2 --data-parallel fsdp | --plan d2t2c2 --data-parallel zero1
@@ -207,22 +205,6 @@ ROWS = read_rows(TABLE)
 
 
 # A run ------------------------------------------------------------------------------------------
-
-
-class RandomRoutes(RolloutQueue):
-    """Batches whose recorded experts no router would choose. Equal prefixes have equal ones."""
-
-    def get(self, step):
-        batch = super().get(step)
-        shape = self.trainer.shape
-        for t in itertools.chain(*batch.groups.values()):
-            routes = []
-            for stop in range(1, len(t.tokens)):
-                rng = np.random.default_rng(t.tokens[:stop])
-                routes.append([rng.permutation(shape.num_experts)[: shape.num_experts_per_tok]
-                               for _ in shape.sparse_layers])  # fmt: skip
-            t.routes = np.array(routes, dtype=np.int16)
-        return batch
 
 
 @torch.no_grad()
@@ -274,8 +256,7 @@ def outcome(row, folder, device="cpu") -> Outcome:
         if n > 0:
             state = trainer.load_checkpoint(folder)
             pending = pending_batches(config, trainer, folder, state)
-        kind = RandomRoutes if config.replay_routes else RolloutQueue
-        queue = kind(config, TwoTurns(), trainer, n, pending)
+        queue = RolloutQueue(config, TwoTurns(), trainer, n, pending)
         do_steps(config, queue, trainer, found, last=len(legs) == n + 1)
         if len(legs) > n + 1:
             trainer.save_checkpoint(folder, step=n + 1, pending=queue.stored())

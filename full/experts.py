@@ -1,18 +1,16 @@
-"""Experts: adds a fast product, balanced loads and replayed routes to `models.SparseMLP`.
+"""Experts: adds a fast product and balanced loads to `models.SparseMLP`.
 
     (6')  experts = the K largest of p_e + b_e, where the bias b evens out the experts' load
     (10)  balance = coef sum_s E / (K T_s^2) sum_e n_se sum_(i in s) p_ie, over sequences s of T_s
                     tokens, n_se of whose T_s K choices fell on e (a constant for the gradient)
     (11)  b_e     = rate * (steps in which e had less than the mean load - steps it had more)
-    (12)  experts = those that the sampler recorded for the token, weighted by p of this router
 
 Not here: shared experts.
 
 Letters:  E experts   K of them for a token   I width of an expert   M width of the model   N tokens
 J pairs of a sequence and a token   L sparse layers
 
-References: DeepSeek-V3 arXiv:2412.19437, equations 16 to 20; the bias (11) arXiv:2408.15664;
-routing replay (12) arXiv:2510.11370, there R3.
+References: DeepSeek-V3 arXiv:2412.19437, equations 16 to 20; the bias (11) arXiv:2408.15664.
 """
 
 import torch
@@ -55,8 +53,7 @@ class SparseMLP(models.SparseMLP):
     def forward(self, x_BSM, /, on_routing=None):
         K = self.config.num_experts_per_tok
         x_NM = x_BSM.flatten(0, -2)
-        choose = getattr(on_routing, "choose", None)  # of a `Replay`
-        probs_NE, topk_ids_NK, topk_weights_NK = self.route(x_NM, choose)
+        probs_NE, topk_ids_NK, topk_weights_NK = self.route(x_NM)
 
         # `models.SparseMLP` finds the choices of each expert in a table (E, N, K) and adds up the
         # outputs one by one. Sorting needs no table. Two tokens with K = 2 of E = 3 experts:
@@ -80,19 +77,14 @@ class SparseMLP(models.SparseMLP):
         loss = on_routing(probs_NE, topk_ids_NK, layer=self.layer) if on_routing else None
         return out_BSM if loss is None else AttachLoss.apply(out_BSM, loss)
 
-    def route(self, x_NM, choose=None, /):
-        """Return p (N, E), the ids of the selected experts (N, K), and their weights (N, K).
-
-        choose: choose(ids (N, K), layer=) -> the ids to use, such as `Replay.choose`.
-        """
+    def route(self, x_NM, /):
+        """Return p (N, E), the ids of the selected experts (N, K), and their weights (N, K)."""
         # NUMERICS: softmax and its sum in float32 or better, weights cast back, as the models were
         # trained. Pinned by tests/full/test_families.py::test_the_router_works_in_float32.
         wide = torch.promote_types(x_NM.dtype, torch.float32)
         probs_NE = self.gate(x_NM).softmax(-1, dtype=wide)
         biased_NE = probs_NE + self.rate * self.votes if self.rate else probs_NE
         topk_ids_NK = biased_NE.topk(self.config.num_experts_per_tok, dim=-1).indices
-        if choose is not None:
-            topk_ids_NK = choose(topk_ids_NK, layer=self.layer)  # (12)
         topk_weights_NK = probs_NE.gather(-1, topk_ids_NK)
         if self.config.norm_topk_prob:
             topk_weights_NK = topk_weights_NK / topk_weights_NK.sum(-1, keepdim=True)
@@ -195,60 +187,6 @@ class Balance:
         return loss
 
 
-class RouteRecorder:
-    """Record which experts sparse layers select: `hidden(.., on_routing=RouteRecorder())`."""
-
-    def __init__(self):
-        self.ids = {}  # layer -> (N, K)
-
-    def __call__(self, probs_NE, topk_ids_NK, /, *, layer):
-        self.ids[layer] = topk_ids_NK
-
-    def routes(self):
-        """Return the ids of the latest forward as a numpy array, (N, L, K) int16."""
-        return torch.stack([*self.ids.values()], 1).to(torch.int16).cpu().numpy()
-
-
-UNRECORDED = -1  # for all K ids of a token that the sampler never fed to its model
-
-
-class Replay:
-    """(12) in one forward: `hidden(.., on_routing=Replay(..))`.
-
-    routes_NLK: integers, (N, L, K). The recorded ids of each token. UNRECORDED: the router selects.
-    layers: the numbers of the L sparse layers.
-    sequences_N: float64, (N,). How many sequences hold each token, for the count of changed routes.
-        Default: one each.
-    then: another callback, called with the ids that are used. Default: none.
-
-    After the forward, changed[layer] is float64, (2,): of the tokens with recorded ids, counted
-    once for each of their sequences, how many would have had other experts, and how many there are.
-    """
-
-    def __init__(self, routes_NLK, layers, /, sequences_N=None, then=None):
-        if sequences_N is None:
-            sequences_N = torch.ones(len(routes_NLK), dtype=torch.float64)
-        self.routes_NLK = routes_NLK
-        self.layers = list(layers)
-        self.sequences_N = sequences_N.to(routes_NLK.device)
-        self.then = then
-        self.changed = {}  # by layer: a layer that is computed again overwrites its own
-
-    def __call__(self, probs_NE, topk_ids_NK, /, *, layer):
-        return self.then(probs_NE, topk_ids_NK, layer=layer) if self.then else None
-
-    @torch.compiler.disable  # as in `Balance`
-    def choose(self, own_NK, /, *, layer):
-        """Return the ids to use, (N, K), given those that the router has selected."""
-        recorded_NK = self.routes_NLK[:, self.layers.index(layer)].long()
-        is_recorded_N = recorded_NK[:, 0] != UNRECORDED
-        # A set of experts is the same in any order.
-        differs_N = (recorded_NK.sort(-1).values != own_NK.sort(-1).values).any(-1)
-        counted_N = self.sequences_N * is_recorded_N
-        self.changed[layer] = torch.stack([(counted_N * differs_N).sum(), counted_N.sum()])
-        return torch.where(is_recorded_N[:, None], recorded_NK, own_NK)
-
-
 @torch.no_grad()
 def update_router_bias(model, counts, /):
     """Move the routers' biases by (11), after an optimizer step. ValueError if there are none.
@@ -272,8 +210,7 @@ class ExpertLoads:
     tree counts once for each of them. For a model without experts all of it does nothing.
 
     counts_LE: tokens of each expert in an optimizer step, for L layers with E experts each.
-    parts: for each micro-batch {layer: loss}, {layer: tokens of each expert}, and `changed` of its
-        `Replay`, {} without one, on this rank.
+    parts: for each micro-batch {layer: loss} and {layer: tokens of each expert}, on this rank.
     """
 
     def __init__(self, config, model, device):
@@ -296,16 +233,13 @@ class ExpertLoads:
                 num_sequences = count.item()
             self.coef_of_one = self.coef / max(1, num_sequences)
 
-    def balance_of_row(self, sequence_j, token_j, *, num_sequences, groups, replay=None):
+    def balance_of_row(self, sequence_j, token_j, *, num_sequences, groups):
         """Return the callback of a micro-batch's sparse layers; see `PackedBatches.routing`."""
         how = dict(coef=self.coef_of_one, num_sequences=num_sequences, groups=groups)
         balance = Balance(sequence_j, token_j, **how)
         # The layers fill these in as they run. A layer that runs again fills in the same.
-        self.parts.append((balance.losses, balance.counts, replay.changed if replay else {}))
-        if replay is None:
-            return balance
-        replay.then = balance
-        return replay
+        self.parts.append((balance.losses, balance.counts))
+        return balance
 
     def end(self) -> dict:
         """Return the metrics of a forward_backward. Collective."""
@@ -314,15 +248,13 @@ class ExpertLoads:
 
         # A rank has counted its own tokens in its own layers, so the sum over all ranks is the
         # whole. A number of tokens is exact in float64, so all ranks move the biases identically.
-        sums = torch.zeros(3 + self.counts_LE.numel(), dtype=torch.float64, device=self.device)
-        counts_LE = sums[3:].view_as(self.counts_LE)
-        for losses, counts, changed in self.parts:
+        sums = torch.zeros(1 + self.counts_LE.numel(), dtype=torch.float64, device=self.device)
+        counts_LE = sums[1:].view_as(self.counts_LE)
+        for losses, counts in self.parts:
             for loss_of_layer in losses.values():
                 sums[0] += loss_of_layer
             for layer, counts_E in counts.items():
                 counts_LE[self.layers.index(layer)] += counts_E
-            for counts_2 in changed.values():
-                sums[1:3] += counts_2
         dist.all_reduce(sums)
         counts_LE = counts_LE.cpu()
         self.counts_LE += counts_LE
@@ -330,11 +262,8 @@ class ExpertLoads:
         # 1: all experts of a layer got as much; E / K: every token chose the same experts.
         load_L = counts_LE.amax(1) / counts_LE.mean(1).clamp(min=1 / counts_LE.shape[1])
         metrics = {"experts/load_max": load_L.max().item()}
-        loss, changed, replayed = sums[:3].tolist()
         if self.coef:
-            metrics["balance/loss"] = loss
-        if replayed:
-            metrics["experts/replay_changed"] = changed / replayed
+            metrics["balance/loss"] = sums[0].item()
         return metrics
 
     def update_bias(self, model):
@@ -345,11 +274,7 @@ class ExpertLoads:
 
 def conflicts(c) -> list:
     """Return (is it wrong?, the error) pairs about the flags of experts."""
-    replays = c.replay_routes
     return [
-        (replays and c.trainer_plan.cp > 1,
-         "--replay-routes has no c in --plan, whose ranks share a sequence"),
-        (replays and c.engine, "--replay-routes has no --engine, which tells no experts"),
         (c.critic == "separate" and (c.balance_coef or c.router_bias_rate),
          "--critic separate has no --balance-coef and no --router-bias-rate, which balance the "
          "policy's experts alone"),

@@ -19,7 +19,6 @@ from torch import nn
 
 import models
 from full.deltanet import by_chunk
-from full.experts import RouteRecorder
 from full.transformer import causal_attention
 
 
@@ -357,7 +356,7 @@ def prefill(model, prompts, /, **options):
 @torch.inference_mode()
 def generate(
     model, rows, /, *, max_new_tokens, temperature=1.0, end=(), ending=None, after=None, seed=None,
-    slots=None, branches=None, routes=False,
+    slots=None, branches=None,
 ):  # fmt: skip
     """Decode rows (prompts of any lengths) until each has ended. Return them, in their order.
 
@@ -376,8 +375,6 @@ def generate(
     branches: branches(row) -> slots that a row reserves, one for each row into which it may have
         forked in the end, so that a fork never waits. Default: 1. A row that needs more than there
         are enters when all others have ended.
-    routes: record in `row.routes` which experts each token that the row has fed to the model went
-        to: a list of arrays (L, K) for L sparse layers, of all tokens but the last.
     """
     if max_new_tokens < 1 or not 0 <= temperature < math.inf:
         raise ValueError(f"max_new_tokens, temperature: expected at least 1, and finite and not "
@@ -393,8 +390,7 @@ def generate(
                          f"the model's {positions} positions; shorten one of them")  # fmt: skip
 
     reserved = branches or (lambda row: 1)
-    recorder = RouteRecorder() if routes else None
-    batch = Batch(model, rows, min(slots or math.inf, sum(map(reserved, rows))), recorder)
+    batch = Batch(model, rows, min(slots or math.inf, sum(map(reserved, rows))))
     waiting = deque(((n,), row) for n, row in enumerate(rows))
     turns = Turns(max_new_tokens, ending, after)
     while waiting or batch.rows:
@@ -467,10 +463,7 @@ class Batch:
     first of these rows enters until the last one has ended.
     """
 
-    def __init__(self, model, rows, capacity, recorder=None):
-        self.recorder = recorder
-        self.options = {"on_routing": recorder} if recorder else {}
-        self.routes_of = {}  # prompt -> the routes of its tokens, if they are recorded
+    def __init__(self, model, rows, capacity):
         number = {}  # prompt -> its number
         self.prompt_of_row = [number.setdefault(tuple(row.tokens), len(number)) for row in rows]
         self.tokens = [*number]  # of each prompt
@@ -494,10 +487,8 @@ class Batch:
         new = [prompt for prompt in dict.fromkeys(wanted) if prompt not in self.after]
         if new:
             prompts = [self.tokens[prompt] for prompt in new]
-            fresh, logits_RV = prefill(self.model, prompts, **self.options)
+            fresh, logits_RV = prefill(self.model, prompts)
             self.after |= dict(zip(new, logits_RV))
-            for prompt, tokens, routes_S in zip(new, prompts, self.recorded(len(new))):
-                self.routes_of[prompt] = [*routes_S[: len(tokens)]]
             into = self.prompts if self.shares else self.cache
             into.begin(fresh, range(len(new)))
             self.held += new
@@ -506,13 +497,9 @@ class Batch:
         logits_BV = torch.stack([self.after[prompt] for prompt in wanted])
         self.logits_BV = torch.cat([self.logits_BV, logits_BV]) if self.rows else logits_BV
         self.rows = self.rows + entering
-        if self.recorder:
-            for prompt, (_, row) in zip(wanted, entering):
-                row.routes = self.routes_of[prompt].copy()
         self.waiting.subtract(wanted)
-        for held in (self.after, self.routes_of):
-            for prompt in [prompt for prompt in held if not self.waiting[prompt]]:
-                del held[prompt]
+        for prompt in [prompt for prompt in self.after if not self.waiting[prompt]]:
+            del self.after[prompt]
 
     def draw(self, temperature, end):
         """Let each row take a token. Return whether it is a sampled one that ends a turn."""
@@ -534,18 +521,7 @@ class Batch:
             self.give_up_prompts()
         if going:
             last_B1 = torch.tensor([row.tokens[-1:] for _, row in self.rows], device=self.device)
-            fed = self.model, self.cache, last_B1
-            self.logits_BV = forward_with_cache(*fed, **self.options)
-            for (_, row), routes_1LK in zip(self.rows, self.recorded(len(self.rows))):
-                row.routes.append(routes_1LK[0])
-
-    def recorded(self, rows):
-        """Return the routes of the latest forward, an array (S, L, K) for each of its rows, or []
-        if nothing is recorded."""
-        if not self.recorder:
-            return []
-        routes_NLK = self.recorder.routes()
-        return routes_NLK.reshape(rows, -1, *routes_NLK.shape[1:])
+            self.logits_BV = forward_with_cache(self.model, self.cache, last_B1)
 
     def give_up_prompts(self):
         """Give up the prompts with which no row of the batch and no waiting row begins."""

@@ -87,8 +87,6 @@ METRICS = {
     "loss/token_mean": Metric(
         "(7) under any --aggregation, so over its Z", "mean", "sum", lambda t: t.part_N),
     "experts/load_max": Metric("an expert's tokens / their mean; of layers and updates", "max"),
-    "experts/replay_changed": Metric(
-        "with --replay-routes: share of tokens in layers whose router selects others", "mean"),
     "balance/loss": Metric("(8)", "mean"),
     "grad_norm": Metric("global, before clipping", "mean"),
     "critic/grad_norm": Metric("the same of --critic separate", "mean"),

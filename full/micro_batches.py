@@ -4,7 +4,7 @@ A class for each way of --tree in which a model runs a batch. Without --tree rea
 alone.
 
 Letters:  B trajectories   T positions of their padded log-prob vectors   N sampled tokens
-S packed tokens   J pairs of a sequence and a token   L layers   K experts of a token
+S packed tokens   J pairs of a sequence and a token
 """
 
 import bisect
@@ -19,7 +19,7 @@ from full.exact import packed_attention
 from full.forest import Forest, SharedForest, parents_in
 from full.masks import Mask
 from full.packing import (
-    PackedBatches, PackedRow, PaddedTokens, pack, pack_row, routes_of_tokens,
+    PackedBatches, PackedRow, PaddedTokens, pack, pack_row,
 )  # fmt: skip
 from full.ring import indices, ring_attention
 from full.tree import attend_short, wanted_edges
@@ -115,13 +115,11 @@ class TreeBatches(RowBatches):
         parent_N = np.pad(trie.parent.numpy(), (0, padding), constant_values=-1)
         return MaskedAttention(mask, parent_N, group, self.config.cp_method, attend_short)
 
-    def pack_micro_batches(self, sequences, masks, routes=None):
+    def pack_micro_batches(self, sequences, masks):
         """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""
         self.require_batch(sequences, masks)
-        # Sorted sequences share their beginnings with the sequence before them. A token whose
-        # recorded experts differ has another state: there the tree forks.
-        labels = routes and labels_of(routes)
-        trie = TokenTrie(sequences, labels)
+        # Sorted sequences share their beginnings with the sequence before them.
+        trie = TokenTrie(sequences)
         lengths = trie.lengths[trie.order].tolist()
         cut = functools.partial(pack, lengths, shared=trie.shared.tolist())
 
@@ -135,19 +133,16 @@ class TreeBatches(RowBatches):
         )  # fmt: skip
         micros = [sorted(trie.order[k] for k in run) for run in cut(most)]
 
-        def of(values, indices):
-            return values and [values[i] for i in indices]
-
         tries = [trie]
         if len(micros) != 1:
-            tries = [TokenTrie(of(sequences, run), of(labels, run)) for run in micros]
+            tries = [TokenTrie([sequences[i] for i in run]) for run in micros]
         self.tokens_run = sum(map(len, tries))
 
         # What is missing is padding alone, which is a tree of one token for the attention.
         missing = count - len(micros)
         lengths = self.row_lengths([*map(len, tries)] + [1] * missing)
         rows = [
-            tree_row(trie, of(masks, run), length, of(routes, run))
+            tree_row(trie, [masks[i] for i in run], length)
             for run, trie, length in zip(micros, tries, lengths)
         ]
         for length in lengths[len(rows) :]:
@@ -155,21 +150,10 @@ class TreeBatches(RowBatches):
         return micros + [[]] * missing, rows
 
 
-def labels_of(routes) -> list:
-    """Return the `labels` of a `TokenTrie`: tokens with equal recorded experts have one number.
-
-    routes: for each sequence (L_i - 1, L, K). The last token has no experts, and label 0.
-    """
-    flat_TX = np.concatenate([routes_TLK.reshape(len(routes_TLK), -1) for routes_TLK in routes])
-    _, number_T = np.unique(flat_TX, axis=0, return_inverse=True)
-    ends = np.cumsum([len(routes_TLK) for routes_TLK in routes])
-    return [np.append(labels, 0) for labels in np.split(number_T.reshape(-1) + 1, ends[:-1])]
-
-
-def tree_row(trie, masks, length, routes=None) -> PackedRow:
+def tree_row(trie, masks, length) -> PackedRow:
     """Return a tree as a row of `length` places.
 
-    masks: which of a sequence's tokens[1:] count. routes: as in `pack_row`.
+    masks: which of a sequence's tokens[1:] count.
     """
     # Targets of different sequences may be one token of the tree: it is scored once, at the token
     # before it, and `entries` tells each target which of the scored tokens it is.
@@ -185,22 +169,21 @@ def tree_row(trie, masks, length, routes=None) -> PackedRow:
     return PackedRow(
         *in_row, (trie, length), mask_BT,
         trie.parent[edges_N], trie.tokens[edges_N], entries_K, sequence_J, trie.paths,
-        routes_of_tokens(routes, trie.paths, length) if routes else None,
     )  # fmt: skip
 
 
 class ChunkBatches(TreeBatches):
     """Train on one tree chunk by chunk, in memory for a path: `--tree dta`."""
 
-    def forward_backward(self, sequences, masks, loss_fn, routes=None):
+    def forward_backward(self, sequences, masks, loss_fn):
         """Add the loss's gradient to .grad. loss_fn gets sequences that end in a chunk."""
         self.require_batch(sequences, masks)
-        trie = TokenTrie(sequences, routes and labels_of(routes))
+        trie = TokenTrie(sequences)
         self.tokens_run = len(trie)
         model = PaddedTokens(self.model) if self.plan.tp > 1 else self.model
         routing = None
         if self.balance and sequences:
-            routing = self.routing_of_chunks(trie, masks, routes)
+            routing = self.routing_of_chunks(trie, masks)
 
         def loss_of_chunk(ended, *scores):
             mask_BT = padded([masks[i] for i in ended], scores[0]).bool()
@@ -214,19 +197,17 @@ class ChunkBatches(TreeBatches):
             routing=routing,
         )  # fmt: skip
 
-    def routing_of_chunks(self, trie, masks, routes):
+    def routing_of_chunks(self, trie, masks):
         """Return the `routing` of tree_backward: for a chunk the callback of the sparse layers."""
         t = self.plan.tp
-        row = tree_row(trie, masks, len(trie) + t, routes)
+        row = tree_row(trie, masks, len(trie) + t)
 
         @functools.cache  # a chunk that runs again fills in the same
         def of_tokens(start, stop):
             # The chunk as a row of its own, padded as PaddedTokens does.
             is_here_J = (row.token_J >= start) & (row.token_J < stop)
-            part = row._replace(
-                sequence_J=row.sequence_J[is_here_J], token_J=row.token_J[is_here_J] - start,
-                routes_SLK=row.routes_SLK[start:] if routes else None,
-            )  # fmt: skip
+            token_J = row.token_J[is_here_J] - start
+            part = row._replace(sequence_J=row.sequence_J[is_here_J], token_J=token_J)
             return self.routing(part, torch.arange(-(-(stop - start) // t) * t), self.balance)
 
         return lambda chunk: of_tokens(chunk.start, chunk.stop)

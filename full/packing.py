@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallel
-from full.experts import UNRECORDED, Replay
 from full.logprobs import require_tokens_in_vocabulary
 from full.places import part_of, reshard
 from full.ranks import all_gather_objects, errors_on_all_ranks, is_lost_rank
@@ -50,15 +49,12 @@ class PackedRow(NamedTuple):
     entries_K: torch.Tensor  # for each True of the mask, which of the N it is: in this row 0 1 2
     sequence_J: torch.Tensor  # which sequences hold which tokens. No sequence holds padding
     token_J: torch.Tensor
-    routes_SLK: torch.Tensor | None = None  # recorded experts; see `experts.Replay`
 
 
-def pack_row(sequences, masks, length, routes=None) -> PackedRow:
+def pack_row(sequences, masks, length) -> PackedRow:
     """Lay sequences end to end and pad the row to `length`. masks: which of tokens[1:] count.
 
     Without sequences the row is padding alone.
-
-    routes: for each sequence the recorded experts of all tokens but the last, (L_i - 1, L, K).
     """
     lengths = [len(tokens) for tokens in sequences]
     padding = np.zeros(length - sum(lengths), dtype=np.int64)
@@ -78,25 +74,7 @@ def pack_row(sequences, masks, length, routes=None) -> PackedRow:
     scored = [mask_BT, at_N, tokens_S[at_N + 1], np.arange(len(at_N))]
     token_J = np.arange(sum(lengths))  # each token is of one sequence
     holds = [document_S[token_J], token_J]
-    row = PackedRow(*map(torch.from_numpy, [*in_row, *scored, *holds]))
-    if not routes:
-        return row
-    return row._replace(routes_SLK=routes_of_tokens(routes, token_J, length))
-
-
-def routes_of_tokens(routes, token_J, length):
-    """Return the recorded experts of each of `length` tokens, (length, L, K) int16.
-
-    routes: for each sequence (L_i - 1, L, K), of all tokens but the last.
-    token_J: the token of each entry, for all entries of one sequence after the other.
-    """
-    # The last token of a sequence has not been fed to the sampler's model. Where another sequence
-    # goes on after it, that sequence has recorded it.
-    out_SLK = np.full((length, *routes[0].shape[1:]), UNRECORDED, dtype=np.int16)
-    ends = np.cumsum([len(routes_TLK) + 1 for routes_TLK in routes])
-    is_last_J = np.isin(np.arange(len(token_J)), ends - 1)
-    out_SLK[np.asarray(token_J)[~is_last_J]] = np.concatenate(routes)
-    return torch.from_numpy(out_SLK)
+    return PackedRow(*map(torch.from_numpy, [*in_row, *scored, *holds]))
 
 
 class Micro(NamedTuple):
@@ -206,8 +184,7 @@ class PackedBatches:
     indices: indices(length, rank, world), ascending: the tokens of a row that a rank of c has, as
         this attention wants them: `ring.indices`. For c > 1 only.
     balance: balance(sequence_j, token_j, num_sequences=, groups=) makes the callback by which
-        sparse layers attach their loss in training, such as an `experts.Balance`. With routes it
-        also gets replay=, a `Replay`, and returns it. Default: no loss.
+        sparse layers attach their loss in training, such as an `experts.Balance`. Default: no loss.
     micro_tokens: int. Most tokens of a micro-batch. A longer sequence is alone in one.
     temperature: float. Of the log-probs.
 
@@ -232,7 +209,7 @@ class PackedBatches:
             raise ValueError(
                 f"plan {self.plan} splits rows: give indices=, e.g. ring_attention.indices")
 
-    def forward_backward(self, sequences, masks, loss_fn, routes=None) -> torch.Tensor:
+    def forward_backward(self, sequences, masks, loss_fn) -> torch.Tensor:
         """Add the gradient of a batch's loss to .grad. Collective.
 
         sequences: lists of token ids.
@@ -241,12 +218,10 @@ class PackedBatches:
             values_BT too: sequence indices[b] has row b, which is 0 where nothing is scored. It
             returns this micro-batch's term of the loss, divided by the global count, and the same
             value on all c and t ranks (under p, of the last stage).
-        routes: for each sequence the experts of all tokens but the last, (L_i - 1, L, K), which
-            the L sparse layers use in place of their routers' own. Not under c. Default: none.
 
         Returns the loss, summed over data shares, float64.
         """
-        micro_batches, rows = self.pack_micro_batches(sequences, masks, routes)
+        micro_batches, rows = self.pack_micro_batches(sequences, masks)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
 
         def forward(root, k, x):
@@ -270,13 +245,12 @@ class PackedBatches:
         return total
 
     @torch.no_grad()
-    def forward(self, sequences, masks, routes=None) -> list:
+    def forward(self, sequences, masks) -> list:
         """Return the scores of each sequence, as `scores_of` does, without gradient.
 
         Each is (L - 1,), on the CPU, on every rank of the replica. Collective.
-        routes: as in `forward_backward`.
         """
-        micro_batches, rows = self.pack_micro_batches(sequences, masks, routes)
+        micro_batches, rows = self.pack_micro_batches(sequences, masks)
         found = [None] * len(sequences)
 
         def forward(root, k, x):
@@ -300,7 +274,7 @@ class PackedBatches:
         parts = all_gather_objects(found, self.part.grid.group["pct"])
         return next(part for part in parts if part is not None)
 
-    def pack_micro_batches(self, sequences, masks, routes=None):
+    def pack_micro_batches(self, sequences, masks):
         """Return the micro-batches, as lists of indices, and a `PackedRow` of each. Collective.
 
         A micro-batch without sequences is padding alone.
@@ -323,7 +297,7 @@ class PackedBatches:
         rows = []
         for indices, length in zip(micro_batches, self.row_lengths(sizes), strict=True):
             own = [sequences[i] for i in indices], [masks[i] for i in indices]
-            rows.append(pack_row(*own, length, routes and [routes[i] for i in indices]))
+            rows.append(pack_row(*own, length))
         return micro_batches, rows
 
     def require_batch(self, sequences, masks):
@@ -393,12 +367,11 @@ class PackedBatches:
         return Micro(*own, self.attention(row.sees, group), self.routing(row, local_s, balance))
 
     def routing(self, row, local_s, balance=None):
-        """Return the callback of the sparse layers for a row: of a loss, of a replay, or of both.
+        """Return the callback of the sparse layers for a row, which attaches their loss.
 
-        If the row has routes, it is a `Replay`, which `balance` is given as replay=.
         local_s: the tokens that this rank is given, ascending.
         """
-        if balance is None and row.routes_SLK is None:
+        if balance is None:
             return None
         # A balance loss is a sum over tokens, so each token is counted on one rank, though several
         # may see it. The ranks of c have different tokens already. The t ranks are given the same
@@ -417,13 +390,7 @@ class PackedBatches:
         token_j = torch.searchsorted(seen_s, row.token_J[is_taken_J])
         num_sequences = int(row.sequence_J.max()) + 1 if len(row.sequence_J) else 0
         pairs = row.sequence_J[is_taken_J].to(self.device), token_j.to(self.device)
-        options = dict(num_sequences=num_sequences, groups=groups)
-        if row.routes_SLK is not None:
-            sequences_s = torch.bincount(token_j, minlength=len(seen_s)).double()
-            routes_sLK = row.routes_SLK[seen_s].to(self.device)
-            layers = self.model.config.sparse_layers
-            options["replay"] = Replay(routes_sLK, layers, sequences_s)
-        return options["replay"] if balance is None else balance(*pairs, **options)
+        return balance(*pairs, num_sequences=num_sequences, groups=groups)
 
     def states_like(self, rows):
         """Return memory for the states that one stage sends to the next: rows have one length."""

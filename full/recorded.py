@@ -82,8 +82,6 @@ class RunFiles:
                 continue
             try:
                 t = Trajectory.from_json(line["group"], line | {"path": []}, shape)
-                if self.config.replay_routes and t.routes is None:
-                    raise ValueError("expected routes")
                 groups.setdefault(t.group, {})[line["rollout"]] = line
                 A = line["advantage"]  # None: the group was not trained on
                 if len(t.tokens) < 2 or (A is not None and np.shape(A) != t.mask.shape):
@@ -114,7 +112,6 @@ class Recorded(definition.Sequence):
     group: int
     number: int  # in its group
     tokens: list
-    routes: list | None = None  # [token][layer] -> the sampler's experts, but of the last token
     spelled: object = None  # spelled(model, tokens) -> logits: replaces the model's own code
 
     # What the task says, by `play_again`.
@@ -150,7 +147,7 @@ def groups_again(config, task, step, lines) -> dict:
     for n, state, prompt in draw_prompts(config, task, ROLLOUT, step, lines, first=first):
         groups[n] = []
         for i, line in enumerate(lines[n]):
-            s = Recorded(group=n, number=i, tokens=line["tokens"], routes=line.get("routes"))
+            s = Recorded(group=n, number=i, tokens=line["tokens"])
             play_again(config, task, state, prompt, s)
             s.smp = np.array(line["logprobs"], dtype=float)[s.at]
             groups[n].append(s)

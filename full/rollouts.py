@@ -44,7 +44,6 @@ class Trajectory:
     ref_logprobs: np.ndarray | None = None
     values: np.ndarray | None = None  # of the critic, before the step
     returns: np.ndarray | None = None
-    routes: np.ndarray | None = None  # int16, (T, L, K): the sampler's experts of tokens[:-1]
 
     def __post_init__(self):
         self.sampled = self.mask  # stays when `--overlong filter` takes it out of the loss
@@ -55,11 +54,10 @@ class Trajectory:
 
     def to_json(self) -> dict:
         """Return what was sampled and heard as JSON values, which are read back bit for bit."""
-        routes = {} if self.routes is None else {"routes": self.routes.tolist()}
         return {
             "tokens": list(map(int, self.tokens)), "sampled": self.sampled.astype(int).tolist(),
             "logprobs": self.sampler_logprobs.tolist(), "truncated": bool(self.truncated),
-            "rewards": [list(pair) for pair in self.turn_rewards], "path": self.path, **routes,
+            "rewards": [list(pair) for pair in self.turn_rewards], "path": self.path,
         }  # fmt: skip
 
     @classmethod
@@ -79,23 +77,7 @@ class Trajectory:
             raise ValueError(f"group {group}: expected a mask and log-probs of {len(tokens) - 1}")
         path = [tuple(segment) for segment in row["path"]]
         rewards = [(int(at), float(reward)) for at, reward in row["rewards"]]
-        routes = row.get("routes")
-        if routes is not None:
-            routes = checked_routes(group, np.array(routes), len(tokens) - 1, shape)
-        made = group, tokens, mask, logprobs, row["truncated"], path, rewards
-        return cls(*made, routes=routes)
-
-
-def checked_routes(group, routes_TLK, T, shape):
-    """Return recorded experts as int16. ValueError unless they are those of T tokens of a model."""
-    expected = T, len(shape.sparse_layers), shape.num_experts_per_tok
-    is_integer = routes_TLK.dtype.kind == "i" and routes_TLK.shape == expected
-    ids_TLK = np.sort(routes_TLK, -1) if is_integer else np.full(expected, -1)
-    is_twice = (np.diff(ids_TLK, axis=-1) == 0).any()
-    if not is_integer or is_twice or not ((0 <= ids_TLK) & (ids_TLK < shape.num_experts)).all():
-        raise ValueError(f"group {group}: expected routes {expected}, each of them different "
-                         f"experts of {shape.num_experts}, got {routes_TLK.shape}")  # fmt: skip
-    return routes_TLK.astype(np.int16)
+        return cls(group, tokens, mask, logprobs, row["truncated"], path, rewards)
 
 
 class ForkingEpisode(train_grpo.Episode):
@@ -112,7 +94,6 @@ class ForkingEpisode(train_grpo.Episode):
         self.forks_left = forks_left
         self.path = [(self.turn, number, count)]
         self.turn_rewards = []
-        self.routes = []  # (L, K) for each token that a model has been fed, if they are recorded
         self.heard = ()  # of the turn that has ended: the task's new state, reply and reward
 
     def origin(self) -> tuple:
@@ -137,7 +118,7 @@ class ForkingEpisode(train_grpo.Episode):
         share = self.count // forks
         for first in range(self.number, self.number + self.count, share):
             child = copy.copy(self)
-            for name in ("tokens", "mask", "logprobs", "queue", "routes"):
+            for name in ("tokens", "mask", "logprobs", "queue"):
                 setattr(child, name, getattr(self, name).copy())
             child.draws = train_grpo.uniforms((*self.key, self.group, first), len(self.draws))
             child.number = first
@@ -155,8 +136,7 @@ class ForkingEpisode(train_grpo.Episode):
         mask = np.array(self.mask, dtype=bool) & np.isfinite(logprobs)
         logprobs = np.where(mask, logprobs, 0.0)
         made = self.group, self.tokens, mask, logprobs, self.truncated, self.path, self.turn_rewards
-        routes = np.stack(self.routes) if self.routes else None
-        return [Trajectory(*made, routes=routes) for _ in range(self.count)]
+        return [Trajectory(*made) for _ in range(self.count)]
 
 
 REPLY_THREADS = 16
@@ -394,13 +374,12 @@ def play(config, task, sampler, starts, key) -> list:
     def after(episode):
         return episode.fork(config.forks) if episode.hear(*episode.heard) else []
 
-    recorded = {"routes": True} if config.replay_routes else {}
     unheard = None
     try:
         ended = sampler.generate(
             episodes, max_new_tokens=limit, temperature=config.temperature, end=task.end,
             ending=asker_of(task, config.reply_timeout), after=after, slots=config.batch_rows,
-            branches=lambda episode: episode.count, **recorded,
+            branches=lambda episode: episode.count,
         )  # fmt: skip
     except Unheard as error:
         unheard = error
@@ -453,8 +432,8 @@ def play_held_out(config, task, sampler, *, group=1, temperature=0.0, key=()):
     `draw_prompts`, and the lists of trajectories.
     """
     starts = draw_prompts(config, task, EVALUATION, 0, range(config.eval_prompts), held_out=True)
-    # These rollouts are not trained on, so they do not fork, and no experts are recorded.
-    plain = dict(forks=1, fork_turns=0, replay_routes=False)
+    # These rollouts are not trained on, so they do not fork.
+    plain = dict(forks=1, fork_turns=0)
     config = dataclasses.replace(config, group=group, temperature=temperature, **plain)
     return starts, play(config, task, sampler, starts, key)
 

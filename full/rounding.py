@@ -91,8 +91,7 @@ def errors(lp, T_N, dtype):
 
 def flip(routing, T) -> float:
     """Return by how much more log-probs may be off if rounding decides which experts are chosen."""
-    is_free = not routing.replay_margins
-    return FLIP if is_free and any(x <= T / 2 for x in routing.margins) else 0.0
+    return FLIP if any(x <= T / 2 for x in routing.margins) else 0.0
 
 
 def near_choices(updates) -> tuple:

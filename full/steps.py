@@ -74,8 +74,8 @@ STEPS = {  # settings that between them reach every line of conformance/definiti
     "DPPO, leave_one_out": dict(
         objective="dppo", clip_low=1e-7, clip_high=2e-7, minibatches=2,
         advantage="leave_one_out"),
-    "replayed routes, 2 updates": dict(
-        replay_routes=True, generator_dtype="bfloat16", balance_coef=0.5, router_bias_rate=0.05,
+    "router bias, 2 updates": dict(
+        generator_dtype="bfloat16", balance_coef=0.5, router_bias_rate=0.05,
         kl_coef=0.1, proximal=True, minibatches=2),
     "LoRA, KL, 2 updates": dict(lora_rank=3, kl_coef=0.1, minibatches=2),
     "LoRA of experts, router and head": dict(

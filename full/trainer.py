@@ -232,7 +232,7 @@ class Trainer(AnyTrainer):
             raise ValueError("expected demonstrations or rollouts, got both: make two calls")
         together = run.share_out(gathered)
 
-        def train(run, loss, routes=None):
+        def train(run, loss):
             def loss_of(indices, mask_BT, *scores):
                 # The term of (7) of one micro-batch, whose sequences are known by their index.
                 term, sums = loss([together[i] for i in indices], mask_BT, *scores, Z=Z)
@@ -240,24 +240,17 @@ class Trainer(AnyTrainer):
                 return term
 
             given = [t.tokens for t in together], [t.mask for t in together], loss_of
-            run.forward_backward(*given, routes=routes)
+            run.forward_backward(*given)
 
         # Forward, loss, backward, one micro-batch after the other. Losses are terms of one sum, so
         # their gradients only have to be added, which is what backward() does to .grad. Each layer
         # of experts attaches its term of (8) as it runs.
         self.experts.begin(batch, num_sequences)
-        train(run, self.loss, self.routes_of(together))
-        # A critic of its own runs the same micro-batches. Its routers select by themselves.
+        train(run, self.loss)
+        # A critic of its own runs the same micro-batches.
         if self.critic_learns:
             train(self.batches(self.critic), self.critic_loss)
         return self.metrics_of_all_ranks(measured, batch, run.tokens_run)
-
-    def routes_of(self, batch) -> list | None:
-        """Return the experts that the sampler recorded of each trajectory, if they are replayed."""
-        # Demonstrations have no sampler.
-        if not self.config.replay_routes or any(t.supervised for t in batch):
-            return None
-        return [t.routes for t in batch]
 
     def settings(self) -> dict:
         """Return the keywords of `grpo_loss` that are flags."""
@@ -388,16 +381,12 @@ class Trainer(AnyTrainer):
 
         model: Default: the policy. column: 0 log-probs, 1 entropies, -1 a critic's values.
         """
-        # A reference and a teacher are other models: their routers select.
-        is_policy = model is None
-        model = self.model if is_policy else model
-
+        model = self.model if model is None else model
         # All ranks of a replica run a model together, on what all of them hold. This rank's
         # trajectories begin at `first`.
         together, first = gather_replica(model, batch)
         run = self.batches(model)
-        routes = self.routes_of(together) if is_policy else None
-        scores = run.forward([t.tokens for t in together], [t.sampled for t in together], routes)
+        scores = run.forward([t.tokens for t in together], [t.sampled for t in together])
         own = scores[first : first + len(batch)]
         return [columns[column].double().numpy() for columns in own]
 

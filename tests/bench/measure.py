@@ -9,7 +9,6 @@
     grpo                                a whole step: seconds by phase, what shared prefixes gain
     exact                               log-probs whose bits are the trainer's, and what they cost
     head [DIR]                          how far log-probs are off by the dtype of the head
-    routes                              experts that the trainer would choose otherwise
     objectives FOLDER                   what runs of every objective solve; makes those that lack
 
 A subject yields rows. They are printed as a table, and at the end as one line of JSON. Ways that
@@ -820,62 +819,6 @@ def head(options):
                 sampling=sampling, training=took, mb=mb)  # fmt: skip
 
 
-MIXTURES = {  # size -> name: layers, width, experts, experts of a token, rollouts, their tokens
-    "default": {"tiny": (3, 32, 8, 2, 24, 60), "small": (6, 128, 16, 4, 24, 60)},
-    "large": {"large": (24, 1024, 64, 8, 32, 200)},
-    "toy": {"tiny": (3, 32, 8, 2, 24, 60)},
-}
-
-
-def mixture(layers, width, experts, chosen):
-    """A random model with experts in each layer, whose states have the size of a trained one's."""
-    return tiny_model(
-        "qwen3_moe", num_hidden_layers=layers, sparse_layers=tuple(range(layers)),
-        hidden_size=width, head_dim=max(8, width // 16), num_attention_heads=16,
-        num_key_value_heads=4, num_experts=experts, num_experts_per_tok=chosen,
-        moe_intermediate_size=width // 2, vocab_size=1000, max_position_embeddings=512,
-        initializer_range=2 / width**0.5,
-    )  # fmt: skip
-
-
-class Watched(PackedBatches):
-    """Keeps what the replay of each micro-batch has counted."""
-
-    def micro(self, row, balance=None):
-        made = super().micro(row, balance)
-        if made.on_routing is not None:
-            self.counts = [*getattr(self, "counts", []), made.on_routing.changed]
-        return made
-
-
-def routes(options):
-    """The share of choices of experts that the trainer would not make, and |trainer - sampler|.
-
-    A choice is of a token in a layer. The gap is without and with --replay-routes.
-    """
-    for name, (*shape, count, new) in MIXTURES[options.size].items():
-        for dtype in ("float32", "bfloat16"):
-            model = mixture(*shape).to(device=options.device, dtype=getattr(torch, dtype))
-            model.requires_grad_(False)
-            rows = rows_of(1000, (3, 17, 40, 90), count, new)
-            rows = generate(model, rows, max_new_tokens=new, routes=True)
-            row = dict(model=name, dtype=dtype)
-            for replayed in (None, [np.stack(row.routes) for row in rows]):
-                batches = Watched(model, attention=ordinary_attention, micro_tokens=4000)
-                given = [row.tokens for row in rows], [row.mask for row in rows], replayed
-                scores = batches.forward(*given)
-                lp = [x[torch.tensor(r.mask)].double().cpu().numpy()
-                      for (x, _), r in zip(scores, rows)]  # fmt: skip
-                figures = spread(np.concatenate(lp) - told_of(rows))
-                figures = {key: figures[key] for key in ("mean", "99 %", "largest")}
-                if replayed is not None:
-                    sums = sum(x.cpu() for parts in batches.counts for x in parts.values())
-                    row |= dict(changed=(sums[0] / sums[1]).item())
-                    figures = {f"{key}, replayed": x for key, x in figures.items()}
-                row |= figures
-            yield row
-
-
 # Budgets of activations -------------------------------------------------------------------------
 
 
@@ -938,7 +881,7 @@ def objectives(options):
 SUBJECTS = {
     "ring": ring, "ring-memory": ring_memory, "ring-longest": ring_longest, "kernel": kernel,
     "tree": tree, "models": of_models, "grpo": grpo, "exact": exact, "head": head,
-    "routes": routes, "objectives": objectives, "budget": budget, "deltanet": deltanet,
+    "objectives": objectives, "budget": budget, "deltanet": deltanet,
 }  # fmt: skip
 
 if __name__ == "__main__":

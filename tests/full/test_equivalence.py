@@ -207,9 +207,6 @@ SLIPS = {  # name -> a patch, and the row of two ranks that finds it
     "a leaf of the tree is dropped": (
         lambda: after(micro_batches.TreeBatches, "share_out", lambda share: share[:-1]),
         "tied", "forks", "--tree dta --chunk-tokens 16"),
-    "routes are dropped": (
-        lambda: mock.patch.object(Trainer, "routes_of", lambda self, batch: None),
-        "routers", "routes", "--plan d2e2 --tree sparse"),
     "a rank does not update": (lambda: nothing(LocalOptimizer, "step"), "dense", "reward",
                                "--plan d2"),
     "a rank keeps its rounded weights": (
