@@ -1,4 +1,4 @@
-"""Batches: adds dynamic sampling, staleness and demonstrations to `train_grpo.Source`.
+"""Batches: adds dynamic sampling and staleness to `train_grpo.Source`.
 
 What a step samples and trains on. micro_batches.py says how a model runs it.
 
@@ -16,9 +16,7 @@ import torch.distributed as dist
 import train_grpo
 from full.advantages import compared_by, table_of_groups
 from full.metrics import StepClock, timed
-from full.rollouts import (
-    DEMO_PLAY, DEMO_PROMPT, Trajectory, at_once, demonstrations, draw_prompts, evaluate, play,
-)  # fmt: skip
+from full.rollouts import Trajectory, at_once, draw_prompts, evaluate, play
 from train_grpo import ROLLOUT
 
 # Under --staleness K, batch b is sampled with the weights that max(0, b - K) steps have made, and
@@ -37,7 +35,7 @@ from train_grpo import ROLLOUT
 class SampledBatch(train_grpo.Batch):
     """A `Batch` of trajectories that knows which weights sampled it, with its metrics."""
 
-    sampled_by: int | None = None  # policy version of the sampler; None: demonstrations
+    sampled_by: int  # policy version of the sampler
     metrics: dict = field(default_factory=dict)
 
     def trained(self) -> list:
@@ -227,39 +225,6 @@ class RolloutQueue:
     def stored(self) -> list:
         """Return the pending batches as JSON values for a checkpoint, on rank 0. Collective."""
         return [{"batch": n} | self.pending[n].result().to_json() for n in sorted(self.pending)]
-
-
-class Demonstrations:
-    """Make the batches of the supervised steps: the steps -K .. -1 of a run with --demos K.
-
-    first_step: the first of them that is to do.
-    """
-
-    def __init__(self, config, task, trainer, first_step):
-        self.config = config
-        self.task = task
-        self.trainer = trainer
-        self.first_step = first_step
-        self.clock = StepClock(trainer.device)
-
-    def get(self, step) -> SampledBatch:
-        """Return demonstrations, one minibatch of as many as a step has rollouts. Collective."""
-        # What they are depends on (seed, step, number) alone, like everything that is drawn.
-        c = self.config
-        number = c.demos + step
-        self.clock.start()
-        self.trainer.where = f"supervised step {number}"
-        groups = list(range(c.prompts * c.group))
-        first = number * len(groups)
-        starts = draw_prompts(c, self.task, DEMO_PROMPT, number, groups, first)
-        played = demonstrations(self.task, starts, (c.seed, DEMO_PLAY, number), c.max_new_tokens)
-        return SampledBatch({t.group: [t] for t in played}, groups, 1)
-
-    def evaluate(self):
-        """Return None: the weights with which the loop begins are the first to be evaluated."""
-
-    def stored(self) -> list:
-        return []
 
 
 def pending_batches(config, trainer, path, state) -> dict:

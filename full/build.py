@@ -18,7 +18,7 @@ from full.lora import add_factors
 from full.model_config import LINEAR, ModelConfig, read_json
 from full.questions import make_task
 from full.ranks import warn
-from full.tasks import Task, asking
+from full.tasks import asking
 from full.trainer import keep_wide, plan_of
 from full.transformer import Transformer
 from train_grpo import EVALUATION, ROLLOUT
@@ -115,9 +115,6 @@ def prepare(config, make=make_task):
     make: a function that makes the task of a Config.
     """
     task = make(config)
-    # A task that does not derive from Task has demonstrations if it has a method `demo`.
-    if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:
-        raise ValueError(f"{type(task).__name__} has no demonstrations; use --demos 0")
     if config.reply_timeout and not getattr(task, "threads", True):
         raise ValueError(f"--reply-timeout: {type(task).__name__} has threads = False, so its "
                          f"replies are waited for by no other thread: leave one of the two out")

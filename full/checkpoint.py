@@ -191,6 +191,6 @@ def read_checkpoint(path, tensors, *, counts=(), only="", alone=False) -> dict:
     return state
 
 
-def checkpoints(directory, kind="step"):
-    """Return the step-NNNNNNNN directories, oldest first. kind: how else their names begin."""
-    return sorted(Path(directory).glob(f"{kind}-" + "[0-9]" * 8))
+def checkpoints(directory):
+    """Return the step-NNNNNNNN directories, oldest first."""
+    return sorted(Path(directory).glob("step-" + "[0-9]" * 8))

@@ -79,7 +79,6 @@ class Config(train_grpo.Config):
     template_args: str = flag("", "jsonl: JSON object of a chat template's variables; empty: none")
     date: str = flag("", "jsonl: of strftime_now in a chat template; empty: when the run begins")
     reward: str = flag("", "jsonl: FILE.py:function of (text, row); empty: what follows ####")
-    demos: int = flag(0, "supervised steps on the task's demonstrations before the loop")
 
     layers: int = flag(CORE.layers, "decoder layers", "the model")
     hidden: int = flag(CORE.hidden, "model width")
@@ -170,14 +169,13 @@ class Config(train_grpo.Config):
     gae_lambda: ClassVar[float] = 0.95
     value_coef: ClassVar[float] = 0.5
 
-    # Defaults that depend on what the loop begins with: random weights, weights that demonstrations
-    # have taught, or a checkpoint's. Random weights need long steps, and a bonus for still trying
-    # everything. The same would undo in a few steps what the other two know (full/RESULTS.md).
-    # A field of this table is None until __post_init__ has looked it up.
+    # Defaults that depend on the weights that the run begins with. Random weights need long steps,
+    # and a bonus for still trying everything. The same would undo in a few steps what a checkpoint
+    # knows. A field of this table is None until __post_init__ has looked it up.
     BY_START = dict(
-        lr=dict(random=1e-3, demos=1e-4, model=1e-6, lora=1e-5),
-        critic_lr=dict(random=1e-3, demos=1e-3, model=1e-5, lora=1e-5),  # demos teach no critic
-        entropy_coef=dict(random=0.02, demos=0.0, model=0.0, lora=0.0),
+        lr=dict(random=1e-3, model=1e-6, lora=1e-5),
+        critic_lr=dict(random=1e-3, model=1e-5, lora=1e-5),
+        entropy_coef=dict(random=0.02, model=0.0, lora=0.0),
     )
 
     # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
@@ -199,9 +197,11 @@ class Config(train_grpo.Config):
         return self
 
     def __post_init__(self):
-        # A checkpoint that demonstrations have taught more is still a checkpoint. From here on the
-        # fields are numbers, also in config.json: a resumed run has those that it began with.
-        start = "demos" if self.demos and not self.model else self.first_weights
+        # From here on the fields are numbers, also in config.json: a resumed run has those that it
+        # began with.
+        start = "random"
+        if self.model:
+            start = "lora" if self.lora_rank else "model"
         for name, defaults in self.BY_START.items():
             if getattr(self, name) is None:
                 setattr(self, name, defaults[start])
@@ -223,13 +223,6 @@ class Config(train_grpo.Config):
     def trainer_plan(self) -> Plan:
         """Return the Plan of --plan, or d1 without. ValueError if it is none."""
         return Plan.parse(self.plan or "d1")
-
-    @property
-    def first_weights(self) -> str:
-        """Return which kind of weights the optimizer's first step changes: a key of DEMO_LR."""
-        if not self.model:
-            return "random"
-        return "lora" if self.lora_rank else "model"
 
     @property
     def lora(self) -> Lora | None:
@@ -370,9 +363,6 @@ class Config(train_grpo.Config):
              f"--heads must be 1 or even, got {self.heads}"),
         ]  # fmt: skip
 
-
-# The learning rate of supervised steps, which is constant after --lr-warmup, by `first_weights`.
-DEMO_LR = dict(random=1e-3, model=1e-5, lora=1e-4)
 
 # The flags whose values are the names of a table.
 TABLES = {

@@ -3,10 +3,9 @@
     config.json                  the settings; a directory that has them is a run's
     lock                         held by the process that runs
     data.json, base.json         checksums of the data files, and of the frozen base of factors
-    metrics.jsonl, demos.jsonl   a line a step, of the loop and of the supervised steps
+    metrics.jsonl                a line a step
     samples.jsonl, rollouts.jsonl
-    demos-NNNNNNNN               a checkpoint after so many supervised steps
-    step-NNNNNNNN                a checkpoint after so many steps of the loop
+    step-NNNNNNNN                a checkpoint after so many steps
     reference                    the frozen model of the KL
     hf, engine                   the last weights for transformers; weights for an engine
 
@@ -108,7 +107,6 @@ class RunDirectory:
     """
 
     METRICS = "metrics.jsonl"
-    DEMOS = "demos.jsonl"
     SAMPLES = "samples.jsonl"
     ROLLOUTS = "rollouts.jsonl"
     NOTES = {"data.json": sums_of_data, "base.json": sums_of_base}
@@ -164,23 +162,20 @@ class RunDirectory:
             return []
         return [line for _, line in read_json_lines(path, skip_torn_last=True)]
 
-    def cut(self, first_step, demos=0):
+    def cut(self, first_step):
         """Drop the lines of steps that are done again, and torn ones; files are replaced whole.
 
-        first_step: the first step to do. Below 0 it is a supervised step, of `demos`.
+        first_step: the first step to do.
         """
-        firsts = dict.fromkeys((self.METRICS, self.SAMPLES, self.ROLLOUTS), max(0, first_step))
-        if demos:
-            firsts[self.DEMOS] = demos + min(0, first_step)
         # Each file is replaced by its beginning. A kill in between leaves the old file, with lines
         # that the next start cuts, and a .tmp that is never read.
-        for name, step in firsts.items():
+        for name in (self.METRICS, self.SAMPLES, self.ROLLOUTS):
             lines = self.lines(name)
             for line in lines:
                 if not isinstance(line.get("step"), int):
                     text = f"has a line without a step: {json.dumps(line)[:60]}"
                     raise ValueError(f"{self.path / name} {text}")
-            kept = [json.dumps(line) + "\n" for line in lines if line["step"] < step]
+            kept = [json.dumps(line) + "\n" for line in lines if line["step"] < first_step]
             with writing(self.path / name, self.advice):
                 partial = (self.path / name).with_suffix(".tmp")
                 partial.write_text("".join(kept), encoding="utf-8")
@@ -188,46 +183,42 @@ class RunDirectory:
 
     # Checkpoints ---------------------------------------------------------------------------------
 
-    def save(self, kind, step, keep, write):
-        """Write a checkpoint by `write(path)`, and delete what it supersedes. Collective.
-
-        kind: "demos" or "step".
-        """
+    def save(self, step, keep, write):
+        """Write a checkpoint by `write(path)`, and delete what it supersedes. Collective."""
         # An older checkpoint goes only now that the new one is whole. So a disk that is full loses
         # nothing: the error says what there is, and how to go on from it.
         try:
-            write(f"{self}/{kind}-{step:08d}")
+            write(f"{self}/step-{step:08d}")
         except OSError as error:
             kept, advice = "older ones are whole", self.advice
-            if not (checkpoints(self.path) or checkpoints(self.path, "demos")):
+            if not checkpoints(self.path):
                 kept, advice = "nothing was saved yet", f"begin again with {self.flags_to_resume}"
             text = f"{error}; {kept}: make room or mend the directory, then {advice}"
             raise OSError(text) from error
-        for old in agree(lambda: self.superseded(kind, step, keep)):
+        for old in agree(lambda: self.superseded(step, keep)):
             shutil.rmtree(old, ignore_errors=True)
 
-    def superseded(self, kind, step, keep) -> list:
+    def superseded(self, step, keep) -> list:
         """Return the checkpoints to delete once `step` is saved, in the order of their steps.
 
         These are all but the newest `keep` up to `step`, and all later ones, which the resume has
-        found damaged. Once the loop has a checkpoint, the supervised steps' are of no use.
+        found damaged.
         """
         # Of steps 2, 4, 6 and 8, with 6 just saved and keep 2, they are 2 and 8.
-        found = checkpoints(self.path, kind)
-        up_to_it = [path for path in found if path <= self.path / f"{kind}-{step:08d}"]
-        finished = checkpoints(self.path, "demos") if kind == "step" else []
-        return up_to_it[:-keep] + found[len(up_to_it) :] + finished
+        found = checkpoints(self.path)
+        up_to_it = [path for path in found if path <= self.path / f"step-{step:08d}"]
+        return up_to_it[:-keep] + found[len(up_to_it) :]
 
     def newest(self):
-        """Return the newest checkpoint of the loop, or None. `read_newest` verifies it too."""
+        """Return the newest checkpoint, or None. `read_newest` verifies it too."""
         return next(reversed(checkpoints(self.path)), None)
 
     def newest_in_words(self) -> str:
         """Return what a run has whose last state could not be saved."""
-        found = next(reversed(checkpoints(self.path, "demos") + checkpoints(self.path)), None)
+        found = self.newest()
         return f"the newest checkpoint is {found}" if found else f"{self} holds no checkpoint"
 
-    def read_newest(self, read, kind="step"):
+    def read_newest(self, read):
         """Return (path, read(path)) for the newest undamaged checkpoint. Collective.
 
         read: collective, it calls `read_checkpoint`. Where that finds damage, the checkpoint is
@@ -236,7 +227,7 @@ class RunDirectory:
         no checkpoint; if none is undamaged, ValueError, so that a run is not begun again by
         mistake.
         """
-        found = agree(lambda: checkpoints(self.path, kind))
+        found = agree(lambda: checkpoints(self.path))
         for path in reversed(found):
             try:
                 return path, read(path)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import train_grpo
-from full.batches import Demonstrations, RolloutQueue, pending_batches
+from full.batches import RolloutQueue, pending_batches
 from full.build import empty_model, empty_policy, require_plan
 from full.config import LORA_TARGETS
 from full.flags import parse_config
@@ -48,14 +48,13 @@ RUNS = {  # what one process does too
     "plain": "",
     "old": "--kl-coef 0.05 --proximal",
     "critic": "--advantage gae --kl-coef 0.05 --proximal",
-    "separate": f"{SEPARATE} --staleness 1 --proximal --demos 1 --weight-decay 0.1 --lr 0.001",
+    "separate": f"{SEPARATE} --staleness 1 --proximal --weight-decay 0.1 --lr 0.001",
     "reward": "--kl-coef 0.1 --kl k1 --kl-in reward --advantage none_batch",
     "sequences": "--objective gspo --aggregation sequence_mean --clip-low 0.01 --clip-high 0.01",
     "filtered": "--aggregation constant --overlong filter",
     "dynamic": "--dynamic-sampling --max-rounds 3 --entropy-coef 0 --minibatches 1",
     "forks": "--forks 2 --fork-turns 1 --advantage per_branch",
     "stale": "--staleness 1 --proximal --importance-cap 0.9 --temperature 0.7",
-    "demos": "--demos 1 --kl-coef 0.05",
     "lone": "--prompts 1 --minibatches 1",  # most ranks have nothing
     "balanced": "--balance-coef 0.5 --router-bias-rate 0.05 --advantage gae --lr 0.001",
     "biased": "--router-bias-rate 0.05 --kl-coef 0.05",
@@ -90,7 +89,7 @@ ordinary 1 dense critic --tree dta --chunk-tokens 9 --recompute | --micro-tokens
 ordinary 1 dense lora-head --tree dta --chunk-tokens 9 --recompute
 ordinary 1 tied forks --tree sparse | --data-parallel fsdp
 ordinary 1 tied,routers old --exact
-ordinary 2 dense dynamic,demos,lone,stale,filtered,reward --plan d2
+ordinary 2 dense dynamic,lone,stale,filtered,reward --plan d2
 ordinary 2 dense stale --plan d2 --data-parallel zero1 then --plan p2
 ordinary 2 routers lone --tree sparse --plan d2e2
 ordinary 2 tied old --plan c2 --cp-method ulysses | --plan c2 --cp-method allgather
@@ -136,7 +135,7 @@ slow 2 dense,deep separate --compute-dtype float32 --plan p2 --tree sparse
 slow 4 routers separate --plan d2t2e4 --data-parallel zero1 | --plan p2d2e2 --tree sparse
 slow 2 tied,experts old --plan t2 --tree dta --chunk-tokens 5 --recompute | --plan t2 --compile
 slow 2 deep,deep-tied forks,sequences,lora --plan p2 --pp-schedule interleaved1f1b --tree sparse
-slow 2 dense,deep sequences,demos,dynamic,reward --data-parallel fsdp | --plan t2 | --plan p2
+slow 2 dense,deep sequences,dynamic,reward --data-parallel fsdp | --plan t2 | --plan p2
 slow 2 experts,routers lora,plain --plan d2e2 | --plan t2 | --plan (attn:t2|ffn:t2)
 slow 2 experts lora-all --plan t2 --tree sparse | --plan d2e2 --tree sparse
 slow 2 experts,routers biased,lora-all --plan c2 | --plan c2e2 --tree sparse
@@ -148,12 +147,12 @@ slow 2 hybrid old,lora-linear --plan d2 | --data-parallel fsdp | --plan p2 --tre
 slow 2 hybrid old,forks --plan d2 --data-parallel zero1 | --plan t2 --ac full | --plan t2 --ac op
 slow 2 hybrid old,forks --plan c2 --cp-method ulysses | --plan c2 --cp-method allgather --ac op
 slow 2 hybrid forks --plan t2 --tree sparse then --plan p2 | --plan c2 then --data-parallel fsdp
-slow 2 hybrid demos --plan p2 --pp-schedule zbv | --plan p2 --pp-schedule interleaved1f1b
-slow 2 hybrid demos --data-parallel fsdp-offload | --plan d2 --batch-rows 8
+slow 2 hybrid plain --plan p2 --pp-schedule zbv | --plan p2 --pp-schedule interleaved1f1b
+slow 2 hybrid plain --data-parallel fsdp-offload | --plan d2 --batch-rows 8
 slow 2 hybrid rounded --compute-dtype float32 --plan c2 --tree sparse
 slow 2 hybrid rounded --compute-dtype float32 --plan t2 --tree dta --chunk-tokens 5 --recompute
 slow 4 hybrid old,forks,lora-linear --plan c2t2 | --plan p2t2 --tree sparse | --plan c4
-slow 4 hybrid old,demos --plan c4 --tree sparse | --plan d2c2 --data-parallel fsdp --tree sparse
+slow 4 hybrid old --plan c4 --tree sparse | --plan d2c2 --data-parallel fsdp --tree sparse
 slow 4 dense,tied old,forks,critic --plan d2t2 | --plan d2c2 --data-parallel zero1
 slow 4 dense,tied old,forks,critic --plan t2c2 | --plan t2c2 --cp-method ulysses
 slow 4 dense,tied old,critic,lora --plan p2t2 --tree sparse | --plan d2p2 --data-parallel zero1
@@ -290,11 +289,6 @@ def do_steps(config, queue, trainer, found, last):
             found.tokens["evaluated"] = queue.shown.tokens
 
     trainer.optimizer.inner.register_step_pre_hook(note_gradients)
-    if config.demos and queue.first_step == 0:
-        demos = Demonstrations(config, queue.task, trainer, -config.demos)
-        supervised = dataclasses.replace(config, steps=0)
-        train_grpo.train(supervised, demos, trainer, log, -config.demos)
-        trainer.optimizer.state.clear()
     only = config if last else dataclasses.replace(config, steps=queue.first_step + 1)
     train_grpo.train(only, queue, trainer, log, queue.first_step)
 

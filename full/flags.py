@@ -103,9 +103,8 @@ def add_flags(parser, fields):
         # What a default depends on is said. A bool is --FLAG or --no-FLAG, and off by default.
         default = f"{f.default!r}"
         if f.name in Config.BY_START:
-            default = ("{random!r}; with --demos {demos!r}; with --model {model!r}, and with "
-                       "--lora-rank too {lora!r}").format(
-                **Config.BY_START[f.name])
+            default = "{random!r}; with --model {model!r}, and with --lora-rank too {lora!r}"
+            default = default.format(**Config.BY_START[f.name])
         if f.name == "advantage":
             default = "'group_mean'; with --teacher 'teacher'"
         if f.name == "proximal":

@@ -34,10 +34,6 @@ def step_metrics(trainer, batch, metrics, updates, step) -> dict:
     found = batch.metrics | metrics | mean_metrics(updates) | {
         "policy_version": trainer.policy_version, "updates/skipped": trainer.skipped,
     } | trainer.rates(trainer.learning_rate(step))  # fmt: skip
-    if step < 0 and updates:
-        return found
-    if step < 0:
-        raise ValueError(f"{trainer.where}: the demonstrations hold no token to learn")
     if not updates:
         text = "no update, since nothing was left to train on: every group was dropped, or every"
         warn(f"step {step}: {text} rollout was truncated and filtered")
@@ -58,8 +54,7 @@ def do_step(config, source, trainer, step) -> dict:
     found = {}
 
     def keep(step, batch, metrics, updates, solved):
-        if step >= 0:
-            found.update(step_metrics(trainer, batch, metrics, updates, step))
+        found.update(step_metrics(trainer, batch, metrics, updates, step))
 
     unevaluated = SimpleNamespace(get=source.get, evaluate=lambda: None)
     only = dataclasses.replace(config, steps=step + 1)
@@ -73,16 +68,6 @@ COLUMNS = dict(
     clipped="ratio/clipped_fraction", gap="logprob_gap/max",
 )  # fmt: skip
 
-DEMO_COLUMNS = dict(loss="loss/token_mean", entropy="entropy/token_mean", norm="grad_norm")
-
-# A line of demos.jsonl. Here loss/token_mean is the mean negative log-likelihood of a token,
-# whatever --aggregation says of the loop.
-DEMO_METRICS = (
-    "lr", "entropy/token_mean", "loss/token_mean", "grad_norm", "policy_version",
-    "updates/skipped", "tokens/trained", "tokens/trained_flat", "seconds/total",
-)  # fmt: skip
-
-
 class Bar(tqdm):
     """A bar that looks at the clock in every step, without tqdm's thread, which outlives it."""
 
@@ -91,8 +76,6 @@ class Bar(tqdm):
 
 class Log:
     """Write a line of metrics.jsonl for each step, and print a table with a bar, on rank 0.
-
-    The supervised steps have a Log of their own, which counts them from 0 in demos.jsonl.
 
     tell: a function that gets each line, a dict, on rank 0. Default: none.
     """
@@ -106,19 +89,11 @@ class Log:
         self.directory = directory
         self.on = dist.get_rank() == 0
         self.solved_before = None  # known in the process that does step 0
-        self.demos = config.demos if source.first_step < 0 else 0
-        self.file = directory.METRICS
-        self.columns = COLUMNS
         self.names = [x for name in METRICS for x in (f"{name}_first", name)]
-        if self.demos:
-            self.file = directory.DEMOS
-            self.columns = DEMO_COLUMNS
-            self.names = DEMO_METRICS
-        say("  step" + "".join(f"{name:>10}" for name in self.columns) + "  tokens/s")
-        total = self.demos or config.steps
-        done = self.demos + source.first_step
+        say("  step" + "".join(f"{name:>10}" for name in COLUMNS) + "  tokens/s")
         off = None if self.on else True  # None: on, if standard error is a terminal
-        self.bar = Bar(total=total, initial=done, disable=off, unit="step", miniters=1)
+        how = dict(total=config.steps, initial=source.first_step, disable=off)
+        self.bar = Bar(**how, unit="step", miniters=1)
 
     def before(self, solved):
         """Print the row before the loop: what the weights solve with which the loop begins."""
@@ -136,16 +111,14 @@ class Log:
         if not self.on:
             return
 
-        number = self.demos + step
         line = {name: line[name] for name in self.names if name in line}
-        self.directory.append(self.file, [{"step": number} | line])
+        self.directory.append(self.directory.METRICS, [{"step": step} | line])
         if self.tell:
-            self.tell({"step": number} | line)
-        shown, name = next(iter(self.columns.items()))
-        self.bar.set_postfix_str(f"{shown} {line[name]:.3f}", refresh=False)
+            self.tell({"step": step} | line)
+        self.bar.set_postfix_str(f"reward {line['reward/mean']:.3f}", refresh=False)
         self.bar.update()
-        if solved is not None or step == -1 or number % self.EVERY == 0:
-            self.row(number, line)
+        if solved is not None or step % self.EVERY == 0:
+            self.row(step, line)
 
     def close(self):
         """End the bar."""
@@ -153,10 +126,10 @@ class Log:
 
     def row(self, label, line):
         """Print a row of the table."""
-        shown = [line.get(name) for name in self.columns.values()]
+        shown = [line.get(name) for name in COLUMNS.values()]
         cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
         if "seconds/total" in line:
-            tokens = line.get("tokens/generated", 0) + line["tokens/trained_flat"]
+            tokens = line["tokens/generated"] + line["tokens/trained_flat"]
             cells.append(f"{tokens / line['seconds/total']:10.0f}")
         say(f"{label:>6}{''.join(cells)}".rstrip())
 
@@ -216,8 +189,8 @@ class Warnings:
                     "harder prompts")  # fmt: skip
         if m["reward/groups_none"] == 1:
             return ("no rollout is solved and no reward is better than another in its group, so "
-                    "nothing is learned: read samples.jsonl; begin with --demos, reward parts of "
-                    "an answer, or raise --group, --max-new-tokens or --temperature")  # fmt: skip
+                    "nothing is learned: read samples.jsonl; reward parts of an answer, or raise "
+                    "--group, --max-new-tokens or --temperature")  # fmt: skip
         return "in each group all rewards are equal, so nothing is learned: raise --group"
 
 

@@ -350,7 +350,4 @@ def conflicts(c) -> list:
     """Return (is it wrong?, the error) pairs about the flags of LoRA."""
     return [
         *c.needs(c.lora_rank, "--lora-rank", "lora_targets"),
-        (c.lora_rank and c.kl_coef and c.demos,
-         "--lora-rank has its base as the reference of --kl-coef, and --demos would want the model "
-         "that they have taught: leave one of the two out"),
     ]

@@ -54,7 +54,7 @@ METRICS = {
     "tokens/truncated_fraction": Metric("of rollouts, that met max_new_tokens"),
     "length/rollout_mean": Metric("sampled tokens of a rollout"),
     "length/max": Metric("the same of the longest"),
-    "eval/solved_before": Metric("eval/solved before the first step, after any --demos; in line 0"),
+    "eval/solved_before": Metric("eval/solved before the first step; in line 0"),
     "logprob_gap/max": Metric(
         "|trainer - sampler| of log-probs; with --staleness K of K steps", "first", "max",
         lambda t: t.gap_N.abs()),
@@ -90,7 +90,7 @@ METRICS = {
     "balance/loss": Metric("(8)", "mean"),
     "grad_norm": Metric("global, before clipping", "mean"),
     "critic/grad_norm": Metric("the same of --critic separate", "mean"),
-    "policy_version": Metric("optimizer steps taken so far, supervised ones included"),
+    "policy_version": Metric("optimizer steps taken so far"),
     "updates/skipped": Metric("optimizer steps skipped so far for a non-finite gradient"),
     "tokens/trained": Metric("tokens run with gradients; of a tree its own tokens", "sum"),
     "tokens/trained_flat": Metric("the same without a tree", "sum"),

@@ -60,10 +60,8 @@ class Line(NamedTuple):
     row: dict  # the JSON object, for the reward
     shown: str  # what the line asks; its hash decides whether the line is held out
     messages: list  # the prompt's messages
-    said: str  # the prompt's text
     prompt: list  # the prompt's tokens
     later: list  # the user's messages after the policy's first, second, .. answer
-    demo: str | None  # an answer of the policy, to be learned
 
     def conversation(self, answers) -> list:
         """Return the messages so far: the prompt's, and after each answer the user's next."""
@@ -90,11 +88,11 @@ class Jsonl(Task):
 
         system  user  assistant  user  [the policy]  user  [the policy]
 
-    An assistant's message at the end is a demonstration (--demos), and is not shown. Only the last
-    answer is rewarded. --reward names a function(text, row). Without it, an answer has reward 1 if
-    it ends in `####` and a number or text equal to what follows `####` in the line's answer (equal
-    to the whole answer, if nothing does), so the prompt has to ask for `####`. An answer that
-    --max-new-tokens cuts off has reward 0.
+    An assistant's message at the end is left out. Only the last answer is rewarded. --reward names
+    a function(text, row). Without it, an answer has reward 1 if it ends in `####` and a number or
+    text equal to what follows `####` in the line's answer (equal to the whole answer, if nothing
+    does), so the prompt has to ask for `####`. An answer that --max-new-tokens cuts off has reward
+    0.
 
     The lines of --eval-data are held out, in their order, and all of --data is trained on. Without
     --eval-data every tenth prompt of --data, by its hash, is held out. With all_lines every prompt
@@ -134,12 +132,6 @@ class Jsonl(Task):
             every = self.rows[True] + ([] if config.eval_data else self.rows[False])
             self.rows = {False: every, True: every}
         self._require_lines(lines)
-        for line in self.rows[False] if config.demos else ():
-            with naming_the_line(line.where):
-                count = len(self.demo((line, ()), None))
-                if count > config.max_new_tokens:  # its end would be cut off, and not be learned
-                    raise ValueError(f"a demonstration of {count} tokens is over --max-new-tokens "
-                                     f"{config.max_new_tokens}")  # fmt: skip
         self.note = "\n".join(self._notes(all_lines))
 
     def prompt(self, rng, index, held_out):
@@ -156,41 +148,6 @@ class Jsonl(Task):
             said = self.text.next_turn(line.conversation(answers), answer[-1])
             return (line, answers), said, 0.0
         return (line, answers), None, self._reward(line, text)
-
-    def demo(self, state, rng):
-        """Encode a line's demonstration, its end included, as the policy should say it."""
-        # A line may have no demonstration. The task begins without it, and only --demos needs it.
-        line, _ = state
-        if line.demo is None:
-            raise ValueError("it holds no demonstration, neither an answer to its question nor an "
-                             "assistant's message that is the policy's only one")  # fmt: skip
-        if any(token in self.end for token in self.text.encode(line.demo)):
-            raise ValueError(f"the demonstration {line.demo!r} holds a mark that would end it")
-
-        # The chat template may write an answer in another form: Gemma's strips blanks around it,
-        # and Qwen3's puts an empty block of thoughts before it. What the template adds after the
-        # end is not the policy's. A template that asks for answers in one form and writes them in
-        # another (DeepSeek-R1's, with its thoughts) gives no text that follows the prompt, or none
-        # that holds the answer. Then the answer is taken as it stands.
-        whole = line.said + line.demo
-        if self.template == "chat":
-            text = self.text.render(line.conversation([line.demo]), add_generation_prompt=False)
-            answer = "".join(text.removeprefix(line.said).split())  # without its blanks
-            if text.startswith(line.said) and "".join(line.demo.split()) in answer:
-                whole = text
-
-        # The answer's tokens are those of the whole text after the prompt's. Alone, its first word
-        # would get a blank from some tokenizers.
-        tokens = self.text.encode(whole, bos=self.template != "chat")
-        count = len(line.prompt)
-        if tokens[:count] != line.prompt:
-            raise ValueError(f"the tokens of its prompt change when the demonstration "
-                             f"{line.demo!r:.60} follows: let the prompt end, or the answer "
-                             f"begin, in another way")  # fmt: skip
-        tokens = tokens[count:]
-        self._require_known(tokens)
-        ends = [n for n, token in enumerate(tokens) if token in self.end]
-        return tokens[: ends[0] + 1] if ends else [*tokens, self.end[0]]
 
     def where(self, state):
         return state[0].where
@@ -211,7 +168,7 @@ class Jsonl(Task):
 
     def _line(self, where, row) -> Line:
         """Make a Line of a row. ValueError says what is wrong with the row."""
-        # A question is the user's message, and its answer a demonstration.
+        # A question is the user's message.
         if "messages" in row:
             if "question" in row:
                 raise ValueError("it holds both a question and messages: one would be dropped")
@@ -223,8 +180,6 @@ class Jsonl(Task):
             raise ValueError(f"it holds no question, a string, and no messages; it has {[*row]}")
         else:
             messages = [{"role": "user", "content": with_instruction(self.config, row["question"])}]
-            if (answer := answer_in(row)) is not None:
-                messages.append({"role": "assistant", "content": answer})
 
         # Without a reward function, which may do without an answer, the row's says what is right.
         # Only `####` could equal an empty one.
@@ -233,12 +188,9 @@ class Jsonl(Task):
         if not self.config.reward and not gold_of(answer_in(row)):
             raise ValueError("its answer is empty, so nothing says what is right")
 
-        # An assistant's message at the end is a demonstration, and is not shown. It is none if the
-        # policy would have to give other answers before it.
-        demo = None
+        # Files for supervised training end in an answer, which the policy has to give by itself.
         if messages[-1]["role"] == "assistant":
-            *messages, last = messages
-            demo = last["content"]
+            messages = messages[:-1]
         shown = json.dumps(messages, sort_keys=True) if "messages" in row else row["question"]
         first, later = played_turns(messages)
 
@@ -247,11 +199,10 @@ class Jsonl(Task):
         if self.template == "chat":
             if self.config.system and first[0]["role"] != "system":
                 first = [{"role": "system", "content": self.config.system}, *first]
-            said, prompt = self.text.render(first), self.text.prompt(first)
+            prompt = self.text.prompt(first)
         else:
-            said = plain_prompt(self.config, shown)
-            prompt = self.text.encode(said, bos=True)
-        line = Line(where, row, shown, first, said, prompt, later, None if later else demo)
+            prompt = self.text.encode(plain_prompt(self.config, shown), bos=True)
+        line = Line(where, row, shown, first, prompt, later)
         self._require_room(line)
         return line
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from conformance import definition
-from full.batches import Demonstrations, RolloutQueue, SampledBatch, pending_batches
+from full.batches import RolloutQueue, SampledBatch, pending_batches
 from full.build import build, build_teacher, empty_policy, shape_of
 from full.checkpoint import checkpoints, read_checkpoint
 from full.config import resumed_config
@@ -326,15 +326,8 @@ class Case:
             self.say(f"from {path.name}, the state before step {start}")
             return pending_batches(config, trainer, path, state)
 
-        # Step 0 needs no checkpoint: its weights are drawn from the seed or read from --model. The
-        # supervised steps of --demos leave one, which --keep may have deleted.
-        source = Demonstrations(config, self.task, trainer, -config.demos)
-        for n in range(-config.demos, 0):
-            do_step(config, source, trainer, n)
-        trainer.optimizer.state.clear()  # the loop begins with a new optimizer
-        self.again += config.demos
-        demos = f", after {config.demos} supervised steps" if config.demos else ""
-        self.say(f"from the first weights, which --seed and --model determine{demos}")
+        # Step 0 needs no checkpoint: its weights are drawn from the seed or read from --model.
+        self.say("from the first weights, which --seed and --model determine")
         return {}
 
     def recorded_batch(self, n, trainer) -> SampledBatch:

@@ -38,7 +38,6 @@ class Trajectory:
     truncated: bool = False
     path: list = field(default_factory=list)  # see branch_advantages
     turn_rewards: list = field(default_factory=list)  # (index of a turn's last target, reward)
-    supervised: bool = False  # a demonstration: its loss is -log p
     advantages: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None  # None: the policy's own, detached
     ref_logprobs: np.ndarray | None = None
@@ -246,7 +245,7 @@ class AnySampler(Protocol):
 
 
 class AnySource(Protocol):
-    """It plays: `batches.RolloutQueue`, or, in supervised steps, `batches.Demonstrations`."""
+    """It plays: `batches.RolloutQueue`."""
 
     def get(self, step):
         """Return the batch of a step: with `minibatches()`, lists of this rank's trajectories."""
@@ -395,17 +394,10 @@ def play(config, task, sampler, starts, key) -> list:
     return list(groups.values())
 
 
-# The first part of every random stream's key after the seed, so that no two streams are the same.
-# ROLLOUT and EVALUATION are train_grpo.py's.
-DEMO_PROMPT = 3
-
-DEMO_PLAY = 4
-
-
 def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
     """Return (group, state, prompt tokens) for each group of a step that this rank plays.
 
-    stream: ROLLOUT, EVALUATION or DEMO_PROMPT. It and step are part of the generators' keys.
+    stream: ROLLOUT or EVALUATION. It and step are part of the generators' keys.
     groups: group numbers of the step, of all ranks.
     first: number of the step's first prompt, counted from the start of the run.
     """
@@ -416,11 +408,7 @@ def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
         if group % dist.get_world_size() == dist.get_rank():
             rng = np.random.default_rng([config.seed, stream, step, group])
             with asking(task):
-                # A task from a file need not derive from Task, and may lack `demo_prompt`.
-                if stream == DEMO_PROMPT and hasattr(task, "demo_prompt"):
-                    state, prompt = task.demo_prompt(rng, first + group)
-                else:
-                    state, prompt = task.prompt(rng, first + group, held_out)
+                state, prompt = task.prompt(rng, first + group, held_out)
             starts.append((group, state, prompt))
     return starts
 
@@ -446,33 +434,6 @@ def evaluate(config, task, sampler):
     solved_here = len([group for group in groups if group[0].reward >= 1])
     (solved,) = summed([solved_here], current_device())
     return solved / config.eval_prompts, groups[0][0] if groups else None
-
-
-def demonstrations(task, starts, key, max_new_tokens=4096):
-    """Return a trajectory for each start, played by `task.demo`. Its mask is where `demo` spoke.
-
-    A play ends at the turn that reaches max_new_tokens. Draws depend on the key and the group.
-    """
-    trajectories = []
-    ask = asker_of(task)
-    for group, state, prompt in starts:
-        rng = np.random.default_rng([*key, group])
-        episode = ForkingEpisode(key, group, 0, state, prompt, 0)
-        going = True
-        while going and episode.new < max_new_tokens:
-            with asking(task):
-                answer = [int(token) for token in task.demo(episode.state, rng)]
-            for token in answer:
-                episode.append(token, 0.0)
-
-            # The reply is queued, as in a rollout; here nothing is decoded, so it is taken at once.
-            ask([episode])
-            going = episode.hear(*episode.heard)
-            while episode.queue:
-                episode.append(None, 0.0)
-        trajectories += episode.trajectories()
-        trajectories[-1].supervised = True
-    return trajectories
 
 
 def conflicts(c) -> list:

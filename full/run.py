@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 import train_grpo
-from full.batches import Demonstrations, RolloutQueue, pending_batches
+from full.batches import RolloutQueue, pending_batches
 from full.build import build, prepare, require_room
 from full.directory import RunDirectory
 from full.exact import require_exact_kernels
@@ -122,13 +122,11 @@ def run(config, task, trainer, directory, progress, stop, tell=None) -> Ended:
     first_step, origin, pending = restore(config, trainer, directory)
     introduce(config, task, trainer, directory, first_step, origin)
     # Lines after the checkpoint belong to steps that are now done again.
-    agree(lambda: directory.cut(first_step, config.demos))
-    # A signal ends either loop after a step, in which all ranks have saved.
+    agree(lambda: directory.cut(first_step))
+    # A signal ends the loop after a step, in which all ranks have saved.
     try:
-        if first_step < 0:
-            supervise(config, task, trainer, directory, stop, first_step)
-        queue = RolloutQueue(config, task, trainer, max(0, first_step), pending)
-        solved = loop(config, task, trainer, queue, directory, stop, tell, is_new=first_step <= 0)
+        queue = RolloutQueue(config, task, trainer, first_step, pending)
+        solved = loop(config, task, trainer, queue, directory, stop, tell)
     except Interrupted as interrupted:
         return Ended(directory, None, interrupted.args[0])
     seconds = time.perf_counter() - began
@@ -136,13 +134,13 @@ def run(config, task, trainer, directory, progress, stop, tell=None) -> Ended:
     return Ended(directory, solved)
 
 
-def loop(config, task, trainer, queue, directory, stop, tell, is_new) -> float:
+def loop(config, task, trainer, queue, directory, stop, tell) -> float:
     """Do the steps of the loop. Return what the last weights solve."""
     rollouts = RolloutLog(config, task, queue, directory)
     saves = Checkpointer(config, trainer, queue, directory, stop)
     try:
         with contextlib.closing(Log(config, trainer, queue, directory, tell)) as log:
-            if is_new:
+            if queue.first_step == 0:
                 log.before(queue.evaluate())
             # `log` is first: it reads the clock, and a step's seconds are without writing rollouts.
             logs = Logs(log, rollouts, Warnings(config), saves)
@@ -163,33 +161,14 @@ def loop(config, task, trainer, queue, directory, stop, tell, is_new) -> float:
     return solved
 
 
-def supervise(config, task, trainer, directory, stop, first_step):
-    """Do the supervised steps from first_step, below 0, on; leave what the loop begins with."""
-    source = Demonstrations(config, task, trainer, first_step)
-    saves = Checkpointer(config, trainer, source, directory, stop)
-    # The table and its bar stay on the screen.
-    with contextlib.closing(Log(config, trainer, source, directory)) as log:
-        no_loop = dataclasses.replace(config, steps=0)
-        train_grpo.train(no_loop, source, trainer, Logs(log, saves).step, first_step)
-
-    # The loop begins with its own reference and optimizer. The second moments of a converged
-    # supervised fit are tiny: kept, they would make the first policy-gradient steps ten times too
-    # long.
-    trainer.optimizer.state.clear()
-    directory.write_reference(trainer)
-    saves.save(0)
-
-
 def introduce(config, task, trainer, directory, first_step, origin):
     """Say what is trained, how and where. All settings are in config.json."""
     c = config
     world = dist.get_world_size()
-    if first_step < 0:
-        origin += f", first {-first_step} supervised steps"
     dtype = f"{c.dtype}, computes in {c.compute}" if c.is_mixed else c.dtype
     trained = f" ({trainer.trained:,} trained)" if c.lora_rank else ""
     say(f"{c.task}: {trainer.size:,} parameters{trained}, {origin}")
-    say(f"from step {max(0, first_step)} of {c.steps}: {c.prompts} groups of {c.group} a step, "
+    say(f"from step {first_step} of {c.steps}: {c.prompts} groups of {c.group} a step, "
         f"{world} rank(s), plan {c.plan or f'd{world}'}, {c.data_parallel}, "
         f"{trainer.device.type}, {dtype}")  # fmt: skip
     say(f"out {directory}: `python -m full plot {directory}` draws it; Ctrl-C saves, "
@@ -205,23 +184,15 @@ def restore(config, trainer, directory):
     """Bring a trainer to where its run goes on. Collective.
 
     Returns the first step to do, the source of the weights in words, and the pending batches.
-
-    Supervised steps are the steps -K .. -1 of a run with --demos K, in checkpoints demos-NNNNNNNN
-    of their own, which count from 0. When they are done, step-00000000 takes the place of these.
     """
-    # The newest checkpoint of the loop, then of the supervised steps, then the very beginning.
     if config.resume:
         path, state = directory.read_newest(trainer.load_checkpoint)
         if path:
             pending = pending_batches(config, trainer, path, state)
             directory.read_reference(trainer)
             return state["step"], f"the weights of {path}", pending
-        path, state = directory.read_newest(trainer.load_checkpoint, "demos")
-        if path:
-            return state["step"] - config.demos, f"the weights of {path}", {}
     origin = f"the weights of {config.model}" if config.model else f"random of seed {config.seed}"
     if config.resume:
         origin += f" (no checkpoint in {directory} yet)"
-    if not config.demos:
-        directory.write_reference(trainer)
-    return -config.demos, origin, {}
+    directory.write_reference(trainer)
+    return 0, origin, {}

@@ -23,25 +23,21 @@ class Checkpointer:
         self.stop = stop
 
     def step(self, step, batch, metrics, updates, solved):
-        """Save after a step if that is due. Collective."""
-        # After the last supervised step the run saves, once the optimizer begins anew.
-        if step != -1:
-            self.save(step + 1)
+        """Save the run after a step if that is due. Collective.
 
-    def save(self, step):
-        """Save the run before `step` if that is due; raise Interrupted if a signal was seen."""
+        Raises Interrupted if a signal was seen.
+        """
         # A signal is looked at between two steps, by all ranks together: they save the same step.
         # A resumed run cuts its files after the checkpoint: by now each line up to it is there.
         c = self.config
+        done = step + 1
         signalled = self.stop.agreed(self.trainer.device)
-        kind = "demos" if step < 0 else "step"
-        done = step if step > 0 else c.demos + step
-        is_last = step in (0, c.steps)  # of the supervised steps, or of the loop
+        is_last = done == c.steps
         if not (is_last or signalled or (c.save_every and done % c.save_every == 0)):
             return
 
-        state = f"saved after {step} steps" if step > 0 else f"saved after {done} supervised steps"
-        saved = self.write(kind, 0 if step == 0 else done)
+        state = f"saved after {done} steps"
+        saved = self.write(done)
         if not saved:
             state = agree(self.directory.newest_in_words)
         if is_last and not saved:
@@ -49,7 +45,7 @@ class Checkpointer:
                 f"the run ends in steps that were skipped for a non-finite gradient, so its last "
                 f"state is not saved; {state}"
             )
-        if signalled and step < c.steps:
+        if signalled and not is_last:
             say(f"{signal.Signals(signalled).name}: {state}; {self.directory.advice}")
             raise Interrupted(signalled)
 
@@ -59,11 +55,11 @@ class Checkpointer:
         # a step whose line is not written yet.
         step = self.source.begun
         with contextlib.suppress(Unheard):
-            if step is not None and self.write("step", step):
+            if step is not None and self.write(step):
                 return f"saved after {step} steps"
         return "nothing new is saved"
 
-    def write(self, kind, step) -> bool:
+    def write(self, step) -> bool:
         """Write a checkpoint and delete what it supersedes. Return whether it was written."""
         # A run whose last gradients were not finite is about to go wrong. Its checkpoints would
         # push the good ones out. Nothing but this comparison sees a bit that flipped in one rank's
@@ -80,5 +76,5 @@ class Checkpointer:
         pending = self.source.stored()
         extra = {"pending": pending} if pending else {}
         save = functools.partial(self.trainer.save_checkpoint, step=step, **extra)
-        self.directory.save(kind, step, self.config.keep, save)
+        self.directory.save(step, self.config.keep, save)
         return True

@@ -77,9 +77,6 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=
     # Which checkpoint. Steps are checked before anything large is read.
     config = settings_of_run(source)
     steps = {int(path.name[5:]): path for path in checkpoints(source)}
-    if not steps and step is None and checkpoints(source, "demos"):
-        raise ValueError(f"{source} is still in its supervised start: its first checkpoint of the "
-                         f"loop, step-00000000, comes at the end of that")  # fmt: skip
     if not steps or step not in (None, *steps):
         held = ", ".join(map(str, steps)) or "none"
         raise ValueError(f"{source} holds no such checkpoint; those that it holds are of: {held}")
@@ -191,10 +188,9 @@ def settings_of_evaluation(source, given) -> Config:
     if "data" in given:
         given = {"eval_data": ""} | given
 
-    # A run's device may be gone, its demonstrations are not learned, and its plan needs other
-    # processes.
+    # A run's device may be gone, and its plan needs other processes.
     if is_run(source):
-        elsewhere = ONE_PROCESS | {"device": "", "demos": 0}
+        elsewhere = ONE_PROCESS | {"device": ""}
         return settings_of_run(source, elsewhere | given, imported=("task", "reward")).check()
     if "task" not in given:
         raise ValueError(f"{source} is a checkpoint, so say what to ask it: --task NAME, with "

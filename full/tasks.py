@@ -62,8 +62,8 @@ def is_finite_number(x) -> bool:
 class Task:
     """The methods of a task. The rewards of a rollout's turns add up, and 1 or more is solved.
 
-    A task need not derive from this class. It may lack `demo` and `demo_prompt`, which only --demos
-    needs. With the attribute `threads = False` one thread asks for all replies.
+    A task need not derive from this class. With the attribute `threads = False` one thread asks for
+    all replies.
     """
 
     vocab_size: int
@@ -83,14 +83,6 @@ class Task:
         turn that max_new_tokens has cut off is never heard.
         """
         raise NotImplementedError
-
-    def demo_prompt(self, rng, index: int):
-        """Begin a demonstration, as `prompt` begins a group. index counts the run's."""
-        return self.prompt(rng, index, False)
-
-    def demo(self, state, rng) -> list[int]:
-        """Return a valid answer to train on before the first rollout (--demos)."""
-        raise ValueError(f"{type(self).__name__} has no demonstrations; use --demos 0")
 
     def where(self, state) -> str:
         """Return the place that a state comes from, such as a file's line, for errors, or ""."""

@@ -74,6 +74,3 @@ class TwoTurns(Task):
         heard = sum(n * token for n, token in enumerate(answer, 1)) % 7
         reward = 0.0 if index % 4 == 3 else heard / 7
         return (turn + 1, index), None if turn else [5, 6], reward
-
-    def demo(self, state, rng):
-        return [*rng.integers(2, 13, size=3).tolist(), 1]

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from full import lora
 from full.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
 from full.checkpoint import read_checkpoint, write_checkpoint
-from full.config import DEMO_LR
 from full.deltanet import Documents
 from full.experts import ExpertLoads
 from full.hf import load_hf
@@ -146,7 +145,6 @@ class Trainer(AnyTrainer):
         # All that is trained: a model, its optimizer, and how its names in a checkpoint begin.
         self.learners = [(self.model, self.optimizer, "")]
         self.critic = None  # None: the policy's value head, if there is one
-        self.critic_learns = config.critic == "separate"  # from the batch of `prepare`
         if config.critic == "separate":
             self.critic = self.shard_model(empty_critic(config, self.shape), compute_dtype)
             first_weights(self.critic, config.model, config.seed)
@@ -203,16 +201,13 @@ class Trainer(AnyTrainer):
 
     def loss_denominator(self, batch) -> float:
         """Return this rank's term of Z of (7): the sum over ranks is num_global_valid_tokens."""
-        # The loss of demonstrations is the mean of their tokens, whatever the aggregation.
-        is_supervised = bool(batch) and batch[0].supervised
-        how = dict(max_new_tokens=self.config.max_new_tokens)
-        how["aggregation"] = "token_mean" if is_supervised else self.config.aggregation
+        how = dict(aggregation=self.config.aggregation, max_new_tokens=self.config.max_new_tokens)
         return loss_denominator([t.mask for t in batch], **how)
 
     def forward_backward(self, batch, num_global_valid_tokens, *, num_sequences=None):
         """Add the gradient of (7) for this rank's trajectories; return metrics of all ranks' batch.
 
-        batch: list of Trajectory. Of demonstrations the loss is l_t = -lp_t instead of (2)-(6).
+        batch: list of Trajectory.
         num_global_valid_tokens: float. Z, the sum of `loss_denominator` over ranks and over all
             calls that precede one `optim_step`. Under sequence_mean it counts sequences.
         num_sequences: int. The trajectories of these calls, for (8). Default: this call's.
@@ -228,8 +223,6 @@ class Trainer(AnyTrainer):
         # that is the batch itself. With trees, sequences then move to where their prefixes are.
         run = self.batches(self.model)
         gathered, _ = gather_replica(self.model, batch)
-        if len({t.supervised for t in gathered}) > 1:
-            raise ValueError("expected demonstrations or rollouts, got both: make two calls")
         together = run.share_out(gathered)
 
         def train(run, loss):
@@ -248,7 +241,7 @@ class Trainer(AnyTrainer):
         self.experts.begin(batch, num_sequences)
         train(run, self.loss)
         # A critic of its own runs the same micro-batches.
-        if self.critic_learns:
+        if self.critic is not None:
             train(self.batches(self.critic), self.critic_loss)
         return self.metrics_of_all_ranks(measured, batch, run.tokens_run)
 
@@ -258,12 +251,6 @@ class Trainer(AnyTrainer):
 
     def loss(self, micro, mask_BT, lp_BT, entropy_BT, value_BT=None, *, Z):
         """Return `grpo_loss` of a micro-batch: its trajectories, and the model's scores of them."""
-        # Of demonstrations l_t is -lp_t, maximum likelihood: REINFORCE with advantages of 1.
-        if micro and micro[0].supervised:
-            one_BT = torch.ones_like(lp_BT)
-            how = dict(objective="reinforce", entropy_BT=entropy_BT, Z=Z)
-            return grpo_loss(lp_BT, None, one_BT, mask_BT, **how)
-
         def column(name):
             # `prepare` gives a column to all trajectories of a step or to none.
             vectors = [getattr(t, name) for t in micro]
@@ -293,7 +280,7 @@ class Trainer(AnyTrainer):
         # Of this rank: sums in float64, since a step may have millions of tokens, and the largest.
         own_sums = torch.zeros(len(self.sums), dtype=torch.float64, device=self.device)
         own_maxima = own_sums.new_zeros(len(self.maxima))
-        absent = own_sums.new_zeros(())  # demonstrations have no reference and no critic
+        absent = own_sums.new_zeros(())  # a critic of its own has no log-probs
         for sums in measured:
             own_sums += torch.stack([sums.get(name, absent) for name in self.sums])
             largest = [sums.get(name, absent) for name in self.maxima]
@@ -319,11 +306,8 @@ class Trainer(AnyTrainer):
         of its own.
         """
         # Everything in (1)-(7) that has no gradient is computed once, before the first update. From
-        # then on the policy moves and these numbers do not. A demonstration needs none of them.
+        # then on the policy moves and these numbers do not.
         config = self.config
-        self.critic_learns = self.critic is not None and batch.sampled_by is not None
-        if batch.sampled_by is None:
-            return {}
         everyone = batch.trained()
 
         # The frozen reference scores what the policy has sampled: a KL compares them on one token.
@@ -366,15 +350,10 @@ class Trainer(AnyTrainer):
         return summed([number], self.device)[0]
 
     def learning_rate(self, step) -> float:
-        """Return AdamW's rate in a step of the loop. A step's updates share one rate."""
-        # Supervised steps are those below 0, with a warm-up of their own and no decay.
+        """Return AdamW's rate in a step. A step's updates share one rate."""
         c = self.config
-        total = c.steps if step >= 0 else c.demos
-        how = dict(warmup=min(c.lr_warmup, total), total=total)
-        if step < 0:
-            lr = DEMO_LR[c.first_weights]
-            return lr * lr_factor(c.demos + step, decay="constant", **how)
-        return c.lr * lr_factor(step, decay=c.lr_decay, **how)
+        how = dict(warmup=min(c.lr_warmup, c.steps), total=c.steps, decay=c.lr_decay)
+        return c.lr * lr_factor(step, **how)
 
     def forward_only(self, batch, model=None, column=0) -> list:
         """Return a model's scores of the sampled tokens, 0 elsewhere: (T,) for each trajectory.
@@ -398,16 +377,15 @@ class Trainer(AnyTrainer):
         """
         # Only here do ranks add up their gradients, once a step, however many micro-batches it had.
         # The sum needs no division: Z was global. The norm is of the sum, never of a rank's part.
-        learners = self.learners if self.critic_learns else self.learners[:1]
-        suspects = [reduce_gradients(model) for model, _, _ in learners]
+        suspects = [reduce_gradients(model) for model, _, _ in self.learners]
         norms = [clip_grad_norm(model, self.config.max_grad_norm).item()
-                 for model, _, _ in learners]  # fmt: skip
+                 for model, _, _ in self.learners]  # fmt: skip
         rates = self.rates(self.config.lr if lr is None else lr)
         metrics = rates | dict(zip(("grad_norm", "critic/grad_norm"), norms))
 
         # One NaN would stay in the weights and in AdamW's moments for good.
         if np.isfinite(norms).all():
-            for (_, optimizer, _), rate in zip(learners, rates.values()):
+            for (_, optimizer, _), rate in zip(self.learners, rates.values()):
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 optimizer.step()
@@ -416,9 +394,9 @@ class Trainer(AnyTrainer):
             self.skipped_in_a_row = 0
         else:
             named = [name_suspects(model, suspect, prefix) for (model, _, prefix), suspect, norm
-                     in zip(learners, suspects, norms) if not np.isfinite(norm)]  # fmt: skip
+                     in zip(self.learners, suspects, norms) if not np.isfinite(norm)]  # fmt: skip
             metrics["nonfinite"] = self.skip_step(", ".join(named))
-        for _, optimizer, _ in learners:
+        for _, optimizer, _ in self.learners:
             optimizer.zero_grad()
         self.experts.counts_LE.zero_()
         return metrics | {"policy_version": self.policy_version}

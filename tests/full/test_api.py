@@ -111,11 +111,11 @@ def test_a_run_is_the_command_lines_and_the_second_is_the_run_alone(straight):
 
 
 @pytest.mark.parametrize("flags, task", [
-    (f"{STEPS} --task {LOOKUP!r} --size 2 --demos 5", Lookup),
+    (f"{STEPS} --task {LOOKUP!r} --size 2", Lookup),
     *slow((f"{STEPS} --task {SORT!r} --size 6 --staleness 1 --advantage gae --tree sparse", Sort)),
 ])  # fmt: skip
 def test_a_task_object_gives_the_run_of_its_file(straight, flags, task):
-    """With demonstrations, and with other settings than the default ones."""
+    """With other settings than the default ones, too."""
     config = config_of(flags, task="guess")
     with left_as_it_was():
         result = run(config, task=task(config))

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LOOKUP, ROOT, shortened, slow
+from conftest import ROOT, shortened, slow
 from oracles import LiveBytes
 from test_rollout import Chat
 from test_run import SHARD, _main, begin, contents, end, flip_a_bit, good
@@ -169,8 +169,6 @@ SETTINGS = {
     "filter": "--overlong filter --aggregation constant --max-new-tokens 8 --minibatches 3",
     "bfloat16": "--dtype bfloat16",
     "entropy alone": "--advantage gae --aggregation sequence_mean",  # step 0 has no reward
-    "demonstrations": f"--task {LOOKUP!r} --size 2 --demos 3 --kl-coef 0.1 "
-    "--entropy-coef 0.02",
 }  # fmt: skip
 QUICK = "critic, long warm-up", "separate critic", "forks", "proximal", "filter"
 
@@ -180,7 +178,7 @@ def test_settings_are_audited(honest, process_group, name):
     """At the step behind the newest checkpoint, and at one with a checkpoint behind it."""
     run = honest(f"{TINY} --steps 3 --group 4 {SETTINGS[name]}")
     for step in (0, 2):
-        report = audited(run, step, task=LOOKUP if LOOKUP in SETTINGS[name] else "")
+        report = audited(run, step)
         assert_right(report)
         allowed = {row.key: row.allowed for row in report.rows}
         if "float64" in SETTINGS[name]:

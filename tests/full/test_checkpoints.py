@@ -113,7 +113,7 @@ def complaint_of_load(folder, model_type="qwen3", **options):
 # A run that goes on is the run that was not interrupted ------------------------------------------
 
 # What a run has to keep; rows with " then " of full/equivalence.py go on under another plan, and
-# test_faults.py has kills, the reference, masters and demonstrations.
+# test_faults.py has kills, the reference and masters.
 RESUMED = {
     1: ["--staleness 2 --minibatches 1 --log-rollouts all", "--advantage gae --weight-decay 0.1",
         "--exact --dtype float32 --generator-dtype float32", "--lora-rank 2 --kl-coef 0.1",

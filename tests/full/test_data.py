@@ -1,4 +1,4 @@
-"""The task of text: prompts in a checkpoint's own words, conversations, rewards, demonstrations.
+"""The task of text: prompts in a checkpoint's own words, conversations, rewards.
 
 Checkpoints are those of `released`, in the published formats. What transformers renders and encodes
 is the truth about every row; `Script` of test_rollout says tokens that are known beforehand.
@@ -19,7 +19,7 @@ from full.__main__ import main
 from full.audit import audited
 from full.config import Config
 from full.questions import Jsonl, make_task
-from full.rollouts import DEMO_PROMPT, Sampler, demonstrations, draw_prompts, play
+from full.rollouts import Sampler, play
 from full.talk import Answer
 from full.tasks import is_held_out
 from full.text import Text
@@ -357,130 +357,7 @@ def test_a_reward_that_fails_names_its_line_and_the_row(rewarding, name):
         asked("four")
 
 
-# 4. Demonstrations ---------------------------------------------------------------------------
-
-
-def learned(task, count=4, groups=()):
-    """Demonstrations as a run's supervised steps make them."""
-    config = task.config
-    starts = draw_prompts(config, task, DEMO_PROMPT, 0, groups or range(count))
-    return demonstrations(task, starts, (0, 4, 1), config.max_new_tokens)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_learned_is_the_template_with_the_answers(
-    task_of, by_transformers, family, process_group
-):
-    """One turn in full by transformers, up to the end of the turn; answers before it are shown."""
-    said = numbered([user("Hi."), assistant(" So. ")])
-    task = task_of(family, said, demos=1)
-    (t,) = learned(task, 1)
-    shown = task.show(t.tokens)
-    (asked,) = [x["messages"] for x in said if f"\n{x['messages'][0]['content']}" in shown]
-    truth = by_transformers(family, asked, answer=True)
-    assert t.tokens == truth[: len(t.tokens)] and t.tokens[-1] == task.end[0]
-    assert task.show(truth[len(t.tokens) :]) == "\n"
-    prompt = len(by_transformers(family, asked[:1]))
-    assert t.mask.tolist() == [n >= prompt for n in range(1, len(t.tokens))] and t.reward == 0.0
-
-    # Of a conversation the last answer is learned.
-    demo = [system("Be kind."), user("2 + 2?"), assistant("four"), user("3 + 3?"), assistant("six")]
-    (t,) = learned(task_of(family, numbered(demo), demos=1), 1)
-    spoken = [task.show([token]) for token, on in zip(t.tokens[1:], t.mask) if on]
-    thoughts = "<think>\n\n</think>\n\n" if family == "qwen3" else ""
-    assert "".join(spoken) == f"{thoughts}six{task.show([task.end[0]])}"
-
-
-def test_lines_of_the_data_are_learned_as_they_are_played(task_of, process_group):
-    rows = numbered([*HISTORY, assistant("#### 4")])
-    task = task_of("qwen2", [*QUESTIONS, *rows], demos=1)
-    shown = [task.show(t.tokens) for t in learned(task, 30)]
-    assert all(t.reward == 1.0 and t.mask[-1] for t in learned(task, 30))
-    history = [text for text in shown if "Hello." in text]
-    assert 0 < len(history) < 30
-    assert all(text.endswith("assistant\n#### 4<|im_end|>") for text in history)
-    t = learned(task_of("qwen2", template="Q: {question} A:", demos=1), 1)[0]
-    assert re.fullmatch(r"Q: (\d+) \+ \1\? A:so\n#### \d+<\|im_end\|>", task.show(t.tokens))
-
-
-BLANKS = {  # what a tokenizer writes before a text's first word
-    "metaspace": {"normalizer": None, "pre_tokenizer": {
-        "type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}},
-    "prepend": {"normalizer": {"type": "Sequence", "normalizers": [
-        {"type": "Prepend", "prepend": "▁"},
-        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]}, "pre_tokenizer": None},
-}  # fmt: skip
-LATE_MARKS = "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-LATE_MARKS += "{% if not loop.last %}\n{% endif %}"
-LATE_MARKS += "{% endfor %}{% if add_generation_prompt %}\nassistant: {% endif %}"
-
-
-@pytest.mark.parametrize("blanks", BLANKS)
-@pytest.mark.parametrize("template", ["raw", "Q: {question} A: (", "chat"])
-def test_an_answer_is_learned_as_the_whole_text_has_it(task_of, directory, blanks, template):
-    model = Path(shutil.copytree(directory("gemma3"), "DIR"))
-    raw = json.loads((model / "tokenizer.json").read_text())
-    raw = raw | BLANKS[blanks] | {"post_processor": None}
-    (model / "tokenizer.json").write_text(json.dumps(raw))
-    (model / "chat_template.jinja").write_text(LATE_MARKS.replace(": ", ":\n"))
-    task = task_of(model, template=template, demos=1, rows=[
-        row | {"answer": f"the answer\n#### {n}"} for n, row in enumerate(QUESTIONS)])  # fmt: skip
-    state, prompt = opened(task)
-    line, _ = state
-    learned = task.demo(state, None)
-    whole = task.text.encode(f"{line.said}{line.demo}")
-    assert [*prompt, *learned[:-1]] == whole and learned[-1] in task.end
-    assert learned[:-1] != task.text.encode(line.demo)
-    assert task.show(learned[:1]) == "the"
-
-
-def test_an_answer_that_changes_the_tokens_of_its_prompt_is_named(task_of):
-    rows = [row | {"answer": f"wer {row['answer']}"} if row["question"] == "7 + 7?" else row
-            for row in QUESTIONS]  # fmt: skip
-    how = dict(rows=rows, template="{question} the ans")
-    with pytest.raises(ValueError, match="rows.jsonl line 8: the tokens of its prompt change"):
-        task_of(**how, demos=1)
-    task_of(**how)
-
-
-def test_a_template_that_rewrites_an_answer_does_not_change_what_is_learned(task_of, directory):
-    model = Path(shutil.copytree(directory("qwen2"), "DIR"))
-    source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</t>')[-1] }}"
-    source += "<|im_end|>\n{% endfor %}"
-    source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    (model / "chat_template.jinja").write_text(source)
-    rows = [row | {"answer": f"<t>so</t>\n#### {n}"} for n, row in enumerate(QUESTIONS)]
-    task = task_of(model, rows=rows, demos=1)
-    state, _ = opened(task)
-    assert task.show(task.demo(state, None)) == f"{state[0].demo}<|im_end|>"
-
-
-SYSTEM_FIRST = """\
-{%- if messages[0].role != 'system' %}{{ raise_exception('a system first') }}{% endif %}
-{%- for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-
-def test_a_demonstration_is_counted_with_the_mark_that_ends_it(task_of, directory, process_group):
-    """Its template's mark is not the first end: a template of another form is asked in vain."""
-    model = Path(shutil.copytree(directory("qwen2"), "DIR"))
-    mark, document = Text(model).end
-    (model / "chat_template.jinja").write_text(SYSTEM_FIRST)
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [document, mark]}))
-    said = [system("Be kind."), user("2 + 2?"), assistant("four")]
-    how = dict(rows=numbered(said), system="Be kind.", demos=1)
-    task = task_of(model, **how)
-    (t,) = learned(task, 1)
-    assert task.end == (document, mark) and t.tokens[-1] == mark and document not in t.tokens
-    count = int(t.mask.sum())
-    task_of(model, **how, max_new_tokens=count)
-    with pytest.raises(ValueError, match=f"a demonstration of {count} tokens is over"):
-        task_of(model, **how, max_new_tokens=count - 1)
-
-
-# 5. What is refused --------------------------------------------------------------------------
+# 4. What is refused --------------------------------------------------------------------------
 
 
 def line(row, answer="4"):
@@ -490,18 +367,12 @@ def line(row, answer="4"):
     return dict(rows=[*QUESTIONS, row])
 
 
-def demo(answer):
-    """Rows to learn, of which one has this answer."""
-    rows = [row | {"answer": answer} if n in (7, 8) else row for n, row in enumerate(QUESTIONS)]
-    return dict(rows=rows, demos=1)
-
-
 def rows(*first, **options):
     return dict(rows=[*first], **options)
 
 
 ONE_SIDED = "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}"
-LINE, DEMO = "rows.jsonl line 41: ", r"rows.jsonl line \d+: "
+LINE = "rows.jsonl line 41: "
 LATE = "message 3 is the assistant's, after an answer that the policy has to give"
 REFUSED = [
     # Lines that cannot be played.
@@ -532,12 +403,6 @@ REFUSED = [
     (LINE + ".*tokens are said after the policy's ans", line([user("a"), user("why " * 60)])),
     (LINE + "it holds token 4000, '<image_soft_token>'; the model's last token is 3999",
      line({"question": "What is on <image_soft_token>?", "answer": "4"})),
-    # Demonstrations that cannot be learned.
-    (DEMO + r"a demonstration of \d+ tokens is over --max-new-tokens 60", demo("four " * 60)),
-    (DEMO + ".*holds a mark that would end it", demo("4<end_of_turn>5")),
-    (DEMO + "it holds token 4000", demo("4 <image_soft_token>")),
-    (DEMO + "it holds no demonstration", rows(*numbered(HISTORY), demos=1)),
-    (DEMO + "it holds no demonstration", rows(*numbered([*TWICE, assistant("8")]), demos=1)),
     # Files.
     ("rows.jsonl line 1: it holds no answer, a text or a number",
      rows(*({"question": row["question"]} for row in QUESTIONS))),
@@ -585,7 +450,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("message, options", REFUSED, ids=[message for message, _ in REFUSED])
-def test_what_cannot_be_played_or_learned_is_named(task_of, directory, message, options):
+def test_what_cannot_be_played_is_named(task_of, directory, message, options):
     if options.get("model") == ONE_SIDED:
         model = Path(shutil.copytree(directory("qwen2"), "DIR"))
         (model / "chat_template.jinja").write_text(ONE_SIDED)
@@ -639,7 +504,7 @@ def test_a_run_goes_on_with_its_prompts_date_and_reward_and_so_do_the_commands(
     Path("rewards.py").write_text("open('imported', 'w')\n" + REWARDS)
     Path("DIR/chat_template.jinja").write_text(DATED)
     tone = """--template-args '{"tone":"loud"}'"""
-    flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --eval-data eval.jsonl --demos 9 "
+    flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --eval-data eval.jsonl "
     flags += f"--max-new-tokens 24 --prompts 2 --group 2 --minibatches 1 {tone} "
     flags += "--save-every 1 --out run --steps 1 --reward rewards.py"
     good(tmp_path, f"{flags}:close")
@@ -665,8 +530,7 @@ def test_a_run_goes_on_with_its_prompts_date_and_reward_and_so_do_the_commands(
     samples = json_lines(Path("run/samples.jsonl"))
     assert len(samples) == 2 and all(line["text"].startswith(begins) for line in samples)
 
-    # An evaluation has the run's settings, but for those of its supervised start. A file that is
-    # named now takes the place of the run's two files.
+    # An evaluation has the run's settings. A file that is named now takes the place of its files.
     evaluate = "eval run --samples 1 --eval-prompts 2 --reward rewards.py:close "
     files = {"": (HELD_OUT, "2 held-out prompts"), "--all-lines": (HELD_OUT, "12 prompts"),
              "--data rows.jsonl": (QUESTIONS, "2 held-out prompts"),

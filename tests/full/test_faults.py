@@ -35,10 +35,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LOOKUP, shortened
+from conftest import shortened
 from test_ranks import join, ranks, read_metrics, start
 from test_run import (
-    DEMOS, FROM_ROOT, FULL, GET, KL, SAVING, SHARD, SUPERVISED, TINY, _main, _task, as_torchrun,
+    FROM_ROOT, FULL, GET, KL, SAVING, SHARD, TINY, _main, _task, as_torchrun,
     begin, call, contents, end, flip_a_bit, free_port, good, kill, killed, same_run,
     until, verified, wait_for_steps,
 )  # fmt: skip
@@ -151,7 +151,7 @@ class Fault(NamedTuple):
 
     faults: list  # (rank or None for all, function, which call, what happens before it, ..)
     says: list = []  # a pattern for each rank, None for nothing; or one for all: see `fails`
-    saved: str = ""  # the numbers of the steps whose checkpoints stand, and d4 of supervised ones
+    saved: str = ""  # the numbers of the steps whose checkpoints stand
     flags: str = ""
     codes: tuple = (2, 2)
     task: dict = {}  # lines of a task of the run's own: see _task
@@ -243,12 +243,6 @@ FAULTS = {
         "--heads 4 --plan t2", codes=(2, 0)),
     "end: a late export": Fault([(0, EXPORT, 1, sleep, 5)], saved="2 4 6", flags="--timeout 3",
                                 codes=(0, 0)),
-    "demonstrations: killed": Fault([(None, SUPERVISED, 6, kill)], saved="d4", flags=DEMOS,
-                                    codes=ONE),
-    "demonstrations: SIGTERM": Fault(
-        [(0, SUPERVISED, 6, send, SIGTERM)],
-        ["SIGTERM: saved after 6 supervised steps; go on with --resume --out run"], "d4 d6",
-        DEMOS, codes=(143,)),
 }  # fmt: skip
 SLOW = {  # more moments of the same
     **{f"sampling: masters, {flags}": Fault(
@@ -272,17 +266,6 @@ SLOW = {  # more moments of the same
     "evaluation: killed": Fault([(None, EVALUATE, 2, kill)], saved="", codes=ONE),
     "end: killed at the last call": Fault([(0, "torch.distributed.barrier", 1, kill)],
                                           [None, ".*another rank is gone"], "2 4 6", codes=DIES),
-    "demonstrations: SIGTERM in the last": Fault(
-        [(0, SUPERVISED, 10, send, SIGTERM)],
-        ["SIGTERM: saved after 10 supervised steps; go on with --resume --out run"], "0", DEMOS,
-        codes=(143,)),
-    "demonstrations: killed at the last save": Fault([(None, WRITE, 3, kill)], saved="d4 d8",
-                                                     flags=DEMOS, codes=ONE),
-    "demonstrations: killed at the reference": Fault(
-        [(None, "full.directory.RunDirectory.write_reference", 1, kill)], saved="d4 d8",
-        flags=DEMOS, codes=ONE),
-    "demonstrations: killed as they go": Fault([(None, RMTREE, 9, kill)], saved="d4 d8 0",
-                                               flags=DEMOS, codes=ONE),
 }  # fmt: skip
 
 
@@ -297,7 +280,7 @@ def standing(run):
     found = sorted(path for path in run.glob("*-0*/state.json") if ".tmp" not in f"{path}")
     for path in found:
         verified(path.parent)
-    names = [path.parent.name.replace("step-", "").replace("demos-", "d") for path in found]
+    names = [path.parent.name.replace("step-", "") for path in found]
     return " ".join(re.sub("0+(?=.)", "", name) for name in names)
 
 
@@ -336,8 +319,7 @@ def test_a_fault_ends_a_run_as_its_row_says(tmp_path, truth, name):
     if -SIGKILL not in row.codes:
         assert not list(tmp_path.glob("run/step-*.tmp")), "what was cut short still takes room"
     if row.goes_on and not row.task:
-        again = f"--task {LOOKUP!r}" if row.flags == DEMOS else ""  # a file is named again
-        good(tmp_path, f"{go_on(tmp_path, flags=row.flags)} {again}", world)
+        good(tmp_path, go_on(tmp_path, flags=row.flags), world)
         true = truth(STEPS, world, row.flags)
         same_run(tmp_path / "run", true)
         assert contents(tmp_path / "run" / "hf") == contents(true / "hf")

@@ -49,7 +49,7 @@ LATE = [
     r"step \d+: no finite token",
 ]
 # Lines that a step may print.
-SKIPPED = r"(supervised )?step \d+: (skipped, non-finite gradient first in|no update, since) .*"
+SKIPPED = r"step \d+: (skipped, non-finite gradient first in|no update, since) .*"
 SKIPPED += r"|warning: steps? \d+( to \d+)?: .*"
 
 
@@ -76,7 +76,7 @@ TAME_EXTREMES = {
     "micro-tokens": [1, HUGE], 
     "minibatches": [1, 2, 3, HUGE], "prompts": [1], "group": [1],
     "timeout": [HUGE, 2**31], "steps": [1],
-    "max-new-tokens": [1, HUGE, 32767], "size": [1], "demos": [1, 2],
+    "max-new-tokens": [1, HUGE, 32767], "size": [1],
     "heads": [1, 3], "hidden": [2, 15, HUGE], "layers": [1],
     "weight-decay": [0.1], "lr-warmup": [0, 1, HUGE], "forks": [1, 2, HUGE],
     "fork-turns": [1, HUGE], "max-rounds": [2], "chunk-tokens": [1, 5, HUGE],
@@ -158,8 +158,6 @@ def draw(seed, number, models_of) -> Case:
         flags["overlong"] = "filter"
     if task != SORT and flags["group"] in (2, 4) and chance(0.3):
         flags |= {"forks": 2, "fork-turns": 1}
-    if task == LOOKUP and chance(0.3):
-        flags["demos"] = one([1, 2])
     if chance(0.3):
         flags["lr-decay"] = one(CHOICES["lr_decay"])
     if chance(0.2):
@@ -313,8 +311,6 @@ def _faults_of_a_finished_run(result, case):
         found.append(f"{skipped} updates skipped with tame numbers")
     every, keep = int(case.flags.get("save-every", 50)), int(case.flags.get("keep", 2))
     saved = [s for s in range(1, steps + 1) if s == steps or every and s % every == 0]
-    if int(case.flags.get("demos", 0)):
-        saved = [0, *saved]  # behind the supervised steps
     wanted = [f"step-{s:08d}" for s in saved[-keep:]]
     held = [path.rpartition("/")[2] for path in result.files]
     steps_held = [name for name in held if name.startswith("step-")]

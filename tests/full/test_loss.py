@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import LOOKUP, batch_of
+from conftest import batch_of
 
 from conformance.definition import Sequence, definition, learning_rate
 from full.advantages import gae
@@ -25,7 +25,7 @@ from full.objectives import LOSS_SETTINGS, grpo_loss, loss_denominator
 from full.packing import pack
 from full.questions import make_task
 from full.recorded import Recorded
-from full.rollouts import Trajectory, demonstrations
+from full.rollouts import Trajectory
 from full.tiny import TINY, tiny_model
 from full.trainer import Trainer
 from full.trie import TokenTrie
@@ -271,19 +271,6 @@ def test_micro_batches_order_packing_and_calls_do_not_change_the_gradient(
             assert (gradient(trainer, calls, Z) - truth).norm() <= 1e-12 * truth.norm()
 
 
-def test_supervised_steps_follow_the_mean_log_likelihood_of_demonstrations(process_group):
-    trainer = make_trainer(task=LOOKUP, importance_cap=2.0)  # the policy's loss has no part in it
-    task = make_task(trainer.config)
-    starts = [(g, *task.prompt(np.random.default_rng(g), g, False)) for g in range(4)]
-    batch = demonstrations(task, starts, (0,))
-    got = gradient(trainer, [batch], trainer.loss_denominator(batch))
-    trainer.model.zero_grad()
-    loss = -torch.cat([alone(trainer, t)[1] for t in batch]).mean()
-    loss.backward()
-    expected = with_gradient(trainer, loss.item())
-    assert (got - expected).norm() <= 1e-12 * expected.norm()
-
-
 def test_a_loss_is_in_the_dtype_of_its_log_probs(process_group, monkeypatch):
     """What numpy holds of a batch is float64. The gap to the sampler is, on purpose."""
     seen = {}
@@ -310,9 +297,6 @@ def test_a_call_that_has_no_loss_is_refused(process_group):
     trainer, batch = make_trainer(), some_batch()
     with pytest.raises(ValueError, match="num_global_valid_tokens must be .*, got 0"):
         trainer.forward_backward(batch, 0)
-    batch[0].supervised = True
-    with pytest.raises(ValueError, match="got both: make two calls"):
-        trainer.forward_backward(batch, 9.0)
 
 
 @pytest.mark.parametrize(

@@ -39,11 +39,7 @@ TOY = {  # command: more flags with which it runs here; they win over its own
         f"{RUN} --tree dta --chunk-tokens 2048",
         f"{RUN} --advantage gae --critic separate --steps 60",
         f"{RUN} --task tests/example_tasks.py:Sort --steps 250"), TINY),
-    f"{RUN} --task tests/example_tasks.py:Addition --demos 80 --steps 60 --temperature 0.6":
-        " --demos 1" + TINY,
-    f"{RUN} --task tests/example_tasks.py:Calculator --demos 80 --steps 60": " --demos 1" + TINY,
-    f"{RUN} --task tests/example_tasks.py:Lookup --size 5 --demos 20 --advantage group_std "
-    "--lr 3e-4 --entropy-coef 0.03": " --demos 2" + TINY,
+    f"{RUN} --task tests/example_tasks.py:Lookup --size 5 --advantage group_std": TINY,
     f"{RUN} --task jsonl --data questions.jsonl --model DIR "
     "--generator-dtype bfloat16 --proximal --importance-cap 2 --advantage group_std "
     "--max-new-tokens 512 --batch-rows 64 --prompts 32 --group 8 --steps 200 "

@@ -133,7 +133,7 @@ def test_superseded_checkpoints_are_old_or_later(tmp_path, step, keep, gone):
     """Of steps 2, 4, 6 and 8."""
     for saved in "2468":
         (tmp_path / f"step-0000000{saved}").mkdir()
-    old = RunDirectory(tmp_path).superseded("step", step, keep)
+    old = RunDirectory(tmp_path).superseded(step, keep)
     assert "".join(path.name[-1] for path in old) == gone
 
 

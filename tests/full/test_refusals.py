@@ -94,7 +94,6 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--head-dtype float32": "--head-dtype needs products in bfloat16",
     "--head-dtype float32 --compute-dtype bfloat16 --exact": "--exact has no --head-dtype",
     "--lora-rank 2 --exact": "--exact has no --lora-rank",
-    "--lora-rank 2 --kl-coef 0.1 --demos 5": "has its base as the reference",
     "--lora-targets q_proj": "--lora-targets needs --lora-rank",
     "--dtype bfloat16 --compute-dtype float32": "--compute-dtype float32 is finer than --dtype",
     "--dtype float32 --compute-dtype float64": "--compute-dtype float64 is finer than --dtype",
@@ -102,12 +101,11 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--reply-timeout 3": "--reply-timeout needs --task jsonl or FILE",
     # Only when ranks meet, or a task or a model is made.
     "--plan t2": "plan t2: expected p * d * c * t = 2 ranks, got 1",
-    "--device cuda": "got 'cuda'", "--model gone": "gone", "--demos 2": "--demos 0",
+    "--device cuda": "got 'cuda'", "--model gone": "gone",
     "--task jsonl --data gone --model gone": "gone", "--max-new-tokens 40000": "40000",
     f"--task {SORT!r}": "--size 3",
     "--balance-coef 0.1": "--balance-coef is about experts",
     "--router-bias-rate 0.1": "--router-bias-rate is about experts",
-    "--task task.py:Mine --demos 1": "Mine has no demonstrations",
     "--task task.py:Mine --reply-timeout 3": "--reply-timeout: Mine has threads = False",
 }  # fmt: skip
 COMMANDS = {  # a command, and what its line must say

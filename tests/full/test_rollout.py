@@ -28,7 +28,7 @@ from full.config import Config
 from full.hf import save_hf
 from full.objectives import loss_denominator
 from full.questions import final_answer, make_task, same_answer
-from full.rollouts import Sampler, demonstrations, evaluate
+from full.rollouts import Sampler, evaluate
 from full.tasks import Task, from_file
 from full.tiny import TINY, tiny, tiny_model
 from full.trainer import Trainer
@@ -262,7 +262,7 @@ def test_evaluation_plays_each_held_out_prompt_once_and_greedily(process_group, 
     assert (shown.tokens, shown.reward) == ([3, 1, 6, 5, 0, 6], 1.0)
 
 
-# 3. Guess, answers in text, demonstrations -----------------------------------------------------
+# 3. Guess, answers in text --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("answers, heard, reward", [
@@ -316,20 +316,6 @@ def test_the_final_answer_follows_the_last_mark_and_is_compared_as_a_number_or_a
     assert {text: final_answer(text) for text in FINAL} == FINAL
     for a, b in SAME + OTHERS:
         assert same_answer(a, b) is same_answer(b, a) is ((a, b) in SAME), (a, b)
-
-
-def test_demonstrations_of_a_task_without_an_end_stop_at_the_limit():
-    class Endless(Task):
-        vocab_size, end = 3, (2,)
-
-        def reply(self, state, answer):
-            return state, [0], 0.0
-
-        def demo(self, state, rng):
-            return [1, 2]
-
-    (t,) = demonstrations(Endless(), [(0, None, [0])], (0,), max_new_tokens=7)
-    assert len(t.tokens) == 1 + 9 and t.mask.sum() == 6
 
 
 # 4. Replies in threads, and what is refused --------------------------------------------------

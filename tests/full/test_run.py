@@ -23,7 +23,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from conftest import LOOKUP, ROOT, SORT, installed, shortened
+from conftest import ROOT, SORT, installed, shortened
 
 from full import __main__
 from full.checkpoint import checkpoints, sealed
@@ -40,7 +40,6 @@ FLAGS = f"{TINY} --out run --steps"
 SAVING = f"{TINY} --out run --save-every 2 --steps"
 SHARD = "shard-00001-model-00001-of-00001.safetensors"  # of rank 0, in a checkpoint
 KL = "--kl-coef 0.1"
-DEMOS = f"{KL} --task {LOOKUP!r} --size 2 --demos 10 --entropy-coef 0.02 --save-every 4 --keep 9"
 
 
 def as_torchrun(rank, world, port):
@@ -197,15 +196,9 @@ def same_tensors(path, truth):
 
 
 def same_run(run, truth):
-    """Metrics bit for bit but for seconds, and the tensors of the newest checkpoint.
-
-    Of a run with demonstrations also their lines, and the names of what the run has left.
-    """
+    """Metrics bit for bit but for seconds, and the tensors of the newest checkpoint."""
     same_tensors(*(checkpoints(path)[-1] for path in (run, truth)))
     assert read_metrics(run) == read_metrics(truth)
-    if (truth / "demos.jsonl").exists():
-        assert read_metrics(run, "demos.jsonl") == read_metrics(truth, "demos.jsonl")
-        assert {path.name for path in run.iterdir()} == {path.name for path in truth.iterdir()}
 
 
 def runs_made_once(tmp_path_factory):
@@ -224,7 +217,7 @@ def runs_made_once(tmp_path_factory):
     return run
 
 
-GET, SUPERVISED = "full.batches.RolloutQueue.get", "full.batches.Demonstrations.get"
+GET = "full.batches.RolloutQueue.get"
 
 
 def flip_a_bit(path, place=None):
@@ -355,7 +348,7 @@ def test_help_shows_every_field_with_its_help_under_its_title(capsys):
         "--eval-data str", "output: --save-every")]  # fmt: skip
     assert places == sorted(places)
     for name, row in Config.BY_START.items():  # the default of each start
-        numbers = f"[{row['random']}; with --demos {row['demos']}; with --model {row['model']}, "
+        numbers = f"[{row['random']}; with --model {row['model']}, "
         numbers += f"and with --lora-rank too {row['lora']}]"
         flag = name.replace("_", "-")
         assert re.search(rf"--{flag} float [^\[]*{re.escape(numbers)}", shown), name

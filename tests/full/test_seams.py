@@ -17,7 +17,7 @@ from full import api, logs, rollouts
 from full import run as run_py
 from full.__main__ import main
 from full.advantages import ADVANTAGES, Advantage
-from full.batches import Demonstrations, RolloutQueue
+from full.batches import RolloutQueue
 from full.engine import Engine
 from full.flags import parse_config
 from full.metrics import METRICS, Metric
@@ -142,7 +142,7 @@ def test_a_sampler_that_wraps_this_processs_own(tmp_path, monkeypatch):
 
 PROTOCOLS = {
     rollouts.AnySampler: (rollouts.Sampler, Engine),
-    rollouts.AnySource: (RolloutQueue, Demonstrations),
+    rollouts.AnySource: (RolloutQueue,),
     rollouts.AnyTrainer: (Trainer,),
     rollouts.AnyLog: (logs.Logs, logs.Log, logs.RolloutLog, logs.Warnings, Checkpointer),
 }

@@ -1,4 +1,4 @@
-"""What happens before the first step: defaults, the supervised start, the evaluation, five lines.
+"""What happens before the first step: defaults, the evaluation, five lines.
 
 And the line that a run says where it has nothing to learn from; and a model that starts in parts.
 """
@@ -6,7 +6,6 @@ And the line that a run says where it has nothing to learn from; and a model tha
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,26 +15,22 @@ import torch.distributed as dist
 from conftest import LOOKUP, shortened
 from plan_training import read_cases
 from oracles import LiveBytes
-from test_precision import tensors_of
 from test_ranks import ranks, read_metrics
-from test_run import DEMOS, SAVING, TINY, cli, good
+from test_run import SAVING, TINY, good
 
 from full.audit import audited
-from full.config import Config
+from full.config import Config, _flag
 from full.flags import parse_config
-from full.directory import RunDirectory
 from full.hf import load_hf, save_hf
-from full.logs import DEMO_METRICS, Log, Warnings
+from full.logs import Warnings
 from full.parallelize import materialise, parallelize
 from full.places import full, local
 from full.plans import Grid, Plan
-from full.questions import make_task
-from full.talk import load_policy, settings_of_run
 from full.tiny import tiny
 from full.trainer import first_weights
 from full.transformer import Transformer
 
-FLAGS = f"{SAVING} 2 {DEMOS}"
+FLAGS = f"{SAVING} 2 --task {LOOKUP!r} --size 2"
 # Code is never imported from what a run stored, so the task is given again.
 RESUME = f"--resume --out run --task {LOOKUP!r}"
 
@@ -45,67 +40,16 @@ RESUME = f"--resume --out run --task {LOOKUP!r}"
 
 @pytest.mark.quick
 @pytest.mark.parametrize("given, defaults", [
-    ({}, (1e-3, 0.02)), (dict(demos=3), (1e-4, 0)), (dict(model="DIR"), (1e-6, 0)),
-    (dict(demos=3, model="DIR"), (1e-6, 0))])
+    ({}, (1e-3, 0.02)), (dict(model="DIR"), (1e-6, 0)),
+    (dict(model="DIR", lora_rank=2), (1e-5, 0))])
 def test_defaults_depend_on_what_the_run_begins_with(given, defaults):
     """A default is that of the start; a flag wins over it, 0 too where 0 has a meaning."""
     config = Config(**given).check()
     assert (config.lr, config.entropy_coef) == defaults
-    flags = [x for name, value in given.items() for x in (f"--{name}", str(value))]
+    flags = [x for name, value in given.items() for x in (_flag(name), f"{value}")]
     for entropy_coef in (0.5, 0.0):
         more = parse_config([*flags, "--entropy-coef", f"{entropy_coef}", "--lr", "3"]).check()
         assert (more.entropy_coef, more.lr) == (entropy_coef, 3.0)
-
-
-# The supervised start --------------------------------------------------------------------------
-
-
-def test_the_supervised_start_is_seen(straight):
-    run = straight(FLAGS)
-    out = (run.parent / "out").read_text()
-    lines = read_metrics(run, "demos.jsonl")
-    assert [line["step"] for line in lines] == list(range(10))
-    assert all(line.keys() == {"step", *DEMO_METRICS} - {"seconds/total"} for line in lines)
-    losses = [line["loss/token_mean"] for line in lines]
-    assert losses[-1] < losses[0] - 0.05 and 1.9 < losses[0] < 2
-    assert {line["lr"] for line in lines} == {1e-3}  # --lr-warmup 0
-
-    # Two tables, of which the second begins with what is solved behind the demonstrations.
-    first = [line.split(maxsplit=1)[0] for line in out.splitlines()]
-    begin, second = (n for n, word in enumerate(first) if word == "step")
-    assert out.splitlines()[begin].split() == ["step", "loss", "entropy", "norm", "tokens/s"]
-    assert first[begin + 1 : second] == ["0", "5", "9"] and begin < 5
-    assert first[second + 1 : second + 4] == ["before", "0", "1"]
-
-    # The loop has lines and checkpoints of its own, and its optimiser begins anew.
-    metrics = read_metrics(run)
-    assert [line["step"] for line in metrics] == [0, 1] and metrics[0]["policy_version"] == 12
-    assert {path.name for path in run.glob("*-0*")} == {"step-00000000", "step-00000002"}
-    stored = json.loads((run / "config.json").read_text())
-    assert stored["entropy_coef"] == 0.02 and stored["lr"] == 0.01
-
-
-def test_a_policy_is_read_of_a_loop_and_not_of_its_supervised_start(
-    straight, tmp_path, process_group
-):
-    run = shutil.copytree(straight(FLAGS), tmp_path / "run")
-    task = make_task(settings_of_run(run))
-    (run / "demos-00000004").mkdir()
-    assert load_policy(run, task)[1].endswith("step-00000002")
-    for path in run.glob("step-*"):
-        shutil.rmtree(path)
-    with pytest.raises(ValueError, match="is still in its supervised start"):
-        load_policy(run, task)
-
-
-def test_supervised_steps_are_skipped_as_those_of_the_loop(tmp_path):
-    """The second step's gradient is not finite: its state is not saved, as in the loop."""
-    for demos, text in ((2, "ends in steps that were skipped.*demos-00000001"), (4, "3 optimizer")):
-        flags = f"--demos {demos} --weight-decay 1e38 --dtype float32 --save-every 1 "
-        flags += f"--out run{demos}"
-        codes, _, err = cli(tmp_path, f"{FLAGS} {flags}")
-        assert codes == [2] and "supervised step 1: skipped, non-finite gradient" in err[0]
-        assert re.search(text, err[0])
 
 
 # The evaluation before the first step ------------------------------------------------------------
@@ -116,23 +60,16 @@ def test_what_is_solved_before_the_first_step_is_audited(straight, tmp_path, pro
     lines = (run / "metrics.jsonl").read_text().splitlines()
     assert ["eval/solved_before" in json.loads(line) for line in lines] == [True, False]
     report = audited(run, 0, task=LOOKUP)
-    assert report.wrong is None and "from step-00000000, the state before step 0" in report.intro
+    assert report.wrong is None and any("from the first weights" in x for x in report.intro)
     before = [row for row in report.rows if row.key == "eval/solved_before"]
     assert len(before) == 1
     assert "eval/solved_before" not in {row.key for row in audited(run, 1, task=LOOKUP).rows}
 
-    # The loop's optimiser begins anew: the moments of the supervised steps are gone.
-    stored = tensors_of(run / "step-00000000", "optimizer.")
-    assert stored and not any(x.any() for x in stored.values())
-
-    # Without that checkpoint the supervised steps are done again; a changed number is found.
-    shutil.rmtree(run / "step-00000000")
+    # A changed number is found.
     first = json.loads(lines[0])
     first["eval/solved_before"] += 1 / 6
     (run / "metrics.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
-    report = audited(run, 0, task=LOOKUP)
-    assert report.wrong == "eval/solved_before"
-    assert any("after 10 supervised steps" in text for text in report.intro)
+    assert audited(run, 0, task=LOOKUP).wrong == "eval/solved_before"
 
 
 def test_it_is_evaluated_once_and_again_only_with_line_0(straight, tmp_path):
@@ -164,15 +101,6 @@ def test_the_first_screen_is_five_lines(tmp_path):
     assert err == "" and max(map(len, lines)) <= 100 and '"minibatches"' not in out
 
 
-@pytest.mark.quick
-def test_supervised_steps_and_the_loop_have_a_bar_each(monkeypatch, capsys, process_group):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    config = Config(demos=3, steps=5)
-    for first_step in (-2, 0):  # after one supervised step; of the loop
-        Log(config, None, SimpleNamespace(first_step=first_step), RunDirectory("run"))
-    assert set(re.findall(r"\| (\d/\d) \[", capsys.readouterr().err)) == {"1/3", "0/5"}
-
-
 # Nothing to learn from --------------------------------------------------------------------------
 
 
@@ -185,7 +113,7 @@ HALF = EQUAL | CUT[1]
 RIGHT, MOST = HALF | {"reward/solved": 0.5, "reward/mean": 0.5}, HALF | CUT[2]
 NO_FUNCTION, WITH_TEACHER = Config(task="jsonl"), Config(task="jsonl", teacher="DIR")
 SAID = [  # settings, the steps' metrics, and how the warnings begin, with what they advise
-    (Config(), STREAK, ["steps 3 to 5: .*no rollout is solved.*--demos", "steps 9 to 11: .*--group",
+    (Config(), STREAK, ["steps 3 to 5: .*no rollout is solved.*--temp", "steps 9 to 11: .*--group",
                         "steps 13 to 15: .*every rollout.*give harder prompts"]),
     (Config(max_new_tokens=3), CUT, ["step 2: 75% of .* cut off after --max-new-tokens 3, .*rais"]),
     (Config(), CUT[:2], []),
