@@ -25,7 +25,7 @@ Models:
     models.py: Row
     full/hf.py: load_hf, save_hf, full_definition
     full/lora.py: add_factors, merge
-    full/experts.py: Balance
+    full/experts.py: RoutingCounts, update_router_bias
 
 Parallel:
     full/plans.py: Plan, Grid

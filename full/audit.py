@@ -324,7 +324,7 @@ def after_rows(case, step) -> list:
     read_checkpoint(path, {f"buffer.{name}": x for name, x in there.items()}, only=("buffer.",))
     wrong = sum(int((there[name] - x).abs().sum()) for name, x in votes.items())
     sizes = [sum(int(x.abs().sum()) for x in some.values()) for some in (there, votes)]
-    near = near_choices(step.updates)[0] if step.updates else 0
+    near = near_choices(step.updates) if step.updates else 0
     return [rows[worst], Row("votes", *sizes, wrong, 4 * near)]
 
 

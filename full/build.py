@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from full.config import _flag
 from full.engine import Engine
 from full.exact import ExactTransformer
 from full.lora import add_factors
@@ -44,10 +43,9 @@ def shape_of(config, task) -> ModelConfig:
     """Return the shape of the run's model; ValueError if it does not fit task or settings."""
     shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
     require_rows(task, shape, config.model)
-    for name in ("balance_coef", "router_bias_rate"):
-        if getattr(config, name) and not shape.sparse_layers:
-            where = config.model or "the model of --layers and --hidden"
-            raise ValueError(f"{_flag(name)} is about experts, and {where} has none: leave it out")
+    if config.router_bias_rate and not shape.sparse_layers:
+        where = config.model or "the model of --layers and --hidden"
+        raise ValueError(f"--router-bias-rate is about experts, and {where} has none: leave it out")
     if config.exact and LINEAR in shape.layer_types:
         raise ValueError(f"--exact has no recurrent layers, and {config.model} has: leave it out")
     return shape
@@ -137,14 +135,11 @@ def require_plan(config, shape):
 
 def tell_of_router_loss(config, shape):
     """Say in one line if a checkpoint's experts were balanced by a loss in its training."""
-    # transformers' loss is of a whole batch, so it depends on how a batch is cut; (8) does not.
     raw = read_json(Path(config.model) / "config.json") if config.model else {}
     coef = raw.get("router_aux_loss_coef") if shape.sparse_layers else None
-    if coef:
-        does = f"--balance-coef {config.balance_coef:g} does that here, for each sequence"
-        if not config.balance_coef:
-            does = "here nothing does: --balance-coef, a loss for each sequence, is 0"
-        warn(f"the experts of {config.model} were balanced by router_aux_loss_coef {coef}; {does}")
+    if coef and not config.router_bias_rate:
+        warn(f"the experts of {config.model} were balanced by router_aux_loss_coef {coef}; here "
+             f"nothing does that without --router-bias-rate")  # fmt: skip
 
 
 def require_room(config, task, positions, what="the model"):

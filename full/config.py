@@ -124,7 +124,6 @@ class Config(train_grpo.Config):
     importance_of: Ratio = flag("token", "whose p_old / p_sampler")
     importance_low: float = flag(0.0, "lower bound of p_old / p_sampler")
     importance_cap: float = flag(0.0, "upper bound of p_old / p_sampler; 0: no weights")
-    balance_coef: float = flag(0.0, "experts: weight of the loss that balances them; no --tree")
     router_bias_rate: float = flag(0.0, "experts: step of the routers' bias at updates; 0: no bias")
 
     minibatches: int = flag(CORE.minibatches, "optimizer steps of a batch", "the optimizer")

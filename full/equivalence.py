@@ -56,7 +56,6 @@ RUNS = {  # what one process does too
     "forks": "--forks 2 --fork-turns 1 --advantage per_branch",
     "stale": "--staleness 1 --proximal --importance-cap 0.9 --temperature 0.7",
     "lone": "--prompts 1 --minibatches 1",  # most ranks have nothing
-    "balanced": "--balance-coef 0.5 --router-bias-rate 0.05 --advantage gae --lr 0.001",
     "biased": "--router-bias-rate 0.05 --kl-coef 0.05",
     "rounded": "--lr 0.001 --kl-coef 0.05 --proximal --advantage gae",  # for mixed precision
     "lora": f"{LORA} {LORA_TARGETS}",
@@ -102,10 +101,10 @@ ordinary 2 hybrid lora-linear --plan t2 | --plan c2
 ordinary 2 hybrid forks --plan t2 --tree dta --chunk-tokens 9
 ordinary 2 dense separate --plan p2 then --plan t2 --tree dta --chunk-tokens 9
 ordinary 2 routers separate --plan d2e2 --tree sparse
-ordinary 2 experts balanced --plan t2 --ac op | --plan (attn:t2|ffn:t2)
+ordinary 2 experts biased --plan t2 --ac op | --plan (attn:t2|ffn:t2)
 ordinary 2 experts biased --plan t2 --data-parallel fsdp then --plan c2 --tree sparse
-ordinary 2 routers balanced --plan d2 | --plan p2 | --plan d2e2 --data-parallel fsdp
-ordinary 2 routers balanced --plan c2 | --plan t2e2
+ordinary 2 routers biased --plan d2 | --plan p2 | --plan d2e2 --data-parallel fsdp
+ordinary 2 routers biased --plan c2 | --plan t2e2
 ordinary 2 tied forks --plan t2 --batch-rows 8
 ordinary 2 routers biased --plan t2 --tree dta --chunk-tokens 9 --recompute
 ordinary 2 routers biased --plan d2e2 --tree sparse
@@ -115,13 +114,12 @@ ordinary 2 tied rounded --compute-dtype float32 --data-parallel fsdp --tree spar
 ordinary 2 deep rounded --compute-dtype float32 --plan p2 --pp-schedule zbv
 ordinary 2 biases rounded --compute-dtype float32 --plan d2 --data-parallel zero1
 ordinary 2 experts rounded --compute-dtype float32 --plan t2
-ordinary 2 routers balanced --compute-dtype float32 --plan d2e2 --ac full
+ordinary 2 routers rounded --compute-dtype float32 --plan d2e2 --ac full
 ordinary 4 dense lone --plan c4 --tree sparse
 ordinary 4 tied critic --plan c2p2 | --plan p2t2
 ordinary 4 routers biased --plan d2t2e4 --data-parallel zero1
 ordinary 2 dense old --plan d2e2 = expected a model with experts
 ordinary 2 dense old --tree dta --chunk-tokens 9 --plan c2 = --tree dta has no c
-ordinary 2 routers balanced --tree sparse = --tree has no --balance-coef
 slow 1 dense,tied,experts old --tree sparse | --tree dta --chunk-tokens 5 --recompute
 slow 1 dense,tied,experts old --data-parallel fsdp-offload | --ac full | --ac op
 slow 2 dense old,rounded --plan d2 --compile | --data-parallel fsdp --compile --ac full
@@ -138,7 +136,8 @@ slow 2 deep,deep-tied forks,sequences,lora --plan p2 --pp-schedule interleaved1f
 slow 2 dense,deep sequences,dynamic,reward --data-parallel fsdp | --plan t2 | --plan p2
 slow 2 experts,routers lora,plain --plan d2e2 | --plan t2 | --plan (attn:t2|ffn:t2)
 slow 2 experts lora-all --plan t2 --tree sparse | --plan d2e2 --tree sparse
-slow 2 experts,routers biased,lora-all --plan c2 | --plan c2e2 --tree sparse
+slow 2 experts,routers biased,lora-all --plan c2e2 --tree sparse
+slow 2 experts,routers lora-all --plan c2
 slow 2 dense,biases lora,lora-head --plan c2 --tree sparse | --data-parallel fsdp-offload --ac full
 slow 2 dense,tied,experts rounded --compute-dtype float32 --plan c2 --tree sparse
 slow 2 dense,experts rounded --compute-dtype float32 --plan t2 --tree dta --chunk-tokens 5
@@ -159,12 +158,12 @@ slow 4 dense,tied old,critic,lora --plan p2t2 --tree sparse | --plan d2p2 --data
 slow 4 deep,deep-tied old,stale --plan d2p2 --data-parallel fsdp --pp-schedule interleaved1f1b
 slow 4 deep-tied old,critic --plan p2t2 --pp-schedule zbv | --plan c2t2 --tree sparse
 slow 4 routers biased,lora --plan d2t2 --tree dta --chunk-tokens 16 --data-parallel zero1
-slow 4 experts,routers biased,balanced --plan (attn:d2t2|ffn:e2t2) --data-parallel fsdp
+slow 4 experts,routers biased --plan (attn:d2t2|ffn:e2t2) --data-parallel fsdp
 slow 4 experts,routers biased --plan p2d2e2 --tree sparse | --plan d2t2e4 --tree sparse
 slow 4 routers lora-all,stale --plan d2t2e4 --data-parallel fsdp then --plan p2d2e2
 slow 4 tied rounded --compute-dtype float32 --plan d2t2 --data-parallel fsdp
 slow 8 dense,tied old,forks --plan p2d2t2 --data-parallel fsdp | --plan d2t2c2 --data-parallel zero1
-slow 8 routers balanced,lora --plan (attn:p2d2t2|ffn:p2e2t2) | --plan d2t2c2e4
+slow 8 routers biased,lora --plan (attn:p2d2t2|ffn:p2e2t2) | --plan d2t2c2e4
 """
 MIXED = "--compute-dtype float32"
 BOUND, MIXED_BOUND = 1e-10, 3e-4

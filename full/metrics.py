@@ -87,7 +87,6 @@ METRICS = {
     "loss/token_mean": Metric(
         "(7) under any --aggregation, so over its Z", "mean", "sum", lambda t: t.part_N),
     "experts/load_max": Metric("an expert's tokens / their mean; of layers and updates", "max"),
-    "balance/loss": Metric("(8)", "mean"),
     "grad_norm": Metric("global, before clipping", "mean"),
     "critic/grad_norm": Metric("the same of --critic separate", "mean"),
     "policy_version": Metric("optimizer steps taken so far"),

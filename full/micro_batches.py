@@ -4,7 +4,7 @@ A class for each way of --tree in which a model runs a batch. Without --tree rea
 alone.
 
 Letters:  B trajectories   T positions of their padded log-prob vectors   N sampled tokens
-S packed tokens   J pairs of a sequence and a token
+S packed tokens
 """
 
 import bisect
@@ -67,7 +67,7 @@ class RowBatches(PackedBatches):
     def __init__(self, model, config, experts):
         super().__init__(
             model, attention=self.attention_of_row, indices=indices,
-            balance=experts.balance_of_row if experts and experts.layers else None,
+            count=experts.of_micro_batch if experts and experts.layers else None,
             micro_tokens=config.micro_tokens, temperature=config.temperature,
         )  # fmt: skip
         self.config = config
@@ -160,16 +160,18 @@ def tree_row(trie, masks, length) -> PackedRow:
     edges_N, entries_K = map(torch.from_numpy, wanted_edges(trie, masks))
     mask_BT = padded(masks, torch.zeros(0, dtype=torch.bool))
 
-    # A sequence holds the tokens of its path: a pair (sequence, token) for each of them.
-    sequence_J = torch.arange(len(masks)).repeat_interleave(trie.lengths)
-
     # Padding follows the tree: token 0 at position 0.
     padding = 0, length - len(trie)
     in_row = [torch.nn.functional.pad(x_N, padding)[None] for x_N in (trie.tokens, trie.positions)]
     return PackedRow(
         *in_row, (trie, length), mask_BT,
-        trie.parent[edges_N], trie.tokens[edges_N], entries_K, sequence_J, trie.paths,
+        trie.parent[edges_N], trie.tokens[edges_N], entries_K, held_by(trie, length),
     )  # fmt: skip
+
+
+def held_by(trie, length):
+    """Return how many sequences hold each token of a tree, and zeros up to `length`."""
+    return torch.bincount(trie.paths, minlength=length)
 
 
 class ChunkBatches(TreeBatches):
@@ -181,9 +183,7 @@ class ChunkBatches(TreeBatches):
         trie = TokenTrie(sequences)
         self.tokens_run = len(trie)
         model = PaddedTokens(self.model) if self.plan.tp > 1 else self.model
-        routing = None
-        if self.balance and sequences:
-            routing = self.routing_of_chunks(trie, masks)
+        routing = self.routing_of_chunks(trie) if self.count else None
 
         def loss_of_chunk(ended, *scores):
             mask_BT = padded([masks[i] for i in ended], scores[0]).bool()
@@ -197,18 +197,16 @@ class ChunkBatches(TreeBatches):
             routing=routing,
         )  # fmt: skip
 
-    def routing_of_chunks(self, trie, masks):
+    def routing_of_chunks(self, trie):
         """Return the `routing` of tree_backward: for a chunk the callback of the sparse layers."""
         t = self.plan.tp
-        row = tree_row(trie, masks, len(trie) + t)
+        held_N = held_by(trie, len(trie))
 
         @functools.cache  # a chunk that runs again fills in the same
         def of_tokens(start, stop):
             # The chunk as a row of its own, padded as PaddedTokens does.
-            is_here_J = (row.token_J >= start) & (row.token_J < stop)
-            token_J = row.token_J[is_here_J] - start
-            part = row._replace(sequence_J=row.sequence_J[is_here_J], token_J=token_J)
-            return self.routing(part, torch.arange(-(-(stop - start) // t) * t), self.balance)
+            held_s = torch.nn.functional.pad(held_N[start:stop], (0, -(stop - start) % t))
+            return self.count(self.held_here(held_s, torch.arange(len(held_s))))
 
         return lambda chunk: of_tokens(chunk.start, chunk.stop)
 

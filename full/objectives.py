@@ -1,4 +1,4 @@
-"""The loss, (2) to (8): adds objectives and terms to `train_grpo.grpo_loss`.
+"""The loss, (2) to (7): adds objectives and terms to `train_grpo.grpo_loss`.
 
 For rollout i of a group of G with reward R_i, sampled tokens t, log-probs of softmax(logits /
 temperature): lp of the policy now, old of the policy before this step's first update, ref of the
@@ -24,8 +24,6 @@ frozen reference, smp of the sampler; H_t the entropy, sg: no gradient:
            token_mean     w_i = 1               Z = sampled tokens
            sequence_mean  w_i = 1 / tokens_i    Z = sequences with a sampled token
            constant       w_i = 1               Z = sequences * max_new_tokens
-  (8)  with experts, without --tree, in addition: balance_coef mean_i b_i
-           b_i: (10) of experts.py with coef 1
 
 Pure functions. (1) is in advantages.py. An objective and an aggregation are each one entry of a
 table. Arrays of N hold one number for each sampled token of a micro-batch, sequence after sequence.

@@ -5,8 +5,7 @@ c this rank's tokens of each sequence, p all micro-batches at once and the loss 
 `PackedBatches` the loop reads as on one device. RECIPES.md has one. Under fsdp, t, c, e and p every
 forward is collective: all ranks of a group must make the same calls, and `PackedBatches` does so.
 
-Letters:  B sequences   S tokens of one, s of this rank   T targets   N scored tokens   J pairs of a
-sequence and a token   M width
+Letters:  B sequences   S tokens of one, s of this rank   T targets   N scored tokens   M width
 """
 
 import contextlib
@@ -36,8 +35,7 @@ class PackedRow(NamedTuple):
         position    0 1 2 0 1 0 0 0
         mask        [[1, 1], [1, 0]]       of the targets b c and e, padded to two
         at          [0, 1, 3]              b is predicted at a, c at b, e at d
-        sequence    [0, 0, 0, 1, 1]        the sequence that holds the token of this place
-        token       [0, 1, 2, 3, 4]        the place; in a tree, several sequences hold one token
+        held        1 1 1 1 1 0 0 0        in a tree, several sequences hold one token
     """
 
     tokens_1S: torch.Tensor
@@ -47,8 +45,7 @@ class PackedRow(NamedTuple):
     at_N: torch.Tensor  # the place of the token that predicts each scored target
     targets_N: torch.Tensor  # the tokens that are predicted
     entries_K: torch.Tensor  # for each True of the mask, which of the N it is: in this row 0 1 2
-    sequence_J: torch.Tensor  # which sequences hold which tokens. No sequence holds padding
-    token_J: torch.Tensor
+    held_S: torch.Tensor  # how many sequences hold the token of each place
 
 
 def pack_row(sequences, masks, length) -> PackedRow:
@@ -72,9 +69,8 @@ def pack_row(sequences, masks, length) -> PackedRow:
     at_N = first_B[row_N] + column_N
     in_row = [x_S[None] for x_S in (tokens_S, positions_S, document_S)]
     scored = [mask_BT, at_N, tokens_S[at_N + 1], np.arange(len(at_N))]
-    token_J = np.arange(sum(lengths))  # each token is of one sequence
-    holds = [document_S[token_J], token_J]
-    return PackedRow(*map(torch.from_numpy, [*in_row, *scored, *holds]))
+    held_S = (document_S >= 0).astype(np.int64)  # each token is of one sequence
+    return PackedRow(*map(torch.from_numpy, [*in_row, *scored, held_S]))
 
 
 class Micro(NamedTuple):
@@ -83,7 +79,7 @@ class Micro(NamedTuple):
     tokens: torch.Tensor
     positions: torch.Tensor
     attention: object = None  # None: the model's
-    on_routing: object = None  # a callback of its sparse layers; None: they attach no loss
+    on_routing: object = None  # a callback of its sparse layers; None: they tell nobody
 
     def through(self, stage, x):
         """Run a model, or a stage of one, on states of the stage before, or None: on the tokens."""
@@ -183,8 +179,8 @@ class PackedBatches:
         tokens see earlier tokens of their own document. group: None, or the ranks of c.
     indices: indices(length, rank, world), ascending: the tokens of a row that a rank of c has, as
         this attention wants them: `ring.indices`. For c > 1 only.
-    balance: balance(sequence_j, token_j, num_sequences=, groups=) makes the callback by which
-        sparse layers attach their loss in training, such as an `experts.Balance`. Default: no loss.
+    count: count(held_s) makes the callback of a training micro-batch's sparse layers, such as an
+        `experts.RoutingCounts`. Default: none.
     micro_tokens: int. Most tokens of a micro-batch. A longer sequence is alone in one.
     temperature: float. Of the log-probs.
 
@@ -192,7 +188,7 @@ class PackedBatches:
     group, bring the same ones: `gather_replica` makes one batch of their lists.
     """
 
-    def __init__(self, model, *, attention, indices=None, balance=None, micro_tokens=8192,
+    def __init__(self, model, *, attention, indices=None, count=None, micro_tokens=8192,
                  temperature=1.0):  # fmt: skip
         # Under c the callers say which tokens a rank has, because it depends on their attention.
         self.model = model
@@ -200,7 +196,7 @@ class PackedBatches:
         self.plan = self.part.plan
         self.device = self.part.device
         self.attention = attention
-        self.balance = balance
+        self.count = count
         self.indices = indices
         self.micro_tokens = micro_tokens
         self.temperature = temperature
@@ -225,7 +221,7 @@ class PackedBatches:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
 
         def forward(root, k, x):
-            x_1sM = self.micro(rows[k], self.balance).through(root, x)
+            x_1sM = self.micro(rows[k], self.count).through(root, x)
             if not self.part.pipeline.has_head(root):
                 return x_1sM
             scores = self.score(rows[k], x_1sM)
@@ -355,42 +351,35 @@ class PackedBatches:
             return torch.arange(length)
         return self.indices(length, self.part.grid.group["c"].rank(), self.plan.cp)
 
-    def micro(self, row, balance=None) -> Micro:
+    def micro(self, row, count=None) -> Micro:
         """Return this rank's tokens of a row, with the attention of its documents."""
         # A rank of c would look at its own tokens only, and raise alone.
         if self.plan.cp > 1:
             require_tokens_in_vocabulary(row.tokens_1S, self.model.config.vocab_size)
-        # Attention and balance are about the whole row. Tokens and positions are this rank's.
+        # Attention is about the whole row. Tokens and positions are this rank's.
         local_s = self.own_tokens(row)
         group = self.part.grid.group["c"] if self.plan.cp > 1 else None
         own = [x_1S[:, local_s].to(self.device) for x_1S in (row.tokens_1S, row.positions_1S)]
-        return Micro(*own, self.attention(row.sees, group), self.routing(row, local_s, balance))
+        on_routing = count and count(self.held_here(row.held_S, local_s))
+        return Micro(*own, self.attention(row.sees, group), on_routing)
 
-    def routing(self, row, local_s, balance=None):
-        """Return the callback of the sparse layers for a row, which attaches their loss.
+    def held_here(self, held_S, local_s):
+        """Return how many sequences hold each token that this rank's sparse layers see.
 
-        local_s: the tokens that this rank is given, ascending.
+        It is 0 where another rank counts the token.
+        held_S: of a row. local_s: the places that this rank is given, ascending.
         """
-        if balance is None:
-            return None
-        # A balance loss is a sum over tokens, so each token is counted on one rank, though several
-        # may see it. The ranks of c have different tokens already. The t ranks are given the same
-        # ones, and rank r takes the r-th chunk: with sequence parallelism its layers see no others.
-        # But around experts whose inner width is split, f and g gather all of them.
+        # The ranks of c have different tokens. The t ranks are given the same ones, and rank r
+        # counts the r-th chunk: with sequence parallelism its layers see no others. But around
+        # experts whose inner width is split, f and g gather all of them.
         #
-        #     t2, 6 tokens, rank 1    takes 3 4 5    a layer sees them as 0 1 2, with etp 2 as 3 4 5
+        #     t2, 6 tokens, rank 1    counts 3 4 5    a layer sees 3 4 5, with etp 2 all six
         plan = self.plan
-        group = self.part.grid.group if self.part.grid else {}
-        taken_s = parallel.own_chunk(local_s, group["t"]) if plan.tp > 1 else local_s
-        seen_s = local_s if plan.etp > 1 else taken_s
-        groups = [group[x] for x, degree in (("c", plan.cp), ("t", plan.tp)) if degree > 1]
-
-        # Tokens are numbered as the layer sees them, and sequences as in the whole row.
-        is_taken_J = torch.isin(row.token_J, taken_s)
-        token_j = torch.searchsorted(seen_s, row.token_J[is_taken_J])
-        num_sequences = int(row.sequence_J.max()) + 1 if len(row.sequence_J) else 0
-        pairs = row.sequence_J[is_taken_J].to(self.device), token_j.to(self.device)
-        return balance(*pairs, num_sequences=num_sequences, groups=groups)
+        if plan.tp == 1:
+            return held_S[local_s].to(self.device)
+        counted_s = parallel.own_chunk(local_s, self.part.grid.group["t"])
+        seen_s = local_s if plan.etp > 1 else counted_s
+        return (held_S[seen_s] * torch.isin(seen_s, counted_s)).to(self.device)
 
     def states_like(self, rows):
         """Return memory for the states that one stage sends to the next: rows have one length."""

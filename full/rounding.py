@@ -94,10 +94,10 @@ def flip(routing, T) -> float:
     return FLIP if any(x <= T / 2 for x in routing.margins) else 0.0
 
 
-def near_choices(updates) -> tuple:
-    """Return how many choices of experts rounding decides, and the largest T that decides them."""
+def near_choices(updates) -> int:
+    """Return how many choices of experts rounding decides."""
     T = max(s.T.max() for u in updates for s in u.trained)
-    return sum(x <= T for u in updates for r in u.routed for x in r.margins), T
+    return sum(x <= T for u in updates for r in u.routed for x in r.margins)
 
 
 # Draws --------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def cause(step, key) -> str:
         return (f"after the first update the weights may be off by {min(1.0, astray):.0%} of "
                 f"the way that they have moved")  # fmt: skip
     if any(flip(s.routing, s.T.max()) for s in found):
-        return f"{near_choices(updates)[0]} choices of experts are within rounding"
+        return f"{near_choices(updates)} choices of experts are within rounding"
     edge = [s.drawn["clips"][1:] != s.drawn["clips"][0] for s in found]
     count, tokens = math.ceil(sum(x.sum() for x in edge) / DRAWS), sum(len(s.at) for s in found)
     if count and key.removesuffix("_first") in ("grad_norm", "ratio/clipped_fraction"):

@@ -51,7 +51,7 @@ STEPS = {  # settings that between them reach every line of conformance/definiti
     "constant, filter": dict(
         aggregation="constant", overlong="filter", max_new_tokens=8, kl_coef=0.1),
     "balanced experts, filter": dict(
-        balance_coef=0.5, router_bias_rate=0.05, overlong="filter", max_new_tokens=8,
+        router_bias_rate=0.05, overlong="filter", max_new_tokens=8,
         minibatches=2),
     "dynamic sampling, 3 updates": dict(
         dynamic_sampling=True, max_rounds=3, entropy_coef=0.0, minibatches=3, group=8, size=3),
@@ -75,12 +75,12 @@ STEPS = {  # settings that between them reach every line of conformance/definiti
         objective="dppo", clip_low=1e-7, clip_high=2e-7, minibatches=2,
         advantage="leave_one_out"),
     "router bias, 2 updates": dict(
-        generator_dtype="bfloat16", balance_coef=0.5, router_bias_rate=0.05,
+        generator_dtype="bfloat16", router_bias_rate=0.05,
         kl_coef=0.1, proximal=True, minibatches=2),
     "LoRA, KL, 2 updates": dict(lora_rank=3, kl_coef=0.1, minibatches=2),
     "LoRA of experts, router and head": dict(
         lora_rank=2, lora_targets="k_proj,o_proj,gate_proj,down_proj,gate,lm_head", kl_coef=0.1,
-        router_bias_rate=0.05, balance_coef=0.5, advantage="gae", proximal=True, minibatches=2),
+        router_bias_rate=0.05, advantage="gae", proximal=True, minibatches=2),
     "GSPO, a teacher": dict(objective="gspo", clip_low=1e-3, clip_high=1e-3, teacher="tiny"),
 }  # fmt: skip
 

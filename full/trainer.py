@@ -3,7 +3,7 @@
 The methods of `AnyTrainer`, and what they need. Before them stands what a trainer is made of: which
 plan and which precision a model has, its first weights, its optimizer.
 
-Equation (1) is in advantages.py, (2) to (8) are in objectives.py.
+Equation (1) is in advantages.py, (2) to (7) are in objectives.py.
 
 Letters:  B trajectories   T positions   L layers with experts   E experts
 """
@@ -194,7 +194,7 @@ class Trainer(AnyTrainer):
         """Return what runs the policy, or another model, on micro-batches of sequences."""
         # A micro-batch is a row of sequences, filled in order up to micro_tokens: lengths 6 3 5 2
         # and micro_tokens 10 give [6 3] [5 2]. With --tree it is a tree of their prefixes.
-        # The experts that are counted and balanced are the policy's.
+        # The experts that are counted are the policy's.
         kind = "exact" if self.config.exact else self.config.tree
         experts = self.experts if model is self.model else None
         return BATCHES[kind](model, self.config, experts)
@@ -204,13 +204,12 @@ class Trainer(AnyTrainer):
         how = dict(aggregation=self.config.aggregation, max_new_tokens=self.config.max_new_tokens)
         return loss_denominator([t.mask for t in batch], **how)
 
-    def forward_backward(self, batch, num_global_valid_tokens, *, num_sequences=None):
+    def forward_backward(self, batch, num_global_valid_tokens):
         """Add the gradient of (7) for this rank's trajectories; return metrics of all ranks' batch.
 
         batch: list of Trajectory.
         num_global_valid_tokens: float. Z, the sum of `loss_denominator` over ranks and over all
             calls that precede one `optim_step`. Under sequence_mean it counts sequences.
-        num_sequences: int. The trajectories of these calls, for (8). Default: this call's.
 
         ValueError for Z <= 0.
         """
@@ -236,9 +235,8 @@ class Trainer(AnyTrainer):
             run.forward_backward(*given)
 
         # Forward, loss, backward, one micro-batch after the other. Losses are terms of one sum, so
-        # their gradients only have to be added, which is what backward() does to .grad. Each layer
-        # of experts attaches its term of (8) as it runs.
-        self.experts.begin(batch, num_sequences)
+        # their gradients only have to be added, which is what backward() does to .grad.
+        self.experts.begin()
         train(run, self.loss)
         # A critic of its own runs the same micro-batches.
         if self.critic is not None:

@@ -149,7 +149,7 @@ class Transformer(models.Transformer):
             k and v (B, G, S, D). Sliding layers add window=. Gated DeltaNet layers call two methods
             of it, see `deltanet.Documents`. Default: `self.attention`.
         on_routing: on_routing(p (N, E), ids of experts (N, K), layer=), called once in each sparse
-            layer. It returns a loss to attach, or None. Such as a `Balance`. Default: no call.
+            layer, such as a `RoutingCounts`. Default: no call.
 
         ValueError for other shapes, and on a CPU for ids that are not in the vocabulary.
         """

@@ -65,7 +65,7 @@ def share_out_rows(mlp, group):
 
         def of_all_rows(*found, layer):
             found = [parallel.all_gather(x, group)[: len(rows_NM)] for x in found]
-            return on_routing(*found, layer=layer)
+            on_routing(*found, layer=layer)
 
         own_1nM = parallel.own_chunk(padded_NM, group)[None]
         out_1nM = run(own_1nM, on_routing=on_routing and of_all_rows)

@@ -202,7 +202,7 @@ SLIPS = {  # name -> a patch, and the row of two ranks that finds it
     "every rank of t adds its metrics": (
         lambda: mock.patch.object(trainer, "speaks_for_replica", lambda model: True),
         "biases", "old", T2),
-    "experts are not summed": (experts_of_each_rank, "routers", "balanced", "--plan d2"),
+    "experts are not summed": (experts_of_each_rank, "routers", "biased", "--plan d2"),
     "factors of each rank of t": (factors_of_each_rank, "routers", "lora-all", T2),
     "a leaf of the tree is dropped": (
         lambda: after(micro_batches.TreeBatches, "share_out", lambda share: share[:-1]),

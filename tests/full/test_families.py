@@ -13,7 +13,7 @@ import torch
 import models
 from full import check
 from full.check import check_models, relative_error as relative
-from full.experts import Balance, grouped_linear, update_router_bias
+from full.experts import RoutingCounts, grouped_linear, update_router_bias
 from full.generate import forward_with_cache, generate
 from full.hf import full_definition, load_hf, save_hf
 from full.logprobs import token_logprobs
@@ -421,14 +421,14 @@ def test_the_router_bias_really_updates_and_balances():
     model = Transformer(tiny("qwen3_moe", router_bias_rate=0.01)).init_weights(0)
     tokens, spread = torch.randint(53, (1, 300)), []
     for _ in range(60):
-        balance = Balance(torch.zeros(300, dtype=torch.long))
-        model(tokens, on_routing=balance)
-        counts = balance.counts[1]
+        routing = RoutingCounts(torch.ones(300, dtype=torch.long))
+        model(tokens, on_routing=routing)
+        counts = routing.counts[1]
         assert counts.sum() == 300 * 3
-        spread.append((counts.max() / counts.mean()).item())
-        update_router_bias(model, balance.counts)
+        spread.append((counts.max() / counts.double().mean()).item())
+        update_router_bias(model, routing.counts)
     assert min(spread[-5:]) < 1.15 < 1.3 < spread[0]
     with pytest.raises(ValueError, match="router_bias_rate"):
-        update_router_bias(tiny_model("qwen3_moe"), balance.counts)
+        update_router_bias(tiny_model("qwen3_moe"), routing.counts)
     with pytest.raises(ValueError, match="router bias"):
         save_hf(model, "nowhere")

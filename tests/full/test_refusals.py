@@ -54,7 +54,7 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--critic separate": "--critic needs --advantage gae",
     "--advantage gae --critic-lr 3": "--critic-lr needs --critic separate",
     "--advantage gae --critic separate --exact": "--exact has no --critic separate",
-    "--advantage gae --critic separate --balance-coef 1": "--critic separate has no --balance-coef",
+    "--advantage gae --critic separate --router-bias-rate 1": "--critic separate has no --router",
     "--dynamic-sampling": "--entropy-coef 0", "--importance-cap 2": "--proximal",
     "--dynamic-sampling --entropy-coef 0 --kl-coef 1": "--kl-coef 0",
     "--prompts 2 --minibatches 3": "--minibatches 3",
@@ -104,7 +104,6 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--device cuda": "got 'cuda'", "--model gone": "gone",
     "--task jsonl --data gone --model gone": "gone", "--max-new-tokens 40000": "40000",
     f"--task {SORT!r}": "--size 3",
-    "--balance-coef 0.1": "--balance-coef is about experts",
     "--router-bias-rate 0.1": "--router-bias-rate is about experts",
     "--task task.py:Mine --reply-timeout 3": "--reply-timeout: Mine has threads = False",
 }  # fmt: skip
@@ -444,7 +443,6 @@ CALLS = {  # a call, and what its ValueError says
     "token_logprobs(torch.ones(1, 24), small().head_weight, torch.tensor([-1]))":
         f"^target id -1 at place 0 {OUTSIDE}",
     "all_gather_logits(small().head_weight, None, 53)": "logits of a split vocabulary",
-    "Balance(torch.zeros(3), torch.zeros(2))": r"\(J,\), got \(3,\) and \(2,\)",
     "decode([53])": "ids are 0..52", "decode([])": "at least one token",
     "decode([1], max_new_tokens=0)": "max_new_tokens", "decode([1], slots=0)": "slots",
     "decode(models.Row([1], [0.5]), temperature=1.0)": "needs 2 draws",

@@ -1,4 +1,4 @@
-"""Experts are balanced in training, by a loss and by the routers' bias."""
+"""Experts are balanced in training by the routers' bias."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from test_run import good
 from full import equivalence
 from full.batches import RolloutQueue
 from full.equivalence import BASE, trainer_of
-from full.experts import Balance
+from full.experts import RoutingCounts
 from full.flags import parse_config
 from full.hf import save_hf
 from full.optimizer import persistent_buffers
@@ -36,21 +36,23 @@ def flags(tmp_path_factory):
 
 
 # Experts are balanced ----------------------------------------------------------------------------
-# That loss (8), bias (11) and loads are those of one process under every plan is a row of
-# full/equivalence.py. Here is what one process counts, skips and refuses.
+# That bias (11) and loads are those of one process under every plan is a row of
+# full/equivalence.py. Here is what one process counts and skips.
 
 
 @pytest.mark.quick
-def test_by_default_experts_are_only_counted():
-    balance = Balance(torch.tensor([0, 0, 1]))
-    moe().hidden(torch.tensor([[1, 2, 3]]), on_routing=balance)
-    assert balance.losses == {} and [n.sum() for n in balance.counts.values()] == [6] * 2
+def test_a_token_counts_for_each_sequence_that_holds_it():
+    one, held = RoutingCounts(torch.tensor([1, 0, 0])), RoutingCounts(torch.tensor([3, 0, 0]))
+    for counts in (one, held):
+        moe().hidden(torch.tensor([[1, 2, 3]]), on_routing=counts)
+    assert [n.sum() for n in one.counts.values()] == [2] * 2
+    assert all(held.counts[layer].equal(3 * n) for layer, n in one.counts.items())
 
 
 @pytest.fixture
 def batch(process_group):
     """Trajectories, and two Trainers that balance experts alike."""
-    config = parse_config(f"{BASE} {equivalence.RUNS['balanced']}".split()).check()
+    config = parse_config(f"{BASE} {equivalence.RUNS['biased']}".split()).check()
     trainers = [trainer_of(config, "routers") for _ in range(2)]
     played = RolloutQueue(config, TwoTurns(), trainers[0]).get(0)
     trainers[0].prepare(played)
@@ -63,16 +65,15 @@ def votes_of(trainer):
 
 @pytest.mark.quick
 def test_two_calls_make_one_step(batch):
-    """`sequences` says how many both have: gradient, metrics and votes are those of one call."""
+    """Gradient and votes are those of one call."""
     batch, whole, parts = batch
     Z = whole.loss_denominator(batch)
     before = votes_of(whole).clone()
-    found = whole.forward_backward(batch, Z)
-    halves = [parts.forward_backward(half, Z, num_sequences=len(batch))
-              for half in (batch[:5], batch[5:])]  # fmt: skip
+    whole.forward_backward(batch, Z)
+    for half in (batch[:5], batch[5:]):
+        parts.forward_backward(half, Z)
     for a, b in zip(whole.model.parameters(), parts.model.parameters()):
         assert a.grad is b.grad is None or torch.allclose(a.grad, b.grad, rtol=1e-12, atol=1e-14)
-    assert sum(x["balance/loss"] for x in halves) == pytest.approx(found["balance/loss"], 1e-12)
     for trainer in (whole, parts):
         trainer.optim_step(0.0)
     assert votes_of(whole).ne(before).any(1).all() and votes_of(whole).equal(votes_of(parts))
@@ -101,11 +102,9 @@ def test_what_the_checkpoint_was_trained_with_is_said(flags, tmp_path, balanced)
     raw = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(raw | {"router_aux_loss_coef": 0.001}))
     more = "--steps 1 --prompts 1 --group 2 --minibatches 1 --out run"
-    more += " --balance-coef 0.5 --router-bias-rate 0.05" * balanced
+    more += " --router-bias-rate 0.05" * balanced
     out, err = good(tmp_path, f"{flags.replace(folder, str(model))} {more}")
-    assert err.count("router_aux_loss_coef 0.001") == 1
-    assert ("--balance-coef 0.5 does" in err) == balanced
-    assert ("here nothing does" in err) != balanced
+    assert err.count("router_aux_loss_coef 0.001; here nothing does") == (not balanced)
     assert ("hf is not written" in out) == balanced
     assert (tmp_path / "run/hf").exists() != balanced
 
