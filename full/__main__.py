@@ -3,9 +3,7 @@
     torchrun --nproc-per-node 2 -m full --plan t2             # train; --help has every flag
     python -m full plot runs/guess-0 [runs/guess-1 ..]        # reward curves, PNG
     python -m full audit runs/guess-0 [--step N]              # a step from its definition
-    python -m full eval | chat | export runs/guess-0 ..       # pass@k; talk; Hugging Face
-    python -m full inspect DIR                                # what of a checkpoint is loaded
-    python -m full plan d2t2 ..                               # what each rank holds
+    python -m full eval | export runs/guess-0 ..              # pass@k; Hugging Face
     python -m full check [ring | tree | models | parallel | grpo]    # against definitions, float64
 """
 
@@ -17,7 +15,7 @@ if __name__ == "__main__" and __package__ != "full":
 
 import torch.distributed as dist  # noqa: E402
 
-from full import audit, check, contents, estimate, talk  # noqa: E402
+from full import audit, check, talk  # noqa: E402
 from full.config import Config  # noqa: E402
 from full.flags import parse_config  # noqa: E402
 from full.exits import leave, quietly, replacing_characters, report  # noqa: E402
@@ -30,8 +28,8 @@ from full.run import start_run  # noqa: E402
 
 # Commands read a run, or measure. They are one process, and none of them trains.
 COMMANDS = {
-    "audit": audit.main, "chat": talk.chat, "check": check.main, "eval": talk.evaluation,
-    "export": talk.export, "inspect": contents.main, "plan": estimate.main, "plot": plot,
+    "audit": audit.main, "check": check.main, "eval": talk.evaluation, "export": talk.export,
+    "plot": plot,
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """A run's weights in one process: adds a reader of its checkpoints to `train_grpo.main`.
 
-What `eval`, `chat`, `export` and `audit` read, whatever the plan of the run was, and the directory
+What `eval`, `export` and `audit` read, whatever the plan of the run was, and the directory
 for transformers that a run leaves at its end.
 """
 
@@ -78,7 +78,7 @@ def policy_in(path, config, task, dtype, alone=False, merged=True):
 
 
 def export_last(config, task, directory):
-    """Write the last weights to OUT/hf for transformers, `chat` and --model, on rank 0 alone."""
+    """Write the last weights to OUT/hf for transformers and --model, on rank 0 alone."""
     if config.router_bias_rate:
         say(f"{directory.hf} is not written: its format has no --router-bias-rate")
         return

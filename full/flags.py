@@ -47,7 +47,7 @@ Papers and their settings. The rest stays at its default, and each paper has its
   distillation, on-policy    --teacher DIR --objective reinforce --minibatches 1
 """
 
-COMMANDS = "audit", "chat", "check", "eval", "export", "inspect", "plan", "plot"
+COMMANDS = "audit", "check", "eval", "export", "plot"
 CONFIG_HELP = "settings: a run's config.json, or JSON or .toml of its fields; flags win"
 
 
@@ -64,7 +64,7 @@ def parse_config(argv) -> Config:
         epilog=f"{PAPERS}\n{glossary()}\nThe letters of --plan\n\n{letters_table()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [--FLAG VALUE ...] | plot RUN .. | audit RUN | eval RUN_OR_DIR"
-        " | chat RUN_OR_DIR | export RUN DIR | inspect DIR | plan PLAN | check | --help",
+        " | export RUN DIR | check | --help",
     )  # fmt: skip
 
     # Flags are listed in the order of Config's lines, where a title begins a group.

@@ -1,7 +1,6 @@
-"""eval, chat and export: what `train_grpo.py` does not do with what it has trained.
+"""eval and export: what `train_grpo.py` does not do with what it has trained.
 
     python -m full eval RUN_OR_DIR     # pass@k on held-out prompts, with intervals
-    python -m full chat RUN_OR_DIR     # talk: a line from the terminal or a pipe is a turn
     python -m full export RUN DIR      # a checkpoint as a Hugging Face directory
 """
 
@@ -9,14 +8,11 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 
-import models
-import train_grpo
 from full.build import require_room, require_rows
 from full.checkpoint import checkpoints
 from full.config import Config, resumed_config
@@ -26,7 +22,7 @@ from full.export import ONE_PROCESS, beside, one_process, policy_in, write_hf
 from full.hf import load_hf
 from full.lora import save_factors
 from full.model_config import read_json
-from full.questions import Jsonl, make_task, plain_prompt, template_of
+from full.questions import Jsonl, make_task
 from full.rollouts import Sampler, evaluate, play_held_out
 from full.tasks import TASKS, asking
 from full.text import text_of
@@ -93,18 +89,6 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=
     else:
         path, model = steps[step], read(steps[step])
     return model.to(device), f"{source}, {Path(path).name}"
-
-
-def command_parser(name):
-    """Return a parser with the flags by which `eval` and `chat` choose a model."""
-    parser = argparse.ArgumentParser(f"python -m full {name}", allow_abbrev=False)
-    parser.add_argument("source", metavar="RUN_OR_DIR", help="a run, or a Hugging Face directory")
-    parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
-    parser.add_argument(
-        "--dtype", choices=("float32", "float64", "bfloat16"), default="",
-        help="of the model's weights [of a run: its generator's; of a directory: as stored]",
-    )  # fmt: skip
-    return parser
 
 
 # eval -------------------------------------------------------------------------------------------
@@ -202,7 +186,13 @@ def settings_of_evaluation(source, given) -> Config:
 
 def evaluation(argv) -> int:
     """`eval`: print how many held-out prompts a policy solves, greedily and in several samples."""
-    parser = command_parser("eval")
+    parser = argparse.ArgumentParser("python -m full eval", allow_abbrev=False)
+    parser.add_argument("source", metavar="RUN_OR_DIR", help="a run, or a Hugging Face directory")
+    parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float64", "bfloat16"), default="",
+        help="of the model's weights [of a run: its generator's; of a directory: as stored]",
+    )  # fmt: skip
     parser.add_argument("--samples", type=int, default=8, metavar="K", help="of each prompt [8]")
     parser.add_argument(
         "--all-lines", action="store_true", help="jsonl: every line of --eval-data, or of --data, "
@@ -244,149 +234,6 @@ def evaluation(argv) -> int:
     for prompt, answer, reward in shown:
         print(f"\nprompt: {prompt}\nanswer: {answer}\nreward: {reward:g}")
     print(f"\n{json.dumps(figures)}")
-    return 0
-
-
-# chat -------------------------------------------------------------------------------------------
-# A conversation is one growing row of tokens. A message of the user is encoded and appended, and
-# the answer is sampled after it. Nothing is encoded twice. Every turn runs the row from its
-# beginning, which is simple, and quick for what a person can type.
-
-
-class Answer(models.Row):
-    """An answer that is printed while it is sampled."""
-
-    def __init__(self, tokens, draws, text):
-        super().__init__(tokens, draws)
-        self.text = text
-        self.start = len(tokens)
-        self.printed = ""
-
-    def append(self, token, logprob):
-        sampled = super().append(token, logprob)
-        self.print_whole()
-        return sampled
-
-    def print_whole(self, ended=False):
-        """Print what is new, up to the last whole character. ended: print all of it."""
-        # A character may be the bytes of several tokens. Until the last of them is sampled, the
-        # text ends in U+FFFD, which is printed only if no more bytes will come.
-        text = self.text.decode(self.tokens[self.start :])
-        if ended or not text.endswith("\ufffd"):
-            print(text[len(self.printed) :], end="", flush=True)
-            self.printed = text
-
-
-def converse(sampler, positions, text, options, plain, system):
-    """Answer every line of the standard input that is not blank, to its end.
-
-    sampler: a Sampler, or an object with its methods.
-    positions: the longest conversation that the model has been built for, in tokens.
-    plain: makes a prompt of a line where no chat template is used. None: the chat template is.
-    system: the system's message, or "".
-    """
-    # What was said, as messages for the chat template and as the row that the model sees.
-    messages = [{"role": "system", "content": system}] if system else []
-    row, turn = [], 0
-    for line in lines_said():
-        # Only what is new is encoded: tokens of answers stay as they were sampled. At a terminal a
-        # line that cannot be encoded may be typed again. In a pipe a skipped line would go
-        # unnoticed.
-        said = [*messages, {"role": "user", "content": line}]
-        try:
-            if plain is not None:
-                new = text.encode(plain(line), bos=turn == 0)
-            else:
-                new = text.next_turn(said, row[-1]) if turn else text.prompt(said)
-        except ValueError as error:
-            if not sys.stdin.isatty():
-                raise
-            print(error, file=sys.stderr)
-            continue
-        row = row + new
-        room = min(options.max_new_tokens, positions - len(row))
-        if room < 1:
-            raise ValueError(f"the conversation has {len(row)} tokens, and the model has "
-                             f"{positions} positions: begin another")  # fmt: skip
-
-        # The random numbers are a function of the seed and the turn, so that a conversation from a
-        # pipe can be repeated, and a second turn is not drawn by the numbers of the first.
-        answer = Answer(row, train_grpo.uniforms((options.seed, turn), room), text)
-        how = dict(max_new_tokens=room, temperature=options.temperature, end=text.end)
-        sampler.generate([answer], **how)
-        answer.print_whole(ended=True)
-        print(flush=True)
-        if answer.truncated:
-            print(f"(cut off after {room} tokens)", file=sys.stderr)
-        messages = [*said, {"role": "assistant", "content": answer.printed}]
-        row = answer.tokens
-        turn += 1
-
-
-def lines_said():
-    """Yield the lines that are typed, or come through a pipe, without blank ones."""
-    # Even an empty line has its newline. Nothing at all is the end, Ctrl-D at a terminal.
-    prompt = "> " if sys.stdin.isatty() else ""
-    print(prompt, end="", flush=True)
-    mark = "\ufeff"  # a file of Windows begins with it, and ends its lines with \r\n
-    while line := sys.stdin.readline():
-        line = line.removeprefix(mark).rstrip("\r\n")
-        mark = ""
-        if line.strip():
-            yield line
-        print(prompt, end="", flush=True)
-    print(end="\n" if prompt else "")
-
-
-def chat(argv) -> int:
-    """`chat`: talk to a policy until the input ends or somebody presses Ctrl-C."""
-    # Answers are drawn from the policy's own distribution at the temperature, as rollouts are: no
-    # top-k, top-p or penalty of generation_config.json, so one sees what was trained.
-    parser = command_parser("chat")
-    parser.add_argument("--system", help="the system's message, in a chat template [the run's]")
-    parser.add_argument("--template-args", help="a JSON object of the chat template's variables "
-                        "[the run's]")  # fmt: skip
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy [0.7]")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer [512]")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling [0]")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="", help="[cuda, if there]")
-    options = parser.parse_args(argv)
-    if options.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be positive, got {options.max_new_tokens}")
-
-    # A directory in Hugging Face's format has no settings.
-    is_of_run = is_run(options.source)
-    config = settings_of_run(options.source) if is_of_run else Config(model=options.source)
-    typed = {name: getattr(options, name) for name in ("system", "template_args")}
-    typed = {name: value for name, value in typed.items() if value is not None}
-    config = dataclasses.replace(config, **typed)
-    if not config.model:
-        raise ValueError(f"{options.source} has no tokenizer, because it began without --model")
-    try:
-        with one_process("a chat", options.device, torch.get_num_threads()) as device:
-            # A run on text is spoken to as it was trained, also where it decided by itself.
-            text = text_of(config)
-            how, plain = "its own chat template", None
-            template = template_of(config, text) if config.task == "jsonl" else "chat"
-            if template != "chat":
-                how = f"each line is put into the run's prompt, --template {template!r}"
-                plain = lambda line: plain_prompt(config, line)  # noqa: E731
-            elif text.template is None:
-                how = "no chat template, so each line is plain text that the model goes on with"
-                plain = str
-            for name in typed if plain else ():
-                if typed[name]:
-                    raise ValueError(f"--{name.replace('_', '-')} needs a chat template, and "
-                                     f"{options.source} has none")  # fmt: skip
-
-            # Only answers go to the standard output, for a program that reads a pipe.
-            which = dict(step=options.step, dtype=options.dtype, device=device)
-            model, name = load_policy(options.source, **which)
-            print(f"{name}: {how}", file=sys.stderr)
-            positions = model.config.max_position_embeddings
-            converse(Sampler(model), positions, text, options, plain, config.system)
-    except KeyboardInterrupt:
-        print(flush=True)  # one leaves by Ctrl-C, or by Ctrl-D, which ends the input
     return 0
 
 

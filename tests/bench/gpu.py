@@ -5,13 +5,11 @@ was printed, and as `result` its last line, which every measurement prints as JS
 is run again adds a line, and the page takes the last.
 
     python tests/bench/gpu.py check SUBJECT --device cuda      models, ring, tree, parallel, grpo
-    python tests/bench/gpu.py memory 0.6b | 8b                 peaks of steps beside the plan's
 """
 
 import argparse
 import contextlib
 import json
-import os
 import platform
 import re
 import subprocess
@@ -25,21 +23,13 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from measure import QWEN3_06B, Work, rolled_out
-from oracles import LiveBytes
 
-from full import build as build_py
-from full import check_attention, equivalence, estimate
-from full.build import build
+from full import check_attention, equivalence
 from full.check import CASES, path_errors
 from full.check_attention import TinyModel, rows_of_rank, tree_rows
-from full.config import Config
-from full.model_config import ModelConfig
-from full.plans import Plan
 from full.ranks import connect
 from full.steps import STEPS, step_error
 from full.tiny import tiny_model
-from full.trainer import Trainer
 
 BEGIN, END = "<!-- gpu.sh: begin -->", "<!-- gpu.sh: end -->"
 LIMIT = 600.0  # seconds that a command may take
@@ -55,8 +45,6 @@ COMMANDS = {  # name: the program and its words, and what it asks
     "tree-chain": (f"{MEASURE} tree --only multi", "the same on a conversation of 8 turns"),
     "step": (f"{MEASURE} grpo --repeats 2", "a step of the 0.6B model, its share of the peak"),
     "generation": (f"{MEASURE} models --repeats 2", "the 0.6B model against transformers"),
-    "memory-0.6b": (f"{HERE} memory 0.6b", "peaks of three steps in mixed precision"),
-    "memory-8b": (f"{HERE} memory 8b", "the same with weights and moments on the host"),
 }
 
 
@@ -260,117 +248,13 @@ def show_rows(subject, device, rows) -> bool:
     return all(good)
 
 
-# memory -----------------------------------------------------------------------------------------
-
-
-def memory_case(name, size):
-    """(configuration, settings): a model of a released shape, and how it trains on one device.
-
-    A step has a prompt with 8 answers, 2048 tokens each, in micro-batches of two. Of 8B parameters
-    the weights, gradients and moments alone are 122 GiB in float32: they stay on the host
-    (fsdp-offload), and the device has the generator, two layers and the activations.
-    """
-    settings = dict(
-        dtype="float32", compute_dtype="bfloat16", generator_dtype="bfloat16", ac="full",
-        prompts=1, group=8, minibatches=1, entropy_coef=0.0, lr=1e-6,
-        size=1792, max_new_tokens=256, micro_tokens=4096,
-    )  # fmt: skip
-    shape = QWEN3_06B
-    if name == "8b":
-        settings |= dict(data_parallel="fsdp-offload")
-        shape = estimate.PUBLISHED["qwen3-8b"]
-    if size == "toy":
-        settings |= dict(size=24, max_new_tokens=8, micro_tokens=64)
-        shape = shape | dict(
-            vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=3,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        )  # fmt: skip
-    # The one is a configuration's fields, the other has Hugging Face's names.
-    config = ModelConfig(**shape) if name == "0.6b" else ModelConfig.from_hf(shape)
-    return config, settings
-
-
-def planned(shape, settings) -> dict:
-    """Bytes by what they are for, as `python -m full plan d1` has them."""
-    plan = Plan.parse("d1")
-    tokens = settings["group"] * (settings["size"] + settings["max_new_tokens"])
-    step = estimate.Step(
-        mode=settings.get("data_parallel", "ddp").removesuffix("-offload"), tokens=tokens,
-        micros=tokens // settings["micro_tokens"], size=4 if settings["dtype"] == "float32" else 2,
-        ac=settings["ac"], compute=2 if settings["compute_dtype"] else 0,
-    )  # fmt: skip
-    parts = estimate.memory(plan, shape, step)
-    return parts | dict(generator=estimate.generator(plan, shape, step, 2))
-
-
-ON_THE_HOST = "weights", "gradients", "moments"  # with fsdp-offload
-
-
-def memory(name, device, size, steps=3) -> int:
-    """Peaks of three training steps of a random model, beside what `plan` says of them."""
-    shape, settings = memory_case(name, size)
-    parts = planned(shape, settings)
-    host = sum(parts[part] for part in ON_THE_HOST)
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # the machine's memory
-    offload = settings.get("data_parallel") == "fsdp-offload"
-    if offload and host * 1.3 > room:
-        print(f"float32 masters, gradients and moments are {host / 2**30:.0f} GiB, which is too "
-              f"much for a host of {room / 2**30:.0f} GiB: all in bfloat16")  # fmt: skip
-        settings |= dict(dtype="bfloat16", compute_dtype="")
-        parts = planned(shape, settings)
-    if offload and device == "cuda":
-        parts = {part: count for part, count in parts.items() if part not in ON_THE_HOST}
-    config = Config(**settings, device=device).check()
-    print(f"{name}, GiB as planned: " + ", ".join(f"{k} {v / 2**30:.3g}" for k, v in parts.items()))
-
-    # A task of fixed lengths, and a random model of the shape: the rest is as in a run.
-    connect(device, threads=1 if size == "toy" else os.cpu_count())
-    task = Work(config, shape.vocab_size)
-    build_py.own_shape = lambda config, task: shape
-    peaks = dict(rollout=0, train=0)
-    cuda, live = device == "cuda", LiveBytes()
-
-    def most_bytes(phase, function, *given):
-        # On CUDA those of the allocator, elsewhere those of the tensors that are made below.
-        live.peak = live.now
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        result = function(*given)
-        now = torch.cuda.max_memory_allocated() if cuda else live.peak
-        peaks[phase] = max(peaks[phase], now)
-        return result
-
-    def train(batch):
-        loss = trainer.forward_backward(batch, trainer.loss_denominator(batch))
-        trainer.optim_step(config.lr)
-        return loss["loss/token_mean"]
-
-    with contextlib.nullcontext() if cuda else live:
-        model, generator, _ = build(config, task)
-        trainer = Trainer(config, model, generator=generator)
-        del model, generator
-        for step in range(steps):
-            batch = most_bytes("rollout", rolled_out, config, task, trainer, step)
-            loss = most_bytes("train", train, batch)
-            print(f"step {step}: loss {loss:.3g}, rollouts at most "
-                  f"{peaks['rollout'] / 2**30:.3g} GiB, training {peaks['train'] / 2**30:.3g}",
-                  flush=True)  # fmt: skip
-
-    told = sum(parts.values())
-    print(f"training is {peaks['train'] / told:.0%} of the {told / 2**30:.3g} GiB that plan says")
-    row = dict(model=name, plan=told, parts=parts) | peaks
-    print(json.dumps({"bench": "memory", "device": device, "rows": [row]}))
-    dist.destroy_process_group()
-    return 0
-
-
 # main -------------------------------------------------------------------------------------------
 
 
 def main(argv) -> int:
     parser = argparse.ArgumentParser("gpu.py")
-    parser.add_argument("what", choices=("list", "results", "check", "memory", *COMMANDS))
-    parser.add_argument("of", nargs="?", help="check's subject, memory's model")
+    parser.add_argument("what", choices=("list", "results", "check", *COMMANDS))
+    parser.add_argument("of", nargs="?", help="check's subject")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", choices=("large", "toy"), default="large")
@@ -391,9 +275,9 @@ def main(argv) -> int:
             raise ValueError("torch sees no CUDA device here; DEVICE=cpu SIZE=toy is the dry run")
         if name in COMMANDS:
             return record(name, [sys.executable, *words_of(name, device, size)], options)
-        if options.of not in (CHECKS if name == "check" else ("0.6b", "8b")):
-            raise ValueError(f"check is of {', '.join(CHECKS)}, memory of 0.6b or 8b")
-        return (check if name == "check" else memory)(options.of, device, size)
+        if options.of not in CHECKS:
+            raise ValueError(f"check is of {', '.join(CHECKS)}")
+        return check(options.of, device, size)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -49,7 +49,6 @@ from full.attend import attend
 from full.batches import SampledBatch, collect
 from full.chunks import tree_backward
 from full.config import Config
-from full.contents import parameters
 from full.deltanet import by_chunk, by_token
 from full.exact import make_exact, packed_attention, require_exact_kernels
 from full.forest import parents_in
@@ -554,7 +553,9 @@ def of_models(options):
     device = options.device
     for shape in shapes:
         config = ModelConfig(**shape)
-        print(f"Qwen3 of {parameters(config)[0] / 1e6:.2f} M parameters, V {config.vocab_size}")
+        with torch.device("meta"):
+            size = sum(p.numel() for p in Transformer(config).parameters())
+        print(f"Qwen3 of {size / 1e6:.2f} M parameters, V {config.vocab_size}")
         model = Transformer(config).to(dtype).init_weights(0)
         theirs = transformers_model(model, dtype)
         model = model.to(device)

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import resource
-import sys
 import threading
 from pathlib import Path
 from unittest import mock
@@ -23,7 +22,6 @@ from test_ranks import join, ranks, read_metrics, start
 from test_run import TINY as TINY_RUN, as_torchrun, free_port, same_run
 
 from full import hf
-from full.__main__ import main
 from full.api import Config, run
 from full.check import relative_error
 from full.directory import read_json_lines
@@ -722,34 +720,3 @@ def test_an_index_cannot_lead_out_of_its_directory(tmp_path):
     assert same(model, load_hf(inside))
 
 
-# inspect ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.quick
-def test_inspect_says_what_would_be_loaded_or_in_one_line_what_is_wrong(tmp_path, capsys):
-    _, path = stored(tmp_path, "qwen3_moe", torch.bfloat16)
-    more = {"extra": torch.ones(2), "model.rotary_emb.inv_freq": torch.ones(5)}
-    rewrite(path, lambda tensors: without(tensors, NORM) | more)
-    main(["inspect", str(tmp_path)])
-    out = capsys.readouterr().out
-    said = "missing ['model.norm.weight'], refused ['extra'], not of the text model 1 tensors"
-    assert said in out and "not loaded" in out
-    assert "experts.0.up_proj.weight" in out and "-> model.layers.1.mlp.experts.up_proj" in out
-    assert f"{EXPERTS}5.up_proj.weight" in out and '"num_experts": 6' in out and "BF16" in out
-    assert main(["inspect", str(tmp_path / "nothing")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: no ") and said.count("\n") == 1 and "Traceback" not in said
-
-
-def _inspect(rank, directory, log):
-    reader, writer = os.pipe()
-    os.close(reader)  # `| head` that has gone already
-    os.dup2(writer, 1)
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
-    sys.exit(main(["inspect", str(directory)]))
-
-
-def test_a_closed_pipe_ends_inspect_quietly(tmp_path):
-    save_hf(model_of(num_hidden_layers=40), tmp_path / "model")
-    assert join(start(1, _inspect, tmp_path / "model", tmp_path / "log")) == [141]
-    assert (tmp_path / "log").read_text() == ""

@@ -1,19 +1,15 @@
-"""`eval`, `chat` and `export`, and OUT/hf: what becomes of a run's weights.
+"""`eval` and `export`, and OUT/hf: what becomes of a run's weights.
 
 Runs are processes of their own, as in test_run.py; the commands are called in this one. Of
 checkpoints in the released form transformers is the oracle: what it loads, and what it answers.
 """
 
-import io
 import itertools
 import json
 import math
 import os
 import re
-import shutil
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +18,6 @@ import torch.distributed as dist
 from conftest import ROOT, installed, slow
 from test_ranks import as_script, start
 from test_rollout import Chat, random_model
-from test_rollout import checkpoint, folder  # noqa: F401, fixtures
 from test_run import _main, _task, call, cli, contents, end, good, json_lines
 
 from full import check
@@ -32,7 +27,7 @@ from full.generate import generate
 from full.hf import load_hf
 from full.questions import make_task
 from full.rollouts import Sampler
-from full.talk import Answer, evaluated, pass_at_k, wilson
+from full.talk import evaluated, pass_at_k, wilson
 from full.text import Text
 
 SMALL = "--size 3 --turns 3 --device cpu --layers 1 --hidden 32 --heads 2 --prompts 12 --group 8 "
@@ -48,14 +43,6 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("commands")
     good(folder, f"{SMALL} 9")
     return folder / "run"
-
-
-class Said(io.StringIO):
-    """A standard input, whose methods can be replaced."""
-
-
-def said(monkeypatch, text):
-    monkeypatch.setattr(sys, "stdin", Said(text))
 
 
 def figures_of(out):
@@ -250,83 +237,6 @@ def test_the_newest_checkpoint_exported_is_what_the_run_wrote(run, tmp_path, cap
     assert code == 0 and names == {"model.safetensors"}
 
 
-@pytest.fixture
-def talker(checkpoint, tmp_path):  # noqa: F811
-    """A checkpoint without a chat template, with room for a conversation."""
-    folder = shutil.copytree(checkpoint, tmp_path / "talker")
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 4096}))
-    return folder
-
-
-@pytest.fixture
-def chat(monkeypatch, capsys):
-    """Code, standard output and standard error of a conversation in which this text is said."""
-    def chat(directory, text, *flags):
-        said(monkeypatch, text)
-        return call(capsys, "chat", directory, *flags)
-
-    return chat
-
-
-def test_a_pipe_is_answered_a_line_a_line(talker, chat):
-    greedy = "--temperature", 0, "--max-new-tokens", 8
-    code, out, err = chat(talker, "What is 1?\n\nAnd 2?\nAnd 3?\n", *greedy)
-    assert code == 0 and out.endswith("\n") and err.count("cut off after 8 tokens") <= 3
-    assert "no chat template, so each line is plain text" in err and "> " not in out
-    unended = "What is 1?\n\nAnd 2?\nAnd 3?"  # the last line without its end
-    assert chat(talker, unended, *greedy)[:2] == (0, out)
-    of_windows = "\ufeffWhat is 1?\r\n\r\nAnd 2?\r\nAnd 3?\r\n"
-    assert chat(talker, of_windows, *greedy)[:2] == (0, out)
-    short = "--max-new-tokens", 4, "--seed"
-    told = [chat(talker, "?\n?\n?\n", *short, seed)[1] for seed in (0, 0, *range(1, 5))]
-    assert told[0] == told[1] and len(set(told)) > 2
-    code, out, err = chat(talker, "?\n", "--system", "Be brief.")
-    assert (code, out) == (2, "") and "--system needs a chat template" in err
-
-
-def test_what_is_no_text_ends_a_pipe_and_not_a_terminal(talker, chat, monkeypatch):
-    code, _, err = chat(talker, "?\n\udcff\n?\n", "--max-new-tokens", 1)
-    assert code == 2 and err.count("cut off") <= 1 and "can't encode character" in err
-    monkeypatch.setattr(Said, "isatty", lambda self: True)
-    code, out, err = chat(talker, "?\n\udcff\n?\n", "--max-new-tokens", 1)
-    assert code == 0 and out.count("> ") == 4 and "can't encode character" in err
-    assert out[-1] == "\n"
-
-
-def test_ctrl_c_ends_a_conversation_with_0(talker, chat, monkeypatch):
-    """While it waits for a line, and while it answers."""
-    def interrupt(*args, **how):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Answer, "append", interrupt)
-    assert chat(talker, "?\n")[:2] == (0, "\n")
-    monkeypatch.setattr(Said, "readline", interrupt)
-    assert chat(talker, "?\n")[:2] == (0, "\n")
-
-
-def test_a_conversation_beyond_the_models_positions_is_a_sentence(checkpoint, chat):  # noqa: F811
-    """48 positions: a later answer is cut off by them, and no other one fits."""
-    lines = "What is 3 and 3?\n" * 9
-    code, out, err = chat(checkpoint, lines, "--max-new-tokens", 12, "--temperature", 0)
-    assert code == 2 and "no chat template, so each line is plain text" in err, err
-    assert 1 < out.count("\n") < 9
-    assert re.search(r"error: the conversation has \d+ tokens, and the model has 48 positions", err)
-    assert "(cut off after " in err
-
-
-def test_a_character_is_printed_once_all_its_bytes_are_there(capsys):
-    of_bytes = SimpleNamespace(decode=lambda tokens: bytes(tokens).decode(errors="replace"))
-    answer = Answer([7], [], of_bytes)
-    printed = []
-    for byte in "aé\u4e2d🙂!".encode() + b"\xf0\x9f":
-        answer.append(byte, 0.0)
-        printed.append(capsys.readouterr().out)
-    assert printed == ["a", "", "é", "", "", "\u4e2d", "", "", "", "🙂", "!", "", ""]
-    answer.print_whole(ended=True)
-    assert capsys.readouterr().out == "\ufffd" and answer.printed == "aé\u4e2d🙂!\ufffd"
-
-
 REWARD = """
 def reward(text, row):
     return float((len(text) + int(row["answer"])) % 2)
@@ -341,10 +251,10 @@ ROADS = [("gemma3", dict(layers=2, width=64)), *slow(*((family, {}) for family i
 
 
 @pytest.mark.parametrize("family, size", ROADS)
-def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
-    family, size, tmp_path, chat, monkeypatch, capsys
+def test_a_released_checkpoint_from_the_first_step_to_an_evaluation(
+    family, size, tmp_path, monkeypatch, capsys
 ):
-    """Train, load, evaluate, talk: each as transformers has it."""
+    """Train, load, evaluate: each as transformers has it."""
     _, transformers = installed("tokenizers", "transformers")
     import released
 
@@ -391,14 +301,6 @@ def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
         rewards.append(task.reply(state, said_by_theirs)[2] if ended else 0.0)
     assert figures_of(out)["solved"][0] == np.mean(rewards)
     assert len(set(rewards)) == 2 or family == "qwen3"  # whose weights repeat a token, with no end
-
-    # Two turns of a conversation: the second row is the first, the answer, and what is said next.
-    lines = "What is 3 and 3?\nAnd 4?\n"
-    code, out, err = chat("run/hf", lines, "--temperature", 0, "--max-new-tokens", 6)
-    first = answer(prompt)
-    turns = [*turn, {"role": "assistant", "content": ""}, {"role": "user", "content": "And 4?"}]
-    second = answer([*prompt, *first, *text.next_turn(turns, first[-1])])
-    assert (code, out) == (0, f"{text.decode(first)}\n{text.decode(second)}\n"), err
 
     # A file of its own is asked line by line, however short it is.
     Path("few.jsonl").write_text("\n".join(rows[:3]) + "\n")

@@ -5,7 +5,6 @@ is the truth about every row; `Script` of test_rollout says tokens that are know
 """
 
 import functools
-import io
 import json
 import re
 import shutil
@@ -20,7 +19,6 @@ from full.audit import audited
 from full.config import Config
 from full.questions import Jsonl, make_task
 from full.rollouts import Sampler, play
-from full.talk import Answer
 from full.tasks import is_held_out
 from full.text import Text
 transformers, _ = installed("transformers", "trl")
@@ -479,15 +477,6 @@ def begin_folder(model, every):
     write(Path("rows.jsonl"), QUESTIONS)
 
 
-def put_into(monkeypatch, words):
-    """The rows of tokens that `chat` begins with; it reads these words."""
-    rows, begin = [], Answer.__init__
-    monkeypatch.setattr(Answer, "__init__", lambda answer, row, *how: (
-        rows.append([*row]) or begin(answer, row, *how)))  # fmt: skip
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(words)))
-    return rows
-
-
 MARK = "{{ when }}{{ tone }}<tool_call>"
 DATED = "{% set when = strftime_now('%f') %}{% for m in messages %}<|im_start|>{{ m.role }} "
 DATED += MARK + "{{ m.content }}<|im_end|>{% endfor %}"
@@ -547,16 +536,6 @@ def test_a_run_goes_on_with_its_prompts_date_and_reward_and_so_do_the_commands(
     out = capsys.readouterr().out
     assert "70 held-out prompts, 12 different" in out and "trained on" not in out
 
-    def said(*more):
-        """The two turns of `chat` on the run, as its policy gets them."""
-        rows = put_into(monkeypatch, b"0 + 0?\nAnd 1?\n")
-        assert main(["chat", "run", "--temperature", "0", "--max-new-tokens", "2", *more]) == 0
-        return [Text("DIR").decode(row, special=True) for row in rows]
-
-    for more, word in (([], first), (["--template-args", '{"tone": ""}'], f"{day:%f}")):
-        for text, line in zip(said(*more), ("0 + 0?", "And 1?"), strict=True):
-            assert f"user {word}<tool_call>{line}<|im_end|>" in text
-    capsys.readouterr()
     assert main("export run HF".split()) == 0 and note in capsys.readouterr().out
 
     # A run does not go on with other questions, to train on or to evaluate on.
@@ -567,10 +546,3 @@ def test_a_run_goes_on_with_its_prompts_date_and_reward_and_so_do_the_commands(
     write(Path("eval.jsonl"), HELD_OUT[1:])
     refused(tmp_path, again, "eval.jsonl (--eval-data) is not what it was when run began")
     refused(tmp_path, f"{again} --eval-data rows.jsonl", "--resume cannot change --eval-data")
-
-    # `chat` puts a line into the prompts of a run without a template, though no flag named them.
-    plain = dict(template="raw", template_args="", date="")
-    Path("run/config.json").write_text(json.dumps(stored | plain))
-    one, two = said()
-    assert one == f"0 + 0?\n{INSTRUCTION}\n" and two.endswith(f"And 1?\n{INSTRUCTION}\n")
-    assert "each line is put into the run's prompt, --template 'raw'" in capsys.readouterr().err

@@ -14,18 +14,11 @@ from full import deltanet
 from full.check import CASES, check_models, relative_error as relative
 from full.config import Config
 from full.deltanet import Documents, by_chunk, by_token
-from full.estimate import Rank, Step
-from full.forest import parents_in
 from full.hf import save_hf
-from full.masks import Mask
-from full.micro_batches import MaskedAttention
-from full.model_config import LINEAR
-from full.plans import Plan
 from full.questions import make_task
-from full.rope import Rope
 from full.tiny import tiny, tiny_model
-from full.transformer import Layer, Transformer, causal_attention
-from models import FULL, packed_attention
+from full.transformer import Transformer, causal_attention
+from models import packed_attention
 
 quick = pytest.mark.quick
 
@@ -162,29 +155,3 @@ def test_an_exact_run_of_recurrent_layers_is_refused(checkpoint, tmp_path, monke
     code, _, err = call(capsys, *RUN.split(), checkpoint, "--exact")
     assert code != 0 and "--exact has no recurrent layers, and" in err
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [LINEAR, FULL])
-def test_a_layer_keeps_for_its_backward_what_the_plan_says(kind, dtype):
-    """Within 8 %, in a row of whole chunks."""
-    shape = tiny("qwen3_5_text", hidden_size=40, intermediate_size=100, head_dim=28,
-                 num_attention_heads=5, num_key_value_heads=1, partial_rotary_factor=0.5,
-                 linear_key_head_dim=16, linear_value_head_dim=26, linear_num_key_heads=3,
-                 linear_num_value_heads=6)  # fmt: skip
-    layer, S, seen = Layer(shape, shape.layer_types.index(kind)).to(dtype), 256, {}
-    own = {p.data_ptr() for p in layer.parameters()}
-    document = torch.zeros(1, S, dtype=torch.int64)
-    mask, parents = Mask.documents(doc_ids=document), parents_in(document[0])
-    x_1SM = torch.randn(1, S, 40, dtype=dtype, requires_grad=True)
-    ropes = Rope(shape)(torch.arange(S)[None], dtype)
-
-    def pack(x):
-        seen[x.untyped_storage().data_ptr()] = x
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        layer(x_1SM, ropes, MaskedAttention(mask, parents, None))
-    found = sum(x.untyped_storage().nbytes() for at, x in seen.items() if at not in own)
-    step = Step(tokens=S, micros=1, size=dtype.itemsize)
-    assert found == pytest.approx(Rank(Plan(), shape, step).layer(kind), rel=0.08)

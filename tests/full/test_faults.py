@@ -599,7 +599,6 @@ def test_no_command_imports_a_file_that_the_run_names(tmp_path, monkeypatch, cap
         for command in ("--resume --out run --steps 3", "eval run", "export run new"):
             code, _, err = call(capsys, command)
             assert code == 2 and "give it again, as --task FILE.py:Mine" in err, err
-        call(capsys, "chat run")
         call(capsys, "eval run/hf --task guess --size 1")
     assert not Path("imported").exists() and not Path("new").exists()
 

@@ -48,15 +48,14 @@ TOY = {  # command: more flags with which it runs here; they win over its own
     "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
     f"{RUN} --task jsonl --data questions.jsonl --model DIR --lora-rank 16 "
     "--compute-dtype bfloat16 --lr 1e-3 --out runs/lora": JSONL,
-    f"{RUN} inspect DIR": "", f"{RUN} plan d2t2 --model qwen3-8b": "",
     "python tests/bench/imports.py": "",
 }  # fmt: skip
 ELSEWHERE = {  # what a command begins with: test_NAME.py, which runs it, or who else does
     "torchrun --nproc-per-node 2 train_grpo.py": "cut_system", "python FILE.py": "readme",
     "python conformance/": "step_kit", "python tests/adapters.py": "conformance",
-    "python tests/mutate.py": "mutate", f"{RUN} plan ": "plan", f"{RUN} check": "families",
+    "python tests/mutate.py": "mutate", f"{RUN} check": "families",
     f"{RUN} audit ": "audit", f"{RUN} plot ": "run", f"{RUN} eval ": "commands",
-    f"{RUN} chat ": "commands", f"{RUN} export ": "commands", "grep ": "house",
+    f"{RUN} export ": "commands", "grep ": "house",
     "torchrun --nproc-per-node 2 mine.py": "api", "torchrun --nnodes": "plan",
     "torchrun --max-restarts 3": "faults", "sh tests/gpu.sh": "gpu",
     "python tests/example_action_expert.py check": "action",

@@ -136,28 +136,20 @@ COMMANDS = {  # a command, and what its line must say
     "eval run --task echo.py:Echo": "echo.py: no such file",
     "eval run --dtype float8": "argument --dtype: invalid choice",
     **{command: "--model nowhere, which is gone: put it back"
-       for command in ("eval lost", "export lost new", "chat lost")},
+       for command in ("eval lost", "export lost new")},
     "export run new --task echo.py:Echo": "needs none",
-    "chat run": "has no tokenizer, because it began without --model",
-    "chat run/hf": "has no tokenizer.json",
-    "chat run --max-new-tokens 0": "--max-new-tokens must be positive",
     "export run run": "is not empty", "export run run/lock": "is not empty",
     "export run/hf new": "is not a run",
     "export run new --step 3": "those that it holds are of: 2, 4",
     "export nothing new": "no nothing/config.json; expected",
     "export run old": "old.tmp is there",
-    "inspect nothing": "no nothing; expected the config",
-    "inspect run": "inspect reads Hugging Face's format: use python -m full inspect",
     "audit nothing": "the directory of a run, got nothing: it holds no config.json",
     "plot nothing": "nothing holds no metrics.jsonl", "plot run thesis": "thesis holds no metrics",
-    "plan x9": "plan 'x9': expected letters",
-    "plan d2 --model nothing": "no nothing; expected the config",
     "check nothing": "check 'nothing' is none of",
     **{f"eval run {flag} 3": f"unrecognized arguments: {flag}"  # they would do nothing
        for flag in ("--lr", "--steps", "--model", "--advantage", "--out")},
     **{f"{words} 3": f"unrecognized arguments: {words.split()[-1]}"  # no abbreviations
-       for words in ("eval run --dtyp", "chat run --dtyp", "export run new --ste",
-                     "audit run --ste")},
+       for words in ("eval run --dtyp", "export run new --ste", "audit run --ste")},
 }  # fmt: skip
 TABLE = {f"{BEGIN} {flags}": text for flags, text in RUNS.items()} | COMMANDS
 

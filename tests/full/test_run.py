@@ -335,11 +335,10 @@ def test_help_shows_every_field_with_its_help_under_its_title(capsys):
     with pytest.raises(SystemExit, match="0"):
         __main__.main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    for command in ("eval", "chat"):
-        code, out, _ = call(capsys, command, "--help")
-        said = " ".join(out.split())
-        assert code == 0 and "weights [of a run: its generator's; of a directory: as s" in said
-        assert said.count("--dtype {float32,float64,bfloat16}") == 2
+    code, out, _ = call(capsys, "eval", "--help")
+    said = " ".join(out.split())
+    assert code == 0 and "weights [of a run: its generator's; of a directory: as s" in said
+    assert said.count("--dtype {float32,float64,bfloat16}") == 2
     places = [shown.index(text) for text in (
         "the run: --config FILE settings", "--seed int", "the task and data: --size", "--task str",
         "the model: --layers", "--heads int query heads; half as many key heads [4]", "--model str",

@@ -17,11 +17,9 @@ from test_start import shape_of
 
 from full import rollouts as rollouts_py
 from full.batches import collect
-from full.estimate import Step, generator
 from full.config import Config
 from full.optimizer import persistent_buffers, tensors_of
 from full.places import full, local
-from full.plans import Plan
 from full.tasks import Task
 from full.tiny import tiny_model
 from full.trainer import Trainer
@@ -112,11 +110,8 @@ PUSHES = {
 }
 
 
-def _pushed(rank, name, told):
-    """Look at a push of fresh weights, and of changed ones.
-
-    told: the bytes of a rank's generator without the policy's.
-    """
+def _pushed(rank, name):
+    """Look at a push of fresh weights, and of changed ones."""
     world, plan, family, more, is_shared = PUSHES[name]
     shape = dataclasses.replace(shape_of(family), router_bias_rate=0.1 * (family == "qwen3_moe"))
     config = Config(**dict(dtype="float64", plan=plan, seed=3) | more).check()
@@ -149,7 +144,6 @@ def _pushed(rank, name, told):
     own = _bytes([*{local(p) for p in trainer.model.parameters()}, *masters])
     generators = _bytes(local(q) for path, q in mine.items()
                         if path not in shared and not path.endswith("votes"))  # fmt: skip
-    assert generators == told
     largest = max(p.numel() * 8 for p in truth.parameters())
     assert own + generators <= counted.peak <= 1.1 * (own + generators + 2 * largest)
     if not is_shared and "mixed" not in name and "t2" in name:
@@ -166,21 +160,12 @@ def _equal(generator, truth, dtype):
     return all(full(q).equal(wanted[path].to(dtype)) for path, q in tensors_of(generator).items())
 
 
-def told_by_plan(name):
-    """The bytes of a rank's generator without the policy, by the formulas of `plan`."""
-    _, text, family, more, _ = PUSHES[name]
-    compute = 4 if "compute_dtype" in more else 0
-    size = dict(bfloat16=2, float64=8).get(more.get("generator_dtype"), compute or 8)
-    step = Step(more.get("data_parallel", "ddp"), tokens=64, micros=4, size=8, compute=compute)
-    return generator(Plan.parse(text), shape_of(family), step, size)
-
-
 QUICK = ("t2 fsdp", "t2", "p2", "t2e2", "d2p2", "t2 mixed zero1", "d2 mixed, masters")
 
 
 @pytest.mark.parametrize("name", shortened(PUSHES, *QUICK))
 def test_a_push_goes_tensor_by_tensor_from_any_layout(tmp_path, name):
-    ranks(tmp_path, PUSHES[name][0], _pushed, name, told_by_plan(name))
+    ranks(tmp_path, PUSHES[name][0], _pushed, name)
 
 
 ASKING, DECODING = "full.rollouts.Sampler._ask_once", "full.transformer.all_gather_logits"

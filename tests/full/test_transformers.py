@@ -18,7 +18,6 @@ from released import PUBLISHED
 from test_ranks import ranks
 
 import models
-from full.__main__ import main
 from full.check import relative_error as relative
 from full.chunks import tree_backward
 from full.generate import generate
@@ -334,7 +333,7 @@ def test_the_text_model_of_a_multimodal_checkpoint(tmp_path, old):
     assert load_hf(tmp_path / "text")(tokens).equal(got)
 
 
-def test_the_text_model_of_a_multimodal_qwen3_5(tmp_path, capsys):
+def test_the_text_model_of_a_multimodal_qwen3_5(tmp_path):
     """Its vision tower, and the layers that predict further tokens, are left out."""
     text = hf_config("qwen3_5").to_dict() | dict(tie_word_embeddings=False)
     vision = dict(hidden_size=16, intermediate_size=16, depth=1, num_heads=2, out_hidden_size=32)
@@ -345,8 +344,6 @@ def test_the_text_model_of_a_multimodal_qwen3_5(tmp_path, capsys):
     save_file(load_file(path) | {"mtp.norm.weight": torch.ones(32)}, path)
     ours, tokens = load_hf(tmp_path), torch.randint(1, 60, (2, 11))
     assert relative(ours(tokens), theirs(input_ids=tokens).logits) < 1e-5
-    assert main(["inspect", str(tmp_path)]) == 0
-    assert "missing [], refused [], not of the text model 22 tensors" in capsys.readouterr().out
     save_hf(ours, tmp_path / "text")
     path = tmp_path / "text" / "model.safetensors"
     save_file(load_file(path) | {"mtp.norm.weight": torch.ones(32)}, path)
@@ -357,9 +354,9 @@ def test_the_text_model_of_a_multimodal_qwen3_5(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_config_is_read_as_transformers_reads_it(name, tmp_path, capsys):
+def test_a_published_config_is_read_as_transformers_reads_it(name):
     """Fields that are left out are filled in by its classes, and then read by ours."""
-    count, raw = PUBLISHED[name]
+    _, raw = PUBLISHED[name]
     given = {field: value for field, value in raw.items() if field != "model_type"}
     theirs = transformers.AutoConfig.for_model(raw["model_type"], **given)
     ours = ModelConfig.from_hf(raw)
@@ -368,16 +365,6 @@ def test_a_published_config_is_read_as_transformers_reads_it(name, tmp_path, cap
     # The text model alone does not know the ends of turns that stand outside.
     text_config = ModelConfig.from_hf(theirs.get_text_config().to_dict())
     assert dataclasses.replace(text_config, eos_token_id=ours.eos_token_id) == ours
-
-    # Of 30B with 128 experts a token meets 8, which the name rounds to 3B.
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert main(["inspect", str(tmp_path)]) == 0
-    *config, last = capsys.readouterr().out.splitlines()
-    assert json.loads("\n".join(config)) and last.startswith(f"{count:,} parameters")
-    assert f"; no weights: {tmp_path} has no model.safetensors" in last
-    active = re.search(r"([\d,]+) of them for one token", last)
-    assert bool(active) == ("A3B" in name)
-    assert not active or 3.3e9 < int(active[1].replace(",", "")) < 3.4e9
 
 
 def test_an_absent_field_has_transformers_default():
