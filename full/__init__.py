@@ -10,7 +10,7 @@ Attention:
 
 Trees:
     full/trie.py: TokenTrie
-    full/tree.py: tree_attention
+    full/tree.py: attend_short
     full/chunks.py: tree_scores, tree_backward, partition, redistribute
     tree_attention.py: definition
 

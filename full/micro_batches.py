@@ -189,11 +189,10 @@ class ChunkBatches(TreeBatches):
             mask_BT = padded([masks[i] for i in ended], scores[0]).bool()
             return loss_fn(ended, mask_BT, *scores)
 
-        # check_finite=False: a NaN is optim_step's to find, on all ranks at once.
         config = self.config
         tree_backward(
             model, trie, loss_of_chunk, max_tokens=config.chunk_tokens, recompute=config.recompute,
-            temperature=config.temperature, masks=masks, batched=True, check_finite=False,
+            temperature=config.temperature, masks=masks, batched=True,
             routing=routing,
         )  # fmt: skip
 

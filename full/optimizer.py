@@ -341,33 +341,24 @@ def replica_difference(model, optimizer=None) -> str | None:
             f"tensors differ")  # fmt: skip
 
 
-def lr_factor(step, /, *, warmup, total, decay="linear", first_step="nonzero") -> float:
+def lr_factor(step, /, *, warmup, total, decay="linear") -> float:
     """Return the multiple of lr for a step: a linear warm-up, then a decay to the last step.
 
     step: int from 0 to total - 1. A later step has the factor at the end of the decay.
     warmup: int, at most total. The number of steps that rise to 1.
     total: int. The number of steps of the run.
     decay: "linear", "cosine" or "constant". Default: "linear".
-    first_step: "nonzero" or "zero". The warm-up begins with 1 / warmup, as in torchtitan, or with
-        0, as in Hugging Face and verl. Default: "nonzero".
 
-    For warmup 2, total 10, linear:
-
-        nonzero  .5  1  1  .875  .75  .625  .5  .375  .25  .125
-        zero      0 .5  1  .875  .75  .625  .5  .375  .25  .125
+    For warmup 2, total 10, linear: .5  1  1  .875  .75  .625  .5  .375  .25  .125. The warm-up
+    begins with 1 / warmup, as in torchtitan, and not with 0, as in Hugging Face and verl.
     """
-    for name, value, known in (
-        ("decay", decay, ("constant", "linear", "cosine")),
-        ("first_step", first_step, ("nonzero", "zero")),
-    ):
-        if value not in known:
-            raise ValueError(f"expected a {name} of {', '.join(known)}, got {value!r}")
+    if decay not in ("constant", "linear", "cosine"):
+        raise ValueError(f"expected a decay of constant, linear, cosine, got {decay!r}")
     if not 0 <= warmup <= total:
         raise ValueError(f"expected a warm-up of at most {total} steps, got {warmup}")
 
     if step < warmup:
-        risen = step + 1 if first_step == "nonzero" else step
-        return risen / warmup
+        return (step + 1) / warmup
 
     # The decay is 0 done in the first step after the warm-up, and would be all done at `total`. If
     # all steps are warm-up, only a step past the end gets here, and max avoids a division by 0.

@@ -13,7 +13,6 @@ import functools
 import time
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch.distributed as dist
@@ -225,69 +224,12 @@ def asker_of(task, limit=0):
     return ask
 
 
-# What a run is made of. `train_grpo.train(config, source, trainer, log)` calls the last three, each
-# step on all ranks: log is the `step` of an `AnyLog`. `full/build.py` makes the sampler that the
-# flags name, and `full/run.py` the others.
+class Sampler:
+    """Sample with a model of this process, or of the ranks that its plan splits it over.
 
-
-class AnySampler(Protocol):
-    """Rollouts, evaluation, tasks and the trainer know these two methods, and nothing else of it.
-
-    If it leaves this process the time to train meanwhile, it may also have `start`, see `at_once`,
-    and `group`: the process group of the collectives of what was started.
+    Another sampler needs `push` and `generate`. If it leaves this process the time to train, it may
+    also have `start`, see `at_once`, and `group`: the process group of what was started.
     """
-
-    def push(self, model, optimizer, version):
-        """Take a policy's weights. version: how many optimizer steps have made them."""
-
-    def generate(self, rows, /, *, ending=None, **how) -> list:
-        """Decode this rank's rows, `models.Row`s, as `generate` does, whose keywords these are."""
-
-
-class AnySource(Protocol):
-    """It plays: `batches.RolloutQueue`."""
-
-    def get(self, step):
-        """Return the batch of a step: with `minibatches()`, lists of this rank's trajectories."""
-
-    def evaluate(self):
-        """Return the fraction of held-out prompts that is solved, or None."""
-
-    def stored(self) -> list:
-        """Return batches that are sampled ahead as JSON values, for a checkpoint."""
-
-
-class AnyTrainer(Protocol):
-    """It learns. `prepare` is called once for a batch, the others for each of its minibatches."""
-
-    def prepare(self, batch) -> dict:
-        """Set what has no gradient: advantages, old log-probs. Return metrics."""
-
-    def loss_denominator(self, batch) -> float:
-        """Return this rank's term of Z, whose `total` `forward_backward` gets."""
-
-    def total(self, number) -> float:
-        """Return the sum of a number over all ranks."""
-
-    def forward_backward(self, batch, Z) -> dict:
-        """Add the gradient of this rank's trajectories. Return metrics of all ranks."""
-
-    def learning_rate(self, step) -> float:
-        """Return the rate of a step."""
-
-    def optim_step(self, lr) -> dict:
-        """Sum gradients over ranks, and update the weights. Return metrics."""
-
-
-class AnyLog(Protocol):
-    """It tells, or saves, or warns: `full/logs.py` has one for each of these."""
-
-    def step(self, step, batch, metrics, updates, solved):
-        """Hear of a step: metrics of `prepare`, of each minibatch, and of `evaluate`, or None."""
-
-
-class Sampler(AnySampler):
-    """Sample with a model of this process, or of the ranks that its plan splits it over."""
 
     ELSEWHERE = "another rank has the task's state of this episode"
 
@@ -353,7 +295,7 @@ def play(config, task, sampler, starts, key) -> list:
     """Play every start `group` times. Return lists of trajectories, by group, in rollout order.
 
     starts: list of (group number, state, prompt tokens), of this rank.
-    sampler: an `AnySampler`.
+    sampler: a `Sampler`, or an object with its methods.
     key: (seed, step). Draw t of rollout r of group g is uniforms((seed, step, g, r))[t].
 
     Collective under a plan.

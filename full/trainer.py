@@ -1,6 +1,6 @@
 """The trainer: what `train_grpo.Trainer` does, for plans, precisions, trees, a critic, a generator.
 
-The methods of `AnyTrainer`, and what they need. Before them stands what a trainer is made of: which
+What `train_grpo.train` calls, and what it needs. Before it stands what a trainer is made of: which
 plan and which precision a model has, its first weights, its optimizer.
 
 Equation (1) is in advantages.py, (2) to (7) are in objectives.py.
@@ -32,7 +32,7 @@ from full.parallelize import materialise, parallelize
 from full.places import local, part_of
 from full.plans import Grid, Plan
 from full.ranks import current_device, summed, warn
-from full.rollouts import AnyTrainer, Sampler
+from full.rollouts import Sampler
 from full.transformer import Critic, Transformer, causal_attention, drawn_weights
 from full.weights import share_or_allocate, split_for_decoding
 
@@ -100,8 +100,8 @@ def build_optimizer(config, model):
     return LocalOptimizer(model, make, zero=config.data_parallel == "zero1")
 
 
-class Trainer(AnyTrainer):
-    """An `AnyTrainer` for every plan, tree, precision, objective and sampler.
+class Trainer:
+    """A trainer for every plan, tree, precision, objective and sampler.
 
     `forward_backward` may be called any number of times before `optim_step`: gradients add up over
     calls and ranks, without an average, as every loss is divided by Z, which the caller has found.
@@ -116,7 +116,7 @@ class Trainer(AnyTrainer):
         """Shard the models by the settings' plans, and allocate those on the meta device.
 
         model: Transformer. It is trained. From the meta device it gets its first weights here.
-        generator: Transformer, or another `AnySampler`. Its weights come with the first push.
+        generator: Transformer, or another sampler. Its weights come with the first push.
         reference: Transformer. The KL is measured against it; `write_reference` fills it.
         teacher: Transformer. --teacher's, filled here: its log-probs give the advantages.
         """

@@ -155,7 +155,7 @@ FITS = [
 ]
 SCHEDULES = [
     (wrong, r"^expected .*, got ")
-    for wrong in (dict(decay="sqrt"), dict(first_step="one"), dict(warmup=11), dict(warmup=-1))
+    for wrong in (dict(decay="sqrt"), dict(warmup=11), dict(warmup=-1))
 ]
 CALLS = [
     (SimpleGrid, [([text], f"expected a plan such as .*got '{text}'")
@@ -184,7 +184,6 @@ def test_what_cannot_be_is_refused():
 
 FACTORS = [
     (dict(), [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0, 0]),
-    (dict(first_step="zero"), [0, 0.5, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
     (dict(decay="cosine"), [0.5, 1, 1, 0.9619, 0.8536, 0.6913, 0.5, 0.3087, 0.1464, 0.0381]),
     (dict(decay="constant"), [0.5] + [1] * 9),
     (dict(warmup=4, total=4), [0.25, 0.5, 0.75, 1, 1]),

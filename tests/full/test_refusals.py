@@ -309,9 +309,10 @@ def qkv(**changes):
     return [torch.zeros(shapes[name]) for name in "qkv"]
 
 
-def over_a_tree(*given, **options):
+def over_a_tree(*given, window=None, **options):
     """Attention of five tokens in groups, which says what boxes say."""
-    return tree.tree_attention(*given, trie.TokenTrie([[1, 2, 3], [1, 2, 4], [5]]), **options)
+    mask = trie.TokenTrie([[1, 2, 3], [1, 2, 4], [5]]).whole_mask
+    return tree.attend_short(*given, mask.with_window(window), **options)[0]
 
 
 def train(model, trie, **options):
@@ -395,8 +396,6 @@ CALLS = {  # a call, and what its ValueError says
         r"mask 1: expected shape \(2,\), got \(1,\)",
     **{f"partition_tree(TokenTrie(TWO), {n})": f"expected max_tokens of 1 or more.*got {n}"
        for n in (0, -1, 2.5)},
-    "partition(TWO, 2, strategy='best')": "expected strategy .dfs. or",
-    "partition(TWO, 0)": "world of 1 or more",
     "redistribute([[1], [2]], ['a'])": "2 sequences, but data for 1; one for each",
     "redistribute([[]], ['a'])": "sequence 0: expected 1-D integers",
     # Attention. In groups of a tree it says what it says in boxes.

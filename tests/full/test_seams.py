@@ -2,9 +2,7 @@
 class: a sampler, a kind of layer."""
 
 import dataclasses
-import inspect
 import json
-import re
 
 import numpy as np
 import pytest
@@ -12,17 +10,13 @@ import torch
 from torch import nn
 from test_run import TINY
 
-import train_grpo
-from full import api, logs, rollouts
+from full import api, rollouts
 from full import run as run_py
 from full.__main__ import main
 from full.advantages import ADVANTAGES, Advantage
-from full.batches import RolloutQueue
-from full.engine import Engine
 from full.flags import parse_config
 from full.metrics import METRICS, Metric
 from full.objectives import AGGREGATIONS, OBJECTIVES
-from full.saves import Checkpointer
 from full.trainer import Trainer
 from full.transformer import Attention, Layer, Transformer
 
@@ -138,21 +132,3 @@ def test_a_sampler_that_wraps_this_processs_own(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Trainer, "sampler_class", Wrapped)
     api.run(dataclasses.replace(config, out=f"{tmp_path}/wrapped"))
-
-
-PROTOCOLS = {
-    rollouts.AnySampler: (rollouts.Sampler, Engine),
-    rollouts.AnySource: (RolloutQueue,),
-    rollouts.AnyTrainer: (Trainer,),
-    rollouts.AnyLog: (logs.Logs, logs.Log, logs.RolloutLog, logs.Warnings, Checkpointer),
-}
-
-
-def test_the_parts_of_a_run_have_what_their_protocols_say_and_the_loop_calls_no_more():
-    methods = {x: {y for y in vars(x) if y[0] != "_"} for x in PROTOCOLS}
-    for protocol, kinds in PROTOCOLS.items():
-        for kind in kinds:
-            assert not [name for name in methods[protocol] if name not in vars(kind)], kind
-    loop = inspect.getsource(train_grpo.train)
-    assert {*re.findall(r"trainer\.(\w+)", loop)} == methods[rollouts.AnyTrainer]
-    assert {*re.findall(r"source\.(\w+)", loop)} <= methods[rollouts.AnySource]
