@@ -255,7 +255,7 @@ def critic_advantages(trainer, batch) -> dict:
     config = trainer.config
     everyone = batch.trained()
     sums = np.zeros(6)  # of 1, A, A^2, g, g^2, v over this rank's sampled tokens
-    for t, t.values in zip(everyone, trainer.forward_only(everyone, trainer.critic, column=-1)):
+    for t, t.values in zip(everyone, trainer.forward_only(everyone, trainer.critic)):
         rewards = -kl_penalties(config, t)
         for at, reward in t.turn_rewards:
             rewards[at] += reward
@@ -310,8 +310,7 @@ def conflicts(c) -> list:
     compares_group = compared_by(c.advantage) == "group"
     return [
         *c.needs(c.dynamic_sampling, "--dynamic-sampling", "max_rounds"),
-        *c.needs(c.advantage == "gae", "--advantage gae", "critic"),
-        *c.needs(c.critic == "separate", "--critic separate", "critic_lr"),
+        *c.needs(c.advantage == "gae", "--advantage gae", "critic_lr"),
         *c.needs(c.advantage == "teacher", "--advantage teacher", "teacher"),
         *c.needs(c.advantage != "teacher", "an --advantage of rewards", "overlong_buffer"),
         (c.advantage == "teacher" and not c.teacher, "--advantage teacher needs --teacher DIR"),

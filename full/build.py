@@ -54,10 +54,7 @@ def shape_of(config, task) -> ModelConfig:
 def empty_model(config, shape, dtype, *, is_teacher=False) -> Transformer:
     """Make a model on the meta device, with what the settings add to all but a teacher."""
     if not is_teacher:
-        is_critic = config.advantage == "gae" and config.critic == "shared"
-        value_head = shape.value_head or is_critic
-        more = dict(value_head=value_head, router_bias_rate=config.router_bias_rate)
-        shape = dataclasses.replace(shape, **more)
+        shape = dataclasses.replace(shape, router_bias_rate=config.router_bias_rate)
     with torch.device("meta"):
         model = (ExactTransformer if config.exact else Transformer)(shape)
     return keep_wide(config, model.to(getattr(torch, dtype)))
@@ -83,7 +80,7 @@ def build(config, task):
     # computes.
     shape = shape_of(config, task)
     model = empty_policy(config, shape)
-    if config.engine:  # a critic stays with the trainer
+    if config.engine:
         generator = empty_model(config, shape, config.rollout_dtype, is_teacher=True)
         generator = Engine(config, generator)
     else:

@@ -16,7 +16,7 @@ import torch
 
 import train_grpo
 from full import (
-    advantages, chunks, engine, exact, experts, lora, objectives, parallelize, rollouts, tasks,
+    advantages, chunks, engine, exact, lora, objectives, parallelize, rollouts, tasks,
 )  # fmt: skip
 from full.advantages import ADVANTAGES, TOKEN_ADVANTAGES
 from full.lora import Lora
@@ -32,7 +32,6 @@ Dtype = Literal["float32", "float64", "bfloat16"]
 AnyDtype = Literal["", Dtype]
 Overlong = Literal["keep", "filter"]
 Ratio = Literal["token", "sequence", "geometric"]
-Critic = Literal["shared", "separate"]
 Decay = Literal["constant", "linear", "cosine"]
 Mode = Literal["ddp", "zero1", "fsdp", "fsdp-offload"]
 Method = Literal["ring", "allgather", "ulysses"]
@@ -47,7 +46,7 @@ LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 
 
 # The modules that own flags: `conflicts(config)` of each returns (is it wrong?, the error) pairs.
-OWNERS = advantages, chunks, engine, exact, experts, lora, objectives, parallelize, rollouts, tasks
+OWNERS = advantages, chunks, engine, exact, lora, objectives, parallelize, rollouts, tasks
 
 CORE = train_grpo.Config  # whose defaults the folder keeps
 
@@ -109,7 +108,6 @@ class Config(train_grpo.Config):
     clip_low: float = flag(CORE.clip_low, "ratio clip below 1", "the loss")
     clip_high: float = flag(CORE.clip_high, "ratio clip above 1; 0.28 is DAPO's")
     advantage: str = flag(None, "(1) of full/advantages.py; gae: PPO, with a critic")
-    critic: Critic = flag("shared", "gae: a head of the policy, or separate, a second model")
     teacher: str = flag("", "checkpoint: a token's advantage is its log-prob's gain there")
     aggregation: str = flag("token_mean", "w and Z of (7) of full/objectives.py")
     objective: str = flag("clip", "(3) of full/objectives.py")
@@ -128,7 +126,7 @@ class Config(train_grpo.Config):
 
     minibatches: int = flag(CORE.minibatches, "optimizer steps of a batch", "the optimizer")
     lr: float = flag(None, "AdamW")
-    critic_lr: float = flag(None, "the same of --critic separate")
+    critic_lr: float = flag(None, "the same of the critic, with --advantage gae")
     lr_warmup: int = flag(CORE.lr_warmup, "steps of linear warm-up, at most --steps; 0: none")
     lr_decay: Decay = flag("linear", "from there to the last step")
     weight_decay: float = flag(0.0, "AdamW, decoupled")

@@ -42,13 +42,12 @@ BASE = """
     --micro-tokens 40 --lr 0.01 --lr-warmup 0 --lr-decay constant --steps 2 --eval-every 2
     --eval-prompts 3
 """
-SEPARATE = "--advantage gae --critic separate --critic-lr 0.002 --aggregation sequence_mean"
 LORA = "--lora-rank 3 --kl-coef 0.05 --lora-targets"
 RUNS = {  # what one process does too
     "plain": "",
     "old": "--kl-coef 0.05 --proximal",
-    "critic": "--advantage gae --kl-coef 0.05 --proximal",
-    "separate": f"{SEPARATE} --staleness 1 --proximal --weight-decay 0.1 --lr 0.001",
+    "critic": "--advantage gae --critic-lr 0.002 --aggregation sequence_mean --staleness 1 "
+              "--proximal --weight-decay 0.1 --lr 0.001",
     "reward": "--kl-coef 0.1 --kl k1 --kl-in reward --advantage none_batch",
     "sequences": "--objective gspo --aggregation sequence_mean --clip-low 0.01 --clip-high 0.01",
     "filtered": "--aggregation constant --overlong filter",
@@ -82,7 +81,7 @@ quick 2 biases old --plan t2
 quick 2 tied forks --plan c2 --tree sparse
 quick 2 tied critic --plan p2
 quick 2 routers biased --plan d2e2
-quick 2 dense separate --plan d2 --data-parallel zero1
+quick 2 dense critic --plan d2 --data-parallel zero1
 quick 2 hybrid forks --plan c2 --tree sparse
 ordinary 1 dense critic --tree dta --chunk-tokens 9 --recompute | --micro-tokens 1
 ordinary 1 dense lora-head --tree dta --chunk-tokens 9 --recompute
@@ -99,8 +98,8 @@ ordinary 2 deep lora-head --plan p2 --pp-schedule zbv
 ordinary 1 hybrid old --tree dta --chunk-tokens 9 --recompute
 ordinary 2 hybrid lora-linear --plan t2 | --plan c2
 ordinary 2 hybrid forks --plan t2 --tree dta --chunk-tokens 9
-ordinary 2 dense separate --plan p2 then --plan t2 --tree dta --chunk-tokens 9
-ordinary 2 routers separate --plan d2e2 --tree sparse
+ordinary 2 dense critic --plan p2 then --plan t2 --tree dta --chunk-tokens 9
+ordinary 2 routers critic --plan d2e2 --tree sparse
 ordinary 2 experts biased --plan t2 --ac op | --plan (attn:t2|ffn:t2)
 ordinary 2 experts biased --plan t2 --data-parallel fsdp then --plan c2 --tree sparse
 ordinary 2 routers biased --plan d2 | --plan p2 | --plan d2e2 --data-parallel fsdp
@@ -125,12 +124,14 @@ slow 1 dense,tied,experts old --data-parallel fsdp-offload | --ac full | --ac op
 slow 2 dense old,rounded --plan d2 --compile | --data-parallel fsdp --compile --ac full
 slow 2 dense,biases,tied forks,critic --plan d2 | --plan t2 | --plan t2 --ac full | --plan c2
 slow 2 dense,biases,tied old,forks,critic --data-parallel fsdp --ac op | --plan t2 --tree sparse
-slow 1 dense,tied separate --tree sparse | --tree dta --chunk-tokens 9 --recompute | --ac full
-slow 2 dense,tied separate --plan d2 | --plan c2 --tree sparse | --plan p2 | --plan t2
-slow 2 dense,experts separate --data-parallel fsdp | --data-parallel fsdp-offload --tree sparse
-slow 2 deep,deep-tied separate --plan p2 --pp-schedule interleaved1f1b
-slow 2 dense,deep separate --compute-dtype float32 --plan p2 --tree sparse
-slow 4 routers separate --plan d2t2e4 --data-parallel zero1 | --plan p2d2e2 --tree sparse
+slow 1 dense,tied critic --tree sparse | --ac full
+slow 1 tied critic --tree dta --chunk-tokens 9 --recompute
+slow 2 dense,tied critic --plan c2 --tree sparse
+slow 2 dense critic --plan p2
+slow 2 dense,experts critic --data-parallel fsdp | --data-parallel fsdp-offload --tree sparse
+slow 2 deep critic --plan p2 --pp-schedule interleaved1f1b
+slow 2 dense,deep critic --compute-dtype float32 --plan p2 --tree sparse
+slow 4 routers critic --plan d2t2e4 --data-parallel zero1 | --plan p2d2e2 --tree sparse
 slow 2 tied,experts old --plan t2 --tree dta --chunk-tokens 5 --recompute | --plan t2 --compile
 slow 2 deep,deep-tied forks,sequences,lora --plan p2 --pp-schedule interleaved1f1b --tree sparse
 slow 2 dense,deep sequences,dynamic,reward --data-parallel fsdp | --plan t2 | --plan p2

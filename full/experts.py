@@ -190,10 +190,3 @@ class ExpertLoads:
         if self.rate:
             update_router_bias(model, dict(zip(self.layers, self.counts_LE)))
 
-
-def conflicts(c) -> list:
-    """Return (is it wrong?, the error) pairs about the flags of experts."""
-    return [
-        (c.critic == "separate" and c.router_bias_rate,
-         "--critic separate has no --router-bias-rate, which balances the policy's experts alone"),
-    ]

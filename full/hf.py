@@ -172,9 +172,8 @@ def _load(directory, model, dtype, device) -> Transformer:
     with torch.device("meta"):
         whole = Transformer(config)
     if model is not None:
-        has_head = config.value_head and model.config.value_head
-        as_stored = dict(router_bias_rate=0.0, value_head=has_head)
-        if isinstance(model, Critic):  # it leaves a head out
+        as_stored = dict(router_bias_rate=0.0)
+        if isinstance(model, Critic):  # it leaves the head out
             as_stored["tie_word_embeddings"] = config.tie_word_embeddings
         require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
     sources = {name: sources_of(name, p.shape, stored, config)

@@ -115,7 +115,7 @@ class AdaptedTransformer(Transformer):
         super().__init__(config)
         self.lora = lora
         for path, part in [*self.named_modules()]:
-            is_target = path.rpartition(".")[2] in lora.targets and path != "score"
+            is_target = path.rpartition(".")[2] in lora.targets
             if isinstance(part, nn.Linear) and is_target:
                 factors = new_factors(part.weight, lora.rank)
                 set_tensor(self, path, AdaptedLinear(part, lora.scale, *factors))
@@ -174,16 +174,14 @@ def factors_of(model) -> dict:
 def add_factors(model, lora, dtype) -> AdaptedTransformer:
     """Freeze a whole model, and return one with factors that shares its parameters.
 
-    The factors' contents are undefined, see `draw_factors`. Trained are they and a critic's head,
-    both in `dtype`. ValueError for a target that the model does not have.
+    The factors' contents are undefined, see `draw_factors`. They alone are trained, in `dtype`.
+    ValueError for a target that the model does not have.
     """
     adapted = variant_of(model, AdaptedTransformer, lora).requires_grad_(False)
     for name, p in [*adapted.named_parameters()]:
         if is_factor(name):
             factor = torch.empty(p.shape, dtype=dtype, device=model.head_weight.device)
             set_tensor(adapted, name, nn.Parameter(factor))
-    if model.config.value_head:
-        adapted.score.to(dtype).requires_grad_(True)
     return adapted
 
 

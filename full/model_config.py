@@ -1,6 +1,6 @@
 """The shape of a model: adds whatever config.json may say to `models.ModelConfig`.
 
-`ModelConfig` adds to `models.ModelConfig` what checkpoints, critics and balanced routers need, and
+`ModelConfig` adds to `models.ModelConfig` what checkpoints and balanced routers need, and
 refuses values that make no model. To add a family, write a row of FAMILIES, and its rules into
 `config_from`. A difference that no field of ModelConfig can say needs a field, an equation and a
 line in `models.Definition` or `hf.full_definition`.
@@ -38,7 +38,6 @@ class ModelConfig(models.ModelConfig):
     eos_token_id: tuple[int, ...] = ()
     final_logit_softcapping: float | None = None  # c of (7')
     router_bias_rate: float = 0.0  # the rate of (11). 0: the router has no bias
-    value_head: bool = False  # a critic, see `Transformer.values`
     partial_rotary_factor: float = 1.0  # the part of a head that RoPE turns
     attn_output_gate: bool = False  # of softmax layers: deltanet.GatedAttention
     linear_conv_kernel_dim: int = 0  # of LINEAR layers: tokens of a convolution, widths and numbers
@@ -143,7 +142,7 @@ class ModelConfig(models.ModelConfig):
         ropes = {kind: dict(rope) for kind, rope in self.rope_parameters.items()}
         full = ropes.get(FULL) or ropes[SLIDING]
         raw = {name: x for name, x in vars(self).items()
-               if name in same or x and name in {*OF_SOME, "value_head"}}  # fmt: skip
+               if name in same or x and name in OF_SOME}  # fmt: skip
         raw |= dict(
             architectures=[FAMILIES[self.model_type][0]], attention_bias=self.o_bias,
             attention_dropout=0.0, eos_token_id=list(self.eos_token_id) or None,
@@ -258,7 +257,7 @@ TYPES = {  # the types that a field of config.json, or of its RoPE parameters, m
     ("a finite number", "null"):
         "query_pre_attn_scalar final_logit_softcapping attention_dropout partial_rotary_factor "
         "factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow",
-    ("true or false",): "tie_word_embeddings attention_bias mlp_bias norm_topk_prob value_head "
+    ("true or false",): "tie_word_embeddings attention_bias mlp_bias norm_topk_prob "
                         "attn_output_gate",
     ("true or false", "null"): "use_sliding_window use_bidirectional_attention",
     ("a string",): "model_type rope_type type",

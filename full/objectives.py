@@ -17,9 +17,9 @@ frozen reference, smp of the sampler; H_t the entropy, sg: no gradient:
   (4)  l_t <- sg(x_t) l_t      x = exp(old - smp) of the token or sequence, truncated or masked
   (5)  l_t <- l_t + kl_coef k(d) - entropy_coef H_t               d = lp_t - ref_t
            k1: d (its gradient has mean 0: for the reward)   k3: exp(-d) + d - 1
-  (6)  l_t <- l_t + value_coef max((v - g)^2, (clip(v, v_old +- 0.2) - g)^2) / 2
-           with `gae`: v a head on the policy's states, g_t = v_old_t + A_t before whitening.
-           A critic of its own has this term as its loss, and the policy's l does not have it
+  (6)  with `gae`, l_t of the critic, a model of its own, which gives v:
+           value_coef max((v - g)^2, (clip(v, v_old +- 0.2) - g)^2) / 2
+           g_t = v_old_t + A_t before whitening
   (7)  loss = sum_i sum_t w_i l_it / Z          over all ranks and micro-batches of the step
            token_mean     w_i = 1               Z = sampled tokens
            sequence_mean  w_i = 1 / tokens_i    Z = sequences with a sampled token
@@ -40,8 +40,8 @@ from full.metrics import measured
 
 # DEVIATES: without --proximal old is smp. In the first update old is the policy itself where
 # rounding could clip: with --proximal if sampler and trainer round apart, and if a step has one
-# update and its weights sampled. The log-ratio of (2) is clamped to +-10 before exp; PPO's critic
-# shares the policy's trunk by default. Not here: top-p, which biases every ratio. Pinned by
+# update and its weights sampled. The log-ratio of (2) is clamped to +-10 before exp. Not here:
+# top-p, which biases every ratio. Pinned by
 # tests/full/test_trl.py::test_loss_and_gradient_are_trls. A ratio of a sequence has one gradient
 # for all its tokens (verl: each its own, which is another sum if A or x differ); a token that (4)
 # masks stays in Z (verl's rejection takes it out). Pinned by
@@ -246,9 +246,11 @@ def value_loss(value_N, old_N, return_N):
 
 
 def critic_loss(value_BT, old_BT, return_BT, mask_BT, /, *, Z, aggregation, value_coef):
-    """Return the loss of a critic of its own, (6) and (7), and its sum over sampled tokens.
+    """Return the loss of a critic, (6) and (7), and its sum over sampled tokens.
 
-    The arguments are those of `grpo_loss`, which has this loss as a term if the critic is a head.
+    value_BT       the critic's values now, with a graph
+    old_BT         its values before the step's first update; return_BT: g
+    mask_BT, Z, aggregation: as in `grpo_loss`
     """
     tokens = SampledTokens(mask_BT, value_BT.dtype)
     critic_N = value_coef * value_loss(*map(tokens.pick, (value_BT, old_BT, return_BT)))  # (6)
@@ -261,7 +263,6 @@ def critic_loss(value_BT, old_BT, return_BT, mask_BT, /, *, Z, aggregation, valu
 LOSS_SETTINGS = (
     "aggregation", "objective", "clip_low", "clip_high", "dual_clip", "cispo_bound", "importance",
     "importance_of", "importance_low", "importance_cap", "kl", "kl_coef", "kl_in", "entropy_coef",
-    "value_coef",
 )  # fmt: skip
 
 
@@ -291,9 +292,8 @@ def grpo_loss(
     objective="clip", clip_low=0.2, clip_high=0.28, dual_clip=0.0, cispo_bound=5.0, sampler_BT=None,
     importance="truncate", importance_of="token", importance_low=0.0, importance_cap=0.0,
     ref_BT=None, kl="k3", kl_coef=0.0, kl_in="loss", entropy_BT=None, entropy_coef=0.0,
-    value_BT=None, old_value_BT=None, return_BT=None, value_coef=0.5,
 ):  # fmt: skip
-    """Return the loss, (2)-(7), a scalar; and a dict of detached sums over sampled tokens.
+    """Return the policy's loss, (2)-(5) and (7), and a dict of detached sums over sampled tokens.
 
     lp_BT            log-probs of the policy now, with a graph: (B, T), or (T,) for one sequence
     old_BT           log-probs before the step's first update; None: lp, so that every ratio is 1
@@ -307,8 +307,6 @@ def grpo_loss(
     ref_BT           log-probs of the frozen reference; None: no KL
     kl, kl_coef      which k of (5), and its weight; kl_in "reward" measures it and adds nothing
     entropy_BT       H of (5), with the weight entropy_coef
-    value_BT         the critic's values now; None: no critic. With old_value_BT and return_BT, the
-                     values before the step and g, and value_coef: (6)
 
     The sums have the names of METRICS. `loss_metrics` makes a step's metrics of them.
     """
@@ -325,7 +323,6 @@ def grpo_loss(
     t.gap_N = (t.lp_N - t.smp_N).detach().double()  # rounding, if the weights are equal
     t.ref_N, t.entropy_N = tokens.pick(ref_BT), tokens.pick(entropy_BT)
     t.kl_N = None if ref_BT is None else divergence(t.lp_N - t.ref_N, kl)
-    t.critic_N = None
 
     # The policy's term.
     d_N = t.lp_N - t.old_N
@@ -344,10 +341,6 @@ def grpo_loss(
         l_N = l_N + kl_coef * t.kl_N  # (5)
     if entropy_BT is not None and entropy_coef:
         l_N = l_N - entropy_coef * t.entropy_N  # (5)
-    # A critic is one more head on the same states, so its error is one more term of the same sum.
-    if value_BT is not None:
-        t.critic_N = value_coef * value_loss(*map(tokens.pick, (value_BT, old_value_BT, return_BT)))
-        l_N = l_N + t.critic_N  # (6)
 
     # Z is the whole step's, never the count of this micro-batch or this rank. A mean of micro-batch
     # means weighs a token more where its micro-batch is small; a sum over one Z does not.

@@ -211,9 +211,9 @@ class PackedBatches:
         sequences: lists of token ids.
         masks: for each sequence a bool for each target, tokens[1:].
         loss_fn: called as loss_fn(indices, mask_BT, logprobs_BT, entropies_BT), of a critic
-            values_BT too: sequence indices[b] has row b, which is 0 where nothing is scored. It
-            returns this micro-batch's term of the loss, divided by the global count, and the same
-            value on all c and t ranks (under p, of the last stage).
+            (indices, mask_BT, values_BT): sequence indices[b] has row b, which is 0 where nothing
+            is scored. It returns this micro-batch's term of the loss, divided by the global count,
+            and the same value on all c and t ranks (under p, of the last stage).
 
         Returns the loss, summed over data shares, float64.
         """
@@ -478,7 +478,7 @@ class PaddedTokens(nn.Module):
         self.model = model
         self.config = model.config
         self.logprobs = model.logprobs
-        self.values = model.values
+        self.values = getattr(model, "values", None)
 
     def hidden(self, tokens_1S, /, *, positions, attention, **options):
         # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A

@@ -386,8 +386,8 @@ class Case:
         return widened(keep_wide(self.config, teacher))
 
     def critic(self, path):
-        """Return the model of --critic separate of a checkpoint, or None."""
-        if self.config.critic == "shared":
+        """Return the critic of a checkpoint, or None."""
+        if self.config.advantage != "gae":
             return None
         critic = empty_critic(self.config, self.shape)
         for name, x in self.weights(path, CRITIC).items():
@@ -397,7 +397,7 @@ class Case:
     def weights(self, path, prefix="") -> dict:
         """Return {name: tensor} of a checkpoint's trained weights, as the run stores them.
 
-        prefix: "" of the policy, CRITIC of the model of --critic separate.
+        prefix: "" of the policy, CRITIC of the critic.
         """
         make = empty_critic if prefix else empty_policy
         named = make(self.config, self.shape).named_parameters()

@@ -41,8 +41,8 @@ STEPS = {  # settings that between them reach every line of conformance/definiti
         aggregation="constant", proximal=True, importance_cap=1.0, minibatches=2),
     "gae, KL in the reward": dict(
         advantage="gae", kl_coef=0.1, kl_in="reward", kl="k1", minibatches=2, lr_decay="cosine"),
-    "gae, a critic of its own, 2 updates": dict(
-        advantage="gae", critic="separate", critic_lr=0.02, minibatches=2, weight_decay=0.1,
+    "gae, the critic's rate, 2 updates": dict(
+        advantage="gae", critic_lr=0.02, minibatches=2, weight_decay=0.1,
         kl_coef=0.1),
     "gae by trees": dict(advantage="gae", aggregation="constant", tree="dta", chunk_tokens=8),
     "leave_one_out, dual clip, filter": dict(

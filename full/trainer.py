@@ -8,6 +8,7 @@ Equation (1) is in advantages.py, (2) to (7) are in objectives.py.
 Letters:  B trajectories   T positions   L layers with experts   E experts
 """
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -36,7 +37,7 @@ from full.rollouts import Sampler
 from full.transformer import Critic, Transformer, causal_attention, drawn_weights
 from full.weights import share_or_allocate, split_for_decoding
 
-CRITIC = "critic."  # how names of --critic separate begin in a checkpoint
+CRITIC = "critic."  # how names of the critic begin in a checkpoint
 
 
 def keep_wide(config, model):
@@ -52,7 +53,8 @@ def keep_wide(config, model):
 
 
 def empty_critic(config, shape) -> Critic:
-    """Make the model of --critic separate on the meta device, in --dtype."""
+    """Make the critic on the meta device, in --dtype. Only the policy's experts are balanced."""
+    shape = dataclasses.replace(shape, router_bias_rate=0.0)
     with torch.device("meta"):
         return keep_wide(config, Critic(shape).to(getattr(torch, config.dtype)))
 
@@ -84,7 +86,7 @@ def first_weights(model, directory, seed=0):
     # Every rank draws all tensors, since the draws of one follow those of the one before it, and
     # keeps its part of those that it has: a stage of a pipeline has some of them only.
     with torch.device("meta"):
-        whole = Transformer(model.config)
+        whole = (Critic if isinstance(model, Critic) else Transformer)(model.config)
     places = part_of(model).places
     for name, weight in drawn_weights(whole, seed):
         if name in places:
@@ -144,8 +146,8 @@ class Trainer:
         self.optimizer = build_optimizer(config, self.model)
         # All that is trained: a model, its optimizer, and how its names in a checkpoint begin.
         self.learners = [(self.model, self.optimizer, "")]
-        self.critic = None  # None: the policy's value head, if there is one
-        if config.critic == "separate":
+        self.critic = None
+        if config.advantage == "gae":
             self.critic = self.shard_model(empty_critic(config, self.shape), compute_dtype)
             first_weights(self.critic, config.model, config.seed)
             self.learners.append((self.critic, build_optimizer(config, self.critic), CRITIC))
@@ -169,11 +171,11 @@ class Trainer:
         # Which metrics of tokens this run has. A loss of no token says it, the same on all ranks.
         none_BT = torch.zeros(1, 0)
         given = dict(entropy_BT=none_BT, ref_BT=None if self.reference is None else none_BT)
-        if config.advantage == "gae":
-            given |= dict(value_BT=none_BT, old_value_BT=none_BT, return_BT=none_BT)
         _, sums = grpo_loss(none_BT, None, none_BT, none_BT.bool(), **self.settings(), Z=1, **given)
         self.maxima = [x for x in sums if x in METRICS and METRICS[x].over_tokens == "max"]
         self.sums = [x for x in sums if x not in self.maxima]
+        if self.critic is not None:
+            self.sums.append("value/loss")
 
     def shard_model(self, model, compute_dtype=None):
         """Return this rank's part of a whole model; a model on the meta device gets memory."""
@@ -238,7 +240,7 @@ class Trainer:
         # their gradients only have to be added, which is what backward() does to .grad.
         self.experts.begin()
         train(run, self.loss)
-        # A critic of its own runs the same micro-batches.
+        # The critic runs the same micro-batches.
         if self.critic is not None:
             train(self.batches(self.critic), self.critic_loss)
         return self.metrics_of_all_ranks(measured, batch, run.tokens_run)
@@ -247,20 +249,17 @@ class Trainer:
         """Return the keywords of `grpo_loss` that are flags."""
         return {name: getattr(self.config, name) for name in LOSS_SETTINGS}
 
-    def loss(self, micro, mask_BT, lp_BT, entropy_BT, value_BT=None, *, Z):
+    def loss(self, micro, mask_BT, lp_BT, entropy_BT, *, Z):
         """Return `grpo_loss` of a micro-batch: its trajectories, and the model's scores of them."""
         def column(name):
             # `prepare` gives a column to all trajectories of a step or to none.
             vectors = [getattr(t, name) for t in micro]
             return None if vectors[0] is None else padded(vectors, lp_BT)
 
-        # A value head that came with --model may be there without being the critic.
-        is_critic = self.config.advantage == "gae" and self.critic is None
         return grpo_loss(
             lp_BT, column("old_logprobs"), column("advantages"), mask_BT, Z=Z, **self.settings(),
             sampler_BT=column("sampler_logprobs"), ref_BT=column("ref_logprobs"),
-            entropy_BT=entropy_BT, value_BT=value_BT if is_critic else None,
-            old_value_BT=column("values"), return_BT=column("returns"),
+            entropy_BT=entropy_BT,
         )  # fmt: skip
 
     def critic_loss(self, micro, mask_BT, value_BT, *, Z):
@@ -278,7 +277,7 @@ class Trainer:
         # Of this rank: sums in float64, since a step may have millions of tokens, and the largest.
         own_sums = torch.zeros(len(self.sums), dtype=torch.float64, device=self.device)
         own_maxima = own_sums.new_zeros(len(self.maxima))
-        absent = own_sums.new_zeros(())  # a critic of its own has no log-probs
+        absent = own_sums.new_zeros(())  # a policy has no values, and a critic no log-probs
         for sums in measured:
             own_sums += torch.stack([sums.get(name, absent) for name in self.sums])
             largest = [sums.get(name, absent) for name in self.maxima]
@@ -353,10 +352,10 @@ class Trainer:
         how = dict(warmup=min(c.lr_warmup, c.steps), total=c.steps, decay=c.lr_decay)
         return c.lr * lr_factor(step, **how)
 
-    def forward_only(self, batch, model=None, column=0) -> list:
-        """Return a model's scores of the sampled tokens, 0 elsewhere: (T,) for each trajectory.
+    def forward_only(self, batch, model=None) -> list:
+        """Return log-probs, or a critic's values, of sampled tokens: (T,) for each trajectory.
 
-        model: Default: the policy. column: 0 log-probs, 1 entropies, -1 a critic's values.
+        They are 0 where no token was sampled. model: Default: the policy.
         """
         model = self.model if model is None else model
         # All ranks of a replica run a model together, on what all of them hold. This rank's
@@ -365,7 +364,7 @@ class Trainer:
         run = self.batches(model)
         scores = run.forward([t.tokens for t in together], [t.sampled for t in together])
         own = scores[first : first + len(batch)]
-        return [columns[column].double().numpy() for columns in own]
+        return [columns[0].double().numpy() for columns in own]
 
     def optim_step(self, lr: float | None = None) -> dict:
         """Sum the gradients over ranks, clip them by their global norm, and update the weights.

@@ -119,7 +119,7 @@ class Layer(models.Layer):
 
 
 class Transformer(models.Transformer):
-    """Adds to `models.Transformer`: any dtype, split vocabularies, a value head, guards.
+    """Adds to `models.Transformer`: any dtype, split vocabularies, guards.
 
     `forward(tokens)` gives logits (B, S, V). Training calls its two halves: `.hidden(tokens)`
     stops before the head, (B, S, M), and `.logprobs(hidden, targets)` applies the head in chunks
@@ -136,8 +136,6 @@ class Transformer(models.Transformer):
         self.residual_dtype = None  # of the states between layers. None: as the weights
         self.head_dtype = None  # of the head's product, if it is wider. None: as the weights
         self.shard = {}  # which rows of the head this rank has: group= and vocab_start=. {}: all
-        if config.value_head:
-            self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
     def hidden(self, tokens_BS, /, *, positions=None, attention=None, on_routing=None):
         """Return the normalized states of the last layer, (B, S, M).
@@ -217,46 +215,35 @@ class Transformer(models.Transformer):
             softcap=c.final_logit_softcapping, vocab_size=c.vocab_size, **self.shard,
         )  # fmt: skip
 
-    def values(self, hidden, /):
-        """Return a critic's value of each state, (..., M) -> (...), in float32 or better."""
-        if not self.config.value_head:
-            raise ValueError("this model has no value head; call add_value_head() first")
-        value = self.score(hidden)[..., 0]
-        return value.to(torch.promote_types(value.dtype, torch.float32))
-
-    def add_value_head(self) -> "Transformer":
-        """Give a model without one a value head of zeros: a critic starts from a policy."""
-        if not self.config.value_head:
-            self.config = dataclasses.replace(self.config, value_head=True)
-            weight = self.head_weight
-            self.score = nn.Linear(weight.shape[1], 1, False, weight.device, weight.dtype)
-            nn.init.zeros_(self.score.weight)
-        return self
-
     def init_weights(self, seed: int) -> "Transformer":
         """Draw all weights from a seed, the same ones in every dtype; see `drawn_weights`."""
         return draw_weights(self, seed)
 
 
 class Critic(Transformer):
-    """A critic of its own: a model that gives a state a value, and a token no log-prob.
+    """A critic: a model that gives a state a value, and a token no log-prob.
 
     It has no head, so of a pipeline the first stage alone has the embedding. `load_hf` reads it
-    from a policy's checkpoint.
+    from a policy's checkpoint, which has no `score`: it begins with zeros.
     """
 
     logprobs = None
 
     def __init__(self, config: ModelConfig):
-        no_head = dict(value_head=True, tie_word_embeddings=True)
-        super().__init__(dataclasses.replace(config, **no_head))
+        super().__init__(dataclasses.replace(config, tie_word_embeddings=True))
+        self.score = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def values(self, hidden, /):
+        """Return the value of each state, (..., M) -> (...), in float32 or better."""
+        value = self.score(hidden)[..., 0]
+        return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def drawn_weights(model, seed: int):
     """Yield the name and the first weights of each parameter of a whole model, on the CPU.
 
     Matrices are normal(0, initializer_range), norms are 1, biases are 0; A and dt of recurrent
-    layers are as transformers draws them. A value head is 0 too, so that the first values are 0.
+    layers are as transformers draws them. A critic's head is 0 too, so that the first values are 0.
     The seed decides all, alike in every dtype and under every plan.
     """
     # One tensor at a time: the draws of a tensor follow the draws of the tensor before it. In

@@ -186,8 +186,6 @@ def gather_weights(source, target, optimizer=None):
     wanted = dict(target.named_parameters()) | persistent_buffers(target)
     targets = {name: whole_place(x) for name, x in wanted.items()} | part_of(target).places
     shapes = {name: shape for table in tables for name, shape in table.items()}
-    if "score.weight" not in wanted:
-        shapes.pop("score.weight", None)
     differ = shapes.items() ^ {name: targets[name].shape for name in wanted}.items()
     if differ:
         raise ValueError(f"models differ: {sorted({name for name, _ in differ})}")

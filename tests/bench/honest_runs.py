@@ -29,7 +29,7 @@ CHOICES = [  # of each list one entry
      "--objective gmpo --aggregation sequence_mean", "--objective dppo --clip-high 0.05",
      "--objective cispo --cispo-bound 1.05 --aggregation constant", "--objective reinforce",
      "--clip-low 0.02 --clip-high 0.02", "--dual-clip 1.5"],
-    ["", "--advantage gae", "--advantage gae --critic separate", "--advantage group_std",
+    ["", "--advantage gae", "--advantage group_std",
      "--advantage leave_one_out", "--advantage batch_std", "--advantage none_batch",
      "--advantage group_mean", "--advantage gae --kl-coef 0.1 --kl-in reward --kl k1",
      "--forks 2 --fork-turns 1 --advantage per_branch"],

@@ -41,7 +41,7 @@ from full.trainer import Trainer
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 4 "
 TINY += "--lr 0.02 --lr-warmup 0 --eval-every 3 --eval-prompts 6 --save-every 1 --keep 9 --out run"
 RUN = f"{TINY} --steps 4 --kl-coef 0.05 --clip-high 0.02 --clip-low 0.02"
-SEPARATE = "--size 2 --advantage gae --critic separate --critic-lr 0.01"  # 2: there are rewards
+CRITIC = "--size 2 --advantage gae --critic-lr 0.01"  # 2: there are rewards
 ONE = f"{RUN} --minibatches 1"  # with one update there is no second one to see what the first did
 
 
@@ -141,9 +141,8 @@ def test_the_parts_of_all_tokens_are_the_gradient_s_norm(honest, process_group, 
             found.append((sum(s.parts[name][0].sum() for s in u.trained), learner.norm))
 
     monkeypatch.setattr(Step, "find_parts", find_parts)
-    assert_right(audited(honest(f"{TINY} --steps 3 --advantage gae --dtype float64"), 2))
-    assert_right(audited(honest(f"{TINY} --steps 3 {SEPARATE} --dtype float64"), 2))
-    assert len(found) == 2 + 4
+    assert_right(audited(honest(f"{TINY} --steps 3 {CRITIC} --dtype float64"), 2))
+    assert len(found) == 4
     assert all(parts == pytest.approx(norm, rel=1e-4) for parts, norm in found)
 
 
@@ -163,14 +162,14 @@ def test_a_loose_bound_has_a_cause(honest, process_group):
 # Settings that a file or a precision has a part in; STEPS of full/steps.py has all the others.
 SETTINGS = {
     "critic, long warm-up": "--advantage gae --kl-coef 0.05 --kl-in reward --kl k1 --lr-warmup 9",
-    "separate critic": SEPARATE,
+    "the critic's rate": CRITIC,
     "forks": "--forks 2 --fork-turns 2 --advantage per_branch --dtype float64",
     "proximal": "--proximal --importance-cap 1.001 --generator-dtype bfloat16 --temperature 0.8",
     "filter": "--overlong filter --aggregation constant --max-new-tokens 8 --minibatches 3",
     "bfloat16": "--dtype bfloat16",
     "entropy alone": "--advantage gae --aggregation sequence_mean",  # step 0 has no reward
 }  # fmt: skip
-QUICK = "critic, long warm-up", "separate critic", "forks", "proximal", "filter"
+QUICK = "critic, long warm-up", "the critic's rate", "forks", "proximal", "filter"
 
 
 @pytest.mark.parametrize("name", shortened(SETTINGS, *QUICK))
@@ -482,7 +481,7 @@ FAULTS = {  # function, change(function, its arguments), ranks, flags, the first
     "a gradient doubled on one rank": (
         "full.trainer.Trainer.forward_backward", _doubled_gradient, 2, ONE, "grad_norm"),
     "a doubled loss of the critic": (
-        "full.trainer.Trainer.critic_loss", _doubled_loss, 1, f"{TINY} --steps 3 {SEPARATE}",
+        "full.trainer.Trainer.critic_loss", _doubled_loss, 1, f"{TINY} --steps 3 {CRITIC}",
         "critic/grad_norm_first"),
     "old weights in the sampler": (  # of another dtype: else it has the policy's own memory
         "full.trainer.Trainer.push_weights", _old_weights, 1,

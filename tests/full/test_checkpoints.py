@@ -33,7 +33,7 @@ from full.parallelize import parallelize
 from full.places import full, local
 from full.plans import Grid, Plan
 from full.tiny import TINY, tiny
-from full.transformer import Transformer
+from full.transformer import Critic, Transformer
 from full.weights import gather_weights
 from models import FULL
 
@@ -449,14 +449,16 @@ def test_other_forms_of_a_file_are_the_same_model(tmp_path, form):
 @pytest.mark.quick
 def test_filling_a_model_zeroes_what_no_checkpoint_holds(tmp_path):
     policy, _ = stored(tmp_path, "qwen3_moe")
-    model = Transformer(tiny("qwen3_moe", router_bias_rate=0.1)).init_weights(5).add_value_head()
+    model = Transformer(tiny("qwen3_moe", router_bias_rate=0.1)).init_weights(5)
+    critic = Critic(tiny("qwen3_moe"))
     with torch.no_grad():
-        model.score.weight.fill_(7.0)
+        critic.score.weight.fill_(7.0)
         for buffer in model.buffers():
             buffer.fill_(7)
     load_hf(tmp_path, model=model)
+    load_hf(tmp_path, model=critic)
     buffers = list(model.buffers())
-    assert buffers and not any(buffer.any() for buffer in buffers) and not model.score.weight.any()
+    assert buffers and not any(buffer.any() for buffer in buffers) and not critic.score.weight.any()
     found = dict(model.named_parameters())
     assert all(torch.equal(p, found[name]) for name, p in policy.named_parameters())
 
@@ -718,5 +720,3 @@ def test_an_index_cannot_lead_out_of_its_directory(tmp_path):
     (inside / "link.safetensors").symlink_to(path)  # as in Hugging Face's cache
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "link.safetensors")}))
     assert same(model, load_hf(inside))
-
-

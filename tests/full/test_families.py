@@ -247,7 +247,7 @@ WRONG_TYPES = {  # what is expected: the values of fields that are not
     "true or false": [
         dict(tie_word_embeddings="false"), dict(tie_word_embeddings=0), dict(attention_bias=None),
         dict(model_type="llama", mlp_bias="false"), dict(use_sliding_window="false"),
-        dict(model_type="qwen3_moe", norm_topk_prob="no"), dict(value_head="false")],
+        dict(model_type="qwen3_moe", norm_topk_prob="no")],
     "a string": [
         dict(hidden_act=["silu"]), dict(hidden_activation=1), dict(model_type=["qwen3"]),
         dict(layer_types=FULL), dict(layer_types=[1, 2]), dict(dtype=["bfloat16"]),

@@ -201,7 +201,7 @@ FAULTS = {
     "sampling: killed": Fault([(None, GET, 4, kill)], saved="2", flags=KL, codes=ONE),
     "sampling: both ranks killed, masters of zero1, a critic": Fault(
         [(None, GET, 4, kill)], saved="2", codes=BOTH,
-        flags="--data-parallel zero1 --compute-dtype bfloat16 --advantage gae --critic separate"),
+        flags="--data-parallel zero1 --compute-dtype bfloat16 --advantage gae"),
     "sampling: one rank killed": Fault([(0, GET, 4, kill)], [None, GONE], "2", codes=DIES),
     "sampling: SIGTERM to one rank": Fault(
         [(1, GET, 4, send, SIGTERM)],

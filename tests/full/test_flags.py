@@ -126,8 +126,6 @@ def draw(seed, number, models_of) -> Case:
 
     # The loss. What excludes each other is mostly, and not always, drawn apart.
     flags["advantage"] = one([x for x in CHOICES["advantage"] if x != "teacher"])
-    if flags["advantage"] == "gae" and number % 2:
-        flags["critic"] = "separate"
     flags["aggregation"] = one(CHOICES["aggregation"])
     dynamic = compared_by(flags["advantage"]) == "group" and chance(0.15)
     if dynamic:

@@ -115,15 +115,6 @@ def test_the_first_factors_are_drawn_by_their_names_and_change_nothing(process_g
 
 
 @pytest.mark.quick
-def test_a_critics_head_is_trained_too_in_the_factors_dtype():
-    model = tiny_model("qwen2", dtype=torch.bfloat16).add_value_head()
-    model = add_factors(model, Lora(2, 1.0, ("q_proj",)), torch.float32)
-    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
-    assert len(trained) == 5 and {*trained.values()} == {torch.float32}
-    assert "score.weight" in trained
-
-
-@pytest.mark.quick
 def test_a_base_that_differs_between_replicas_is_named():
     _, model = adapted("qwen2")
 

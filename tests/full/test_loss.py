@@ -21,7 +21,7 @@ from full.build import build
 from full.byhand import read, settings
 from full.config import Config, choices_of
 from full.metrics import METRICS, Metric
-from full.objectives import LOSS_SETTINGS, grpo_loss, loss_denominator
+from full.objectives import LOSS_SETTINGS, critic_loss, grpo_loss, loss_denominator
 from full.packing import pack
 from full.questions import make_task
 from full.recorded import Recorded
@@ -59,11 +59,11 @@ SETTINGS += [
     dict(importance=how, importance_of=what, importance_low=0.7)
     for how in CHOICES["importance"] for what in CHOICES["importance_of"]
 ]  # fmt: skip
-LEAVES = "lp", "entropy_BT", "value_BT"
+LEAVES = "lp", "entropy_BT"
 
 
 def made():
-    """Random arguments of grpo_loss by name; row 0 has no sampled token.
+    """Random arguments of grpo_loss by name, and a critic's; row 0 has no sampled token.
 
     Of this seed each clip, also the dual ones, acts on a few tokens.
     """
@@ -71,7 +71,7 @@ def made():
     lp, old, A, mask, ref, entropy, x, *values = torch.randn(10, 5, 7, generator=rng).double()
     lp = (lp - 2).clamp(max=-0.1)
     old = (lp + 0.5 * old).clamp(max=-0.1)
-    named = dict(zip(("value_BT", "old_value_BT", "return_BT"), values))
+    named = dict(zip(("v", "v_old", "g"), values))
     mask = (mask < 0.5) & (torch.arange(5) > 0)[:, None]
     return named | dict(
         lp=lp, old=old, A=A[:, :1].expand(5, 7), mask=mask, ref_BT=lp + 0.5 * ref,
@@ -87,31 +87,26 @@ def with_leaves(x):
     return x | {name: x[name].clone().requires_grad_() for name in LEAVES}
 
 
-def loss_of(x, config, Z=None, critic=True):
+def loss_of(x, config, Z=None):
     """The loss, its sums, and the gradient of each leaf."""
     x = with_leaves(x)
     flags = {name: getattr(config, name) for name in LOSS_SETTINGS}
     more = {name: y for name, y in x.items() if name.endswith("_BT")}
-    if not critic:
-        more["value_BT"] = None
     loss, sums = grpo_loss(x["lp"], x["old"], x["A"], x["mask"], Z=Z, **flags, **more)
     (loss + 0 * sum(x[name][x["mask"]].sum() for name in LEAVES)).backward()
     return loss.item(), sums, torch.stack([x[name].grad for name in LEAVES])
 
 
-@pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("options", SETTINGS, ids=label)
-def test_the_slow_definition_gives_the_loss_its_gradient_and_its_sums(options, critic):
-    """Of the whole loss, with the importance weight and the critic, under each aggregation."""
+def test_the_slow_definition_gives_the_loss_its_gradient_and_its_sums(options):
+    """Of the whole loss, with the importance weight, under each aggregation."""
     for aggregation in CHOICES["aggregation"]:
         config = config_of(options, aggregation=aggregation)
-        loss, sums, grads = loss_of(made(), config, 17.0, critic)
+        loss, sums, grads = loss_of(made(), config, 17.0)
 
         # By loops over the sampled tokens of each row.
         x, rows, masks = made(), [], []
         names = dict(lp="lp", old="old", A="A", smp="sampler_BT", ref="ref_BT", H="entropy_BT")
-        if critic:
-            names |= dict(v="value_BT", v_old="old_value_BT", g="return_BT")
         for b in range(1, 5):
             masks.append(x["mask"][b])
             lists = {key: x[name][b][masks[-1]].tolist() for key, name in names.items()}
@@ -119,7 +114,7 @@ def test_the_slow_definition_gives_the_loss_its_gradient_and_its_sums(options, c
         found, by_row = definition(settings(config), rows, 17.0)
         assert found == pytest.approx(loss, abs=1e-13)
         slopes = torch.zeros_like(grads)
-        for place, name in enumerate(("dlp", "dH", "dv")):
+        for place, name in enumerate(("dlp", "dH")):
             for b, (mask, terms) in enumerate(zip(masks, by_row), 1):
                 slopes[place, b][mask] = tensor([x.share * getattr(x, name) for x in terms])
         assert (slopes - grads).abs().max() < 1e-13
@@ -132,9 +127,28 @@ def test_the_slow_definition_gives_the_loss_its_gradient_and_its_sums(options, c
             "entropy/token_mean": [x.H for x in terms], "ratio/token_mean": [x.r for x in terms],
             "importance/masked_fraction": [x.x == 0 for x in terms],
         }  # fmt: skip
-        found |= {"value/loss": [x.critic for x in terms]} if critic else {}
         for key, values in found.items():
             assert math.fsum(values) == pytest.approx(sums[key].item(), abs=1e-12), key
+
+
+@pytest.mark.parametrize("aggregation", CHOICES["aggregation"])
+def test_the_slow_definition_gives_the_critics_loss_its_gradient_and_its_sum(aggregation):
+    x = made()
+    v, mask = x["v"].requires_grad_(), x["mask"]
+    how = dict(aggregation=aggregation, value_coef=Config.value_coef)
+    loss, sums = critic_loss(v, x["v_old"], x["g"], mask, Z=17.0, **how)
+    loss.backward()
+    config, rows = config_of({}, aggregation=aggregation), []
+    for b in range(1, 5):
+        names = ("lp", "old", "A", "v", "v_old", "g")
+        lists = {name: x[name][b][mask[b]].tolist() for name in names}
+        rows.append(Sequence(**lists, smp=lists["old"], ref=lists["old"], H=lists["lp"]))
+    _, by_row = definition(settings(config), rows, 17.0)
+    terms = [term for terms in by_row for term in terms]
+    assert math.fsum(t.share * t.critic for t in terms) == pytest.approx(loss.item(), abs=1e-13)
+    assert v.grad[mask].tolist() == pytest.approx([t.share * t.dv for t in terms], abs=1e-13)
+    assert not v.grad[~mask].any()
+    assert math.fsum(t.critic for t in terms) == pytest.approx(sums["value/loss"].item(), abs=1e-12)
 
 
 @pytest.mark.parametrize("options", SETTINGS, ids=label)
@@ -408,7 +422,7 @@ def test_a_nonfinite_gradient_skips_the_step_and_the_third_in_a_row_raises(proce
 
 
 def test_a_nonfinite_gradient_of_the_critic_skips_the_step_of_the_policy_too(process_group):
-    trainer = make_trainer(advantage="gae", critic="separate")
+    trainer = make_trainer(advantage="gae")
     before = {name: x.detach().clone() for name, x in trainer.training_tensors().items()}
     put_gradients(trainer)
     for p in trainer.critic.parameters():
@@ -487,7 +501,7 @@ def test_advantages_are_whitened_over_the_step(process_group, monkeypatch):
     small = dict(prompts=4, group=4, layers=2, advantage="gae", max_new_tokens=5)
     monkeypatch.setattr(Config, "gae_lambda", 1.0)
     trainer = make_trainer(**small)
-    torch.nn.init.normal_(trainer.model.score.weight, generator=torch.Generator().manual_seed(1))
+    torch.nn.init.normal_(trainer.critic.score.weight, generator=torch.Generator().manual_seed(1))
     trainer.push_weights()
     task = make_task(trainer.config)
     groups, _, _ = collect(trainer.config, task, trainer.sampler, 0)

@@ -35,9 +35,9 @@ TOY = {  # command: more flags with which it runs here; they win over its own
     **dict.fromkeys((
         RUN, TRAIN, f"{TRAIN} --plan t2",
         f"{RUN} --compute-dtype bfloat16", f"{RUN} --tree sparse", f"{RUN} --staleness 1",
-        f"{RUN} --staleness 2 --proximal --importance-cap 2", f"{RUN} --advantage gae",
+        f"{RUN} --staleness 2 --proximal --importance-cap 2",
         f"{RUN} --tree dta --chunk-tokens 2048",
-        f"{RUN} --advantage gae --critic separate --steps 60",
+        f"{RUN} --advantage gae --steps 60",
         f"{RUN} --task tests/example_tasks.py:Sort --steps 250"), TINY),
     f"{RUN} --task tests/example_tasks.py:Lookup --size 5 --advantage group_std": TINY,
     f"{RUN} --task jsonl --data questions.jsonl --model DIR "

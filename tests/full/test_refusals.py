@@ -51,10 +51,8 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--objective sapo --clip-low 0.1": "--clip-low needs --objective clip or gspo or gmpo or dppo",
     "--teacher DIR --advantage gae": "--teacher needs --advantage teacher",
     "--advantage teacher": "--advantage teacher needs --teacher",
-    "--critic separate": "--critic needs --advantage gae",
-    "--advantage gae --critic-lr 3": "--critic-lr needs --critic separate",
-    "--advantage gae --critic separate --exact": "--exact has no --critic separate",
-    "--advantage gae --critic separate --router-bias-rate 1": "--critic separate has no --router",
+    "--critic-lr 3": "--critic-lr needs --advantage gae",
+    "--advantage gae --exact": "--exact has no --advantage gae",
     "--dynamic-sampling": "--entropy-coef 0", "--importance-cap 2": "--proximal",
     "--dynamic-sampling --entropy-coef 0 --kl-coef 1": "--kl-coef 0",
     "--prompts 2 --minibatches 3": "--minibatches 3",
@@ -426,7 +424,6 @@ CALLS = {  # a call, and what its ValueError says
     "small()(torch.ones(4, 24))": r"states \(B, S, M\), got \(4, 24\)",
     "small().logprobs(torch.ones(2, 24), torch.ones(3).long())": r"and \(N,\), got",
     "small().logprobs(torch.ones(2, 24), torch.ones(2).long(), temperature=0)": "temperature",
-    "small().values(torch.ones(1, 24))": "add_value_head",
     "small()(torch.tensor([[0, 1], [2, 53]]))": f"^token id 53 at row 1, column 1 {OUTSIDE}",
     "small().embed(torch.tensor([[-1, 1]]))": f"^token id -1 at row 0, column 0 {OUTSIDE}",
     "small().logprobs(torch.ones(2, 24), torch.tensor([3, 2**40]))":
@@ -441,7 +438,7 @@ CALLS = {  # a call, and what its ValueError says
     **{f"decode([1], temperature=float('{t}'))": "temperature" for t in (-1, "nan", "inf")},
     "copy_weights(tiny_model('qwen3_moe', router_bias_rate=0.1), tiny_model('qwen3_moe'))":
         "models differ: .*votes",
-    **{f"add_factors(tiny_model('{family}').add_value_head(), Lora(2, 1.0, ('{target}',)), None)":
+    **{f"add_factors(tiny_model('{family}'), Lora(2, 1.0, ('{target}',)), None)":
        text for family, target, text in [
         ("qwen2", "qkv_proj", "no matrix to adapt called 'qkv_proj'"),
         ("qwen2", "", "no matrix to adapt called ''"),

@@ -316,7 +316,7 @@ def test_a_reward_may_be_any_real_number_and_a_state_a_dataclass(tmp_path):
 def test_every_metric_is_in_the_glossary_and_the_reverse(straight):
     run = straight(f"{SAVING} 6 {KL}")
     lines, samples = (json_lines(run / f"{name}.jsonl") for name in ("metrics", "samples"))
-    flags = "--advantage gae --critic separate --proximal --importance-cap 2"
+    flags = "--advantage gae --proximal --importance-cap 2"
     critic = straight(f"{SAVING} 6 {flags}")
     seen = {name for line in lines + json_lines(critic / "metrics.jsonl") for name in line}
     first = {name for name in seen if name.endswith("_first")}
