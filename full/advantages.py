@@ -1,4 +1,4 @@
-"""Advantages: adds scalings, a critic, trees and a teacher to `train_grpo.advantages`, (1).
+"""Advantages: adds scalings, a critic and a teacher to `train_grpo.advantages`, (1).
 
   (1)  A_i = R_i - mean R of the group    `group_mean` (Dr.GRPO), and of that
            / (std R of the group + 1e-4)  `group_std` (GRPO)
@@ -6,15 +6,14 @@
            * G / (G - 1)                  `leave_one_out` (RLOO)
        A_i = R_i                          `none` (REINFORCE), or `none_batch` (REINFORCE++):
              (R_i - mean R) / (std R + 1e-8) over the step's sampled tokens
-       A_t = V(segment) - V(its parent)   `per_branch`: V = mean reward of rollouts below
        A_t = sum_n lambda^n (u_(t+n) + v_(t+n+1) - v_(t+n))    `gae` (PPO), then
              (A_t - mean A) / (std A + 1e-8) over the step's sampled tokens; u the rewards, v the
              critic's values; t + 1 is the next sampled token, whatever stands in between
        A_t = tch_t - smp_t                `teacher`: tch is its log-prob (distillation)
        with kl_in `reward`, sampled token t first takes kl_coef k(smp_t - ref_t) off the reward
 
-How much better than others a rollout was, or with a critic, a tree or a teacher, a token of it. If
-you know GRPO's advantage, read the tables and skip the rest.
+How much better than others a rollout was, or with a critic or a teacher, a token of it. If you
+know GRPO's advantage, read the tables and skip the rest.
 
 Letters:  P groups of G rollouts each   T positions of a padded trajectory   N sampled tokens
 """
@@ -125,9 +124,8 @@ def overlong_penalty(config, t) -> float:
     """
     if not config.overlong_buffer:
         return 0.0
-    prompt_tokens, _, _ = t.path[0]
     free = config.max_new_tokens - config.overlong_buffer
-    return max(0, len(t.tokens) - prompt_tokens - free) / config.overlong_buffer
+    return max(0, len(t.tokens) - t.prompt - free) / config.overlong_buffer
 
 
 def table_of_groups(numbers, groups, group_size, columns, cells_of, group=None):
@@ -166,46 +164,6 @@ def reward_advantages(trainer, batch) -> dict:
     for A_G, number in zip(A_PG, batch.kept):
         for A, t in zip(A_G, batch.groups.get(number, [])):
             t.advantages = np.full(len(t.mask), A)
-    return {}
-
-
-def branch_advantages(rewards_G, paths, /):
-    """Return (1) `per_branch` of a group: for each rollout [(first target index, advantage)].
-
-    paths[i] is rollout i's way from the root of the group's tree down to itself: for each segment
-    (its first token's index, its first rollout, how many consecutive rollouts share it).
-    """
-    # A segment is worth the mean reward of the rollouts that pass through it, and its advantage is
-    # what it is worth beyond its parent. Four rollouts have the rewards 1, 0, 1/4, 1/4.
-    # 0 and 1 share everything up to token 5, and so do 2 and 3. The last segment is not shared:
-    #
-    #     rollout 0:   whole group   tokens 5..7 (0, 1)   from token 8 (0 alone)
-    #     value        3/8           1/2                  1
-    #     advantage                  +1/8                 +1/2       they sum to R_0 - mean R
-    marked = []
-    for path in paths:
-        values = [rewards_G[first : first + count].mean() for _, first, count in path]
-        parents = [rewards_G.mean(), *values]
-        # Token `start` is target `start - 1`, for targets are tokens[1:].
-        worth = zip(path, values, parents)
-        marked.append([(start - 1, v - parent) for (start, *_), v, parent in worth])  # (1)
-    return marked
-
-
-def per_branch(trainer, batch) -> dict:
-    """Give the trajectories of a step the advantages of the segments of their trees."""
-    if not batch.kept:
-        return {}
-    rewards_PG, _ = rewards_of_step(trainer.config, batch)
-    for rewards_G, number in zip(rewards_PG, batch.kept):
-        group = batch.groups.get(number, [])
-        for t, marks in zip(group, branch_advantages(rewards_G, [t.path for t in group])):
-            # A mark says from which target on an advantage holds; the next one overwrites the rest.
-            #
-            #     marks [(1, 0.1), (3, 0.5)] of five targets   ->   0  0.1  0.1  0.5  0.5
-            t.advantages = np.zeros(len(t.mask))
-            for start, advantage in marks:
-                t.advantages[start:] = advantage
     return {}
 
 
@@ -295,7 +253,7 @@ def advantage_metrics(trainer, batch) -> dict:
 # Advantages of single tokens. Each is a function of the trainer and the step's batch that sets the
 # trajectories' advantages and returns metrics. It is collective.
 TOKEN_ADVANTAGES = {
-    "gae": Advantage(critic_advantages, compares="step"), "per_branch": Advantage(per_branch),
+    "gae": Advantage(critic_advantages, compares="step"),
     "teacher": Advantage(teacher_advantages, compares="nothing"),
 }  # fmt: skip
 

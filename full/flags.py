@@ -43,7 +43,6 @@ Papers and their settings. The rest stays at its default, and each paper has its
   IcePop         2510.18855  --proximal --importance mask --importance-low 0.5 --importance-cap 5
   sequence mask  TRL         --proximal --importance mask --importance-of sequence
                              --importance-cap 3
-  tree rollouts  2506.11902  --forks 2 --fork-turns 2 --advantage per_branch
   distillation, on-policy    --teacher DIR --objective reinforce --minibatches 1
 """
 

@@ -241,5 +241,5 @@ def rollout_line(task, step, number, t) -> dict:
         text = task.show(t.tokens)
     line = {"step": step, "group": t.group, "rollout": number, **t.to_json(), "text": text}
     line["advantage"] = None if t.advantages is None else t.advantages.tolist()
-    del line["path"]
+    del line["prompt"]
     return line

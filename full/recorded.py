@@ -81,7 +81,7 @@ class RunFiles:
             if line.get("step") != step:
                 continue
             try:
-                t = Trajectory.from_json(line["group"], line | {"path": []}, shape)
+                t = Trajectory.from_json(line["group"], line | {"prompt": 0}, shape)
                 groups.setdefault(t.group, {})[line["rollout"]] = line
                 A = line["advantage"]  # None: the group was not trained on
                 if len(t.tokens) < 2 or (A is not None and np.shape(A) != t.mask.shape):
@@ -227,12 +227,8 @@ def trajectory(config, s, line, shape) -> Trajectory:
     if s.differs or {*np.flatnonzero(line["sampled"]).tolist()} - {*s.at}:
         raise ValueError(f"rollouts.jsonl: rollout {s.number} of group {s.group} of step "
                          f"{line['step']} is not the one that the task says")  # fmt: skip
-    # The tree of a group's rollouts forks at the first turns only: (first token, `shares`) of each.
-    ends = {end for end, _ in s.rewards}
-    starts = [at + 1 for before, at in zip([None, *s.at], s.at) if before in {None, *ends}]
-    ways = zip(starts, shares(config, s, s.at[-1])[: config.fork_turns + 1])
-    told = dict(path=[(start, *share) for start, share in ways], rewards=s.rewards)
-    return Trajectory.from_json(s.group, line | told | dict(truncated=s.truncated), shape)
+    told = dict(prompt=s.prompt, rewards=s.rewards, truncated=s.truncated)
+    return Trajectory.from_json(s.group, line | told, shape)
 
 
 # The state before a step -------------------------------------------------------------------------

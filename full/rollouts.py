@@ -35,7 +35,7 @@ class Trajectory:
     mask: np.ndarray  # bool: sampled by the policy, and counts in the loss
     sampler_logprobs: np.ndarray  # float64, 0 where not sampled
     truncated: bool = False
-    path: list = field(default_factory=list)  # see branch_advantages
+    prompt: int = 0  # tokens before the policy's first turn
     turn_rewards: list = field(default_factory=list)  # (index of a turn's last target, reward)
     advantages: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None  # None: the policy's own, detached
@@ -55,7 +55,7 @@ class Trajectory:
         return {
             "tokens": list(map(int, self.tokens)), "sampled": self.sampled.astype(int).tolist(),
             "logprobs": self.sampler_logprobs.tolist(), "truncated": bool(self.truncated),
-            "rewards": [list(pair) for pair in self.turn_rewards], "path": self.path,
+            "rewards": [list(pair) for pair in self.turn_rewards], "prompt": self.prompt,
         }  # fmt: skip
 
     @classmethod
@@ -73,9 +73,8 @@ class Trajectory:
         logprobs = np.array(row["logprobs"], dtype=np.float64)
         if mask.shape != (len(tokens) - 1,) or logprobs.shape != mask.shape:
             raise ValueError(f"group {group}: expected a mask and log-probs of {len(tokens) - 1}")
-        path = [tuple(segment) for segment in row["path"]]
         rewards = [(int(at), float(reward)) for at, reward in row["rewards"]]
-        return cls(group, tokens, mask, logprobs, row["truncated"], path, rewards)
+        return cls(group, tokens, mask, logprobs, row["truncated"], int(row["prompt"]), rewards)
 
 
 class ForkingEpisode(train_grpo.Episode):
@@ -90,7 +89,7 @@ class ForkingEpisode(train_grpo.Episode):
         self.number = number
         self.count = count
         self.forks_left = forks_left
-        self.path = [(self.turn, number, count)]
+        self.prompt = self.turn  # its number of tokens
         self.turn_rewards = []
         self.heard = ()  # of the turn that has ended: the task's new state, reply and reward
 
@@ -122,7 +121,6 @@ class ForkingEpisode(train_grpo.Episode):
             child.number = first
             child.count = share
             child.forks_left = self.forks_left - 1
-            child.path = self.path + [(self.turn, first, share)]
             children.append(child)
         return children
 
@@ -133,8 +131,8 @@ class ForkingEpisode(train_grpo.Episode):
         # Pinned by tests/full/test_rollout.py::test_non_finite_sampler_logprobs_leave_the_loss.
         mask = np.array(self.mask, dtype=bool) & np.isfinite(logprobs)
         logprobs = np.where(mask, logprobs, 0.0)
-        made = self.group, self.tokens, mask, logprobs, self.truncated, self.path, self.turn_rewards
-        return [Trajectory(*made) for _ in range(self.count)]
+        made = self.group, self.tokens, mask, logprobs, self.truncated, self.prompt
+        return [Trajectory(*made, self.turn_rewards) for _ in range(self.count)]
 
 
 REPLY_THREADS = 16

@@ -36,9 +36,9 @@ STEPS = {  # settings that between them reach every line of conformance/definiti
     "group_std, GSPO, KL": dict(
         advantage="group_std", objective="gspo", aggregation="sequence_mean", kl_coef=0.1,
         clip_low=3e-4, clip_high=4e-4, minibatches=2),
-    "per_branch, CISPO, TIS": dict(
-        advantage="per_branch", objective="cispo", cispo_bound=1.001,
-        aggregation="constant", proximal=True, importance_cap=1.0, minibatches=2),
+    "CISPO, TIS": dict(
+        objective="cispo", cispo_bound=1.001, aggregation="constant",
+        proximal=True, importance_cap=1.0, minibatches=2),
     "gae, KL in the reward": dict(
         advantage="gae", kl_coef=0.1, kl_in="reward", kl="k1", minibatches=2, lr_decay="cosine"),
     "gae, the critic's rate, 2 updates": dict(

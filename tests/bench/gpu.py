@@ -215,7 +215,7 @@ def parallel_rows(device, few):
 
 def grpo_rows(device, few):
     """(row, error, bound) of steps by hand."""
-    some = "per_branch, CISPO, TIS", "balanced experts, filter"
+    some = "CISPO, TIS", "balanced experts, filter"
     for name in some if few else STEPS:
         yield f"a step by hand: {name}", step_error(device, **STEPS[name]), 1e-12
 

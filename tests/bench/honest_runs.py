@@ -32,7 +32,7 @@ CHOICES = [  # of each list one entry
     ["", "--advantage gae", "--advantage group_std",
      "--advantage leave_one_out", "--advantage batch_std", "--advantage none_batch",
      "--advantage group_mean", "--advantage gae --kl-coef 0.1 --kl-in reward --kl k1",
-     "--forks 2 --fork-turns 1 --advantage per_branch"],
+     "--forks 2 --fork-turns 1"],
     ["", "", "--kl-coef 0.1", "--kl-coef 0.05 --kl k1"],
     ["", "", "--compute-dtype bfloat16", "--dtype float64", "--generator-dtype bfloat16",
      "--dtype bfloat16"],

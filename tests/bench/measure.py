@@ -591,7 +591,7 @@ def answers(prompt, completion, **changes):
     return Config(**narrow | changes)
 
 
-BRANCHING = dict(forks=2, fork_turns=3, advantage="per_branch")
+BRANCHING = dict(forks=2, fork_turns=3)
 STEPS = {
     "default": {
         "guess": Config(), "guess branching": Config(**BRANCHING),

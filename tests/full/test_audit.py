@@ -163,7 +163,7 @@ def test_a_loose_bound_has_a_cause(honest, process_group):
 SETTINGS = {
     "critic, long warm-up": "--advantage gae --kl-coef 0.05 --kl-in reward --kl k1 --lr-warmup 9",
     "the critic's rate": CRITIC,
-    "forks": "--forks 2 --fork-turns 2 --advantage per_branch --dtype float64",
+    "forks": "--forks 2 --fork-turns 2 --dtype float64",
     "proximal": "--proximal --importance-cap 1.001 --generator-dtype bfloat16 --temperature 0.8",
     "filter": "--overlong filter --aggregation constant --max-new-tokens 8 --minibatches 3",
     "bfloat16": "--dtype bfloat16",

@@ -103,7 +103,7 @@ PLANS = [(1, "", "--minibatches 2"), (2, "--plan t2", "--staleness 1"),
                (2, "--data-parallel zero1", ""), (2, "--plan p2", "--staleness 1"),
                (2, "--plan c2", ""), (1, "", "--lora-rank 2 --kl-coef 0.05"),
                (2, "--plan t2 --data-parallel fsdp", "--lora-rank 2 --staleness 1"),
-               (1, "", "--forks 2 --fork-turns 1 --advantage per_branch"))]  # fmt: skip
+               (1, "", "--forks 2 --fork-turns 1"))]  # fmt: skip
 
 
 def test_a_task_for_one_thread_is_asked_by_the_main_thread(server, directory, tmp_path):

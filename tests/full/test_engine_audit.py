@@ -38,7 +38,7 @@ def run_of(runs, tmp_path):
 
 MORE = [
     ("", 1), ("--plan t2 --staleness 1", 2), ("--dynamic-sampling --entropy-coef 0", 1),
-    ("--dtype float64 --forks 2 --fork-turns 1 --advantage per_branch", 1),
+    ("--dtype float64 --forks 2 --fork-turns 1", 1),
     ("--generator-dtype bfloat16 --proximal --importance-cap 2", 1),
 ]
 MORE = slow(*((f"{SHAPE} 3 {flags}", world) for flags, world in MORE))

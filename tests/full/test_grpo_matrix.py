@@ -8,7 +8,7 @@ from full.steps import STEPS, step_error
 
 # Settings whose parts are in no other setting of the default suite, or in none of test_audit.py.
 BY_DEFAULT = (
-    "group_mean, 2 updates", "per_branch, CISPO, TIS", "gae, KL in the reward",
+    "group_mean, 2 updates", "CISPO, TIS", "gae, KL in the reward",
     "leave_one_out, dual clip, filter", "balanced experts, filter", "dynamic sampling, 3 updates",
     "staleness 1, the sampler's old", "REINFORCE++, geometric mask", "GMPO, sequence mask",
     "SAPO, LitePPO, soft overlong, IcePop", "DPPO by trees", "GSPO, a teacher",

@@ -116,7 +116,7 @@ def test_the_punishment_of_long_answers_is_the_sources(row):
     config = Config(max_new_tokens=16, overlong_buffer=4)
     for length, expected in zip(row["lengths"][:16], row["punishment"]):  # none of ours is longer
         t = Trajectory(0, [0] * (3 + length), np.zeros(2 + length, bool), np.zeros(2 + length),
-                       path=[(3, 0, 1)])  # fmt: skip
+                       prompt=3)  # fmt: skip
         assert -overlong_penalty(config, t) == expected
 
 
