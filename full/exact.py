@@ -343,9 +343,7 @@ class ExactTransformer(Transformer):
     def logits(self, hidden, /):
         """Apply the head to states of `hidden`: (..., M) -> (..., V), in the model's dtype."""
         weight_VM = self.head_weight
-        z = product(hidden.flatten(0, -2), weight_VM).view(*hidden.shape[:-1], len(weight_VM))
-        cap = self.config.final_logit_softcapping
-        return cap * elementwise(torch.tanh, z / cap) if cap else z  # (7')
+        return product(hidden.flatten(0, -2), weight_VM).view(*hidden.shape[:-1], len(weight_VM))
 
     def sample(self, logits_BV, uniform_B, /, *, temperature):
         """Draw a token from each row of logits, as `models.sample` does."""
@@ -358,8 +356,7 @@ class ExactTransformer(Transformer):
 
     def logprobs(self, hidden, targets, /, *, temperature: float = 1.0):
         """Return (8) and (9) of targets (N,) given hidden (N, M): two (N,), float32 or better."""
-        cap = self.config.final_logit_softcapping
-        options = LogprobOptions(temperature, cap, TILES[0], 0, None, 0)
+        options = LogprobOptions(temperature, TILES[0], 0, None, 0)
         require_tokens_in_vocabulary(targets, self.config.vocab_size, what="target")
         return ExactLogprobs.apply(hidden, self.head_weight, targets, options, self.logits)
 

@@ -3,7 +3,7 @@
 They go whole or into a model that is split over ranks. `full_definition` computes a model from its
 weights, token by token, for checks and audits.
 
-Equation (5) is in models.py, (7') in logprobs.py.
+Equation (5) is in models.py.
 
 Letters:  S tokens   V words   E experts
 """
@@ -384,7 +384,7 @@ class BiasedDefinition(models.Definition):
 
 
 def full_definition(model, tokens, /):
-    """Return the logits (S, V) of `models.Definition`, with a soft cap and a router's bias."""
+    """Return the logits (S, V) of `models.Definition`, with a router's bias."""
     config = model.config
     if config.attn_output_gate:
         return deltanet.logits_definition(model, tokens)
@@ -395,6 +395,4 @@ def full_definition(model, tokens, /):
     config_alike = dataclasses.replace(config, query_pre_attn_scalar=scalar)
     alike = SimpleNamespace(config=config_alike, named_parameters=model.named_parameters)
     votes = {name.removesuffix("votes"): votes_E for name, votes_E in model.named_buffers()}
-    z_SV = BiasedDefinition(alike, votes).logits(tokens)
-    cap = config.final_logit_softcapping
-    return cap * torch.tanh(z_SV / cap) if cap else z_SV  # (7')
+    return BiasedDefinition(alike, votes).logits(tokens)

@@ -1,10 +1,8 @@
 """Log-probs in chunks: adds split vocabularies and dtypes to `models.token_logprobs`.
 
-    (7')  z_i = c tanh(head norm(x_i) / c), if there is a final soft cap c (Gemma 2's)
-
 Sums are in float32 or better, and the backward does less work for small vocabularies.
 
-Equations (8) and (9) are in models.py.
+Equations (8) and (9) are in models.py. Not here: a soft cap of the logits (Gemma 2's).
 
 Letters:  N tokens   M width   V words, v on this rank
 """
@@ -44,7 +42,6 @@ class LogprobOptions(NamedTuple):
     """What `token_logprobs` tells its forward and backward."""
 
     temperature: float
-    softcap: float | None
     chunk: int  # rows of hidden at a time
     kept: int  # number of chunks whose exponentials stay for the backward
     group: object  # None, or the process group that shares the rows of the vocabulary
@@ -52,7 +49,7 @@ class LogprobOptions(NamedTuple):
 
 
 def token_logprobs(
-    hidden_NM, weight_vM, targets_N, /, *, temperature=1.0, softcap=None, chunk=None,
+    hidden_NM, weight_vM, targets_N, /, *, temperature=1.0, chunk=None,
     group=None, vocab_start=0, vocab_size=None,
 ):  # fmt: skip
     """Return the log-prob of each target, (8), and the entropy of each distribution, (9).
@@ -64,7 +61,6 @@ def token_logprobs(
     hidden_NM, weight_vM: (N, M) and (V, M), of one floating dtype.
     targets_N: int64, (N,), in 0..V-1.
     temperature: tau of (8).
-    softcap: c of (7'), applied before the temperature.
     chunk: rows of hidden per matmul. Default: LOGITS / V (on a CPU CACHED_LOGITS / V), but at least
         128, and at most half of N.
     group: vocabulary-parallel. Every rank of the group calls with the same hidden and targets, and
@@ -88,9 +84,9 @@ def token_logprobs(
     if chunk is None:
         held = CACHED_LOGITS if weight_vM.device.type == "cpu" else LOGITS
         chunk = max(1, min((len(targets_N) + 1) // 2, max(128, held // v)))
-        if torch.is_grad_enabled() and softcap is None:
+        if torch.is_grad_enabled():
             kept = min(LOGITS // (chunk * v), -(-len(targets_N) // chunk))
-    options = LogprobOptions(temperature, softcap, chunk, kept, group, vocab_start)
+    options = LogprobOptions(temperature, chunk, kept, group, vocab_start)
     return TokenLogprobs.apply(hidden_NM, weight_vM, targets_N, options)
 
 
@@ -171,8 +167,6 @@ class TokenLogprobs(torch.autograd.Function):
                 dz_nv = e_nv.mul_(-dlogprobs_N[rows, None] * shrink_n1)
             else:
                 z_nv = scaled_logits(hidden_NM[rows], weight_vM, options)
-                if options.softcap is not None:  # c tanh(z / c) has the slope 1 - tanh^2
-                    slope_nv = 1 - (z_nv * options.temperature / options.softcap).square()
                 factor = -dlogprobs_N[rows, None]
                 if dentropy_N is not None:
                     # NUMERICS: log p + entropy is z less its mean. Where p is nearly uniform, the
@@ -186,8 +180,6 @@ class TokenLogprobs(torch.autograd.Function):
             # onehot(t) adds the log-prob's gradient at the target, on the rank that has it.
             local_n1, owned_n1 = local_targets(targets_N[rows], len(weight_vM), options)
             dz_nv.scatter_add_(-1, local_n1, torch.where(owned_n1, dlogprobs_N[rows, None], 0))
-            if options.softcap is not None:
-                dz_nv.mul_(slope_nv)
             dz_nv = dz_nv.to(hidden_NM.dtype)
 
             # z = hidden weight^T, so its gradient goes to both. One dtype: add without a copy.
@@ -206,13 +198,11 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def scaled_logits(hidden_NM, weight_vM, options, out_Nv=None):
-    """Return z / tau of (8), soft-capped, (N, v), if possible in out_Nv. It may be overwritten."""
+    """Return z / tau of (8), (N, v), if possible in out_Nv. It may be overwritten."""
     # NUMERICS: the product is in the model's dtype, everything after it in float32 or better.
     # Pinned by tests/full/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
     z_Nv = torch.mm(hidden_NM, weight_vM.T, out=out_Nv)
     z_Nv = z_Nv.to(torch.promote_types(z_Nv.dtype, torch.float32))
-    if options.softcap is not None:
-        z_Nv = options.softcap * torch.tanh(z_Nv / options.softcap)
     return z_Nv if options.temperature == 1 else z_Nv / options.temperature
 
 

@@ -5,7 +5,7 @@ refuses values that make no model. To add a family, write a row of FAMILIES, and
 `config_from`. A difference that no field of ModelConfig can say needs a field, an equation and a
 line in `models.Definition` or `hf.full_definition`.
 
-Equation (5) is in models.py, (7') in logprobs.py, (11) in experts.py.
+Equation (5) is in models.py, (11) in experts.py.
 
 References: Llama arXiv:2407.21783; Mistral arXiv:2310.06825; Qwen2 arXiv:2407.10671; Qwen3
 arXiv:2505.09388; Gemma 3 arXiv:2503.19786.
@@ -36,7 +36,6 @@ class ModelConfig(models.ModelConfig):
     max_position_embeddings: int = 32768
     initializer_range: float = 0.02
     eos_token_id: tuple[int, ...] = ()
-    final_logit_softcapping: float | None = None  # c of (7')
     router_bias_rate: float = 0.0  # the rate of (11). 0: the router has no bias
     partial_rotary_factor: float = 1.0  # the part of a head that RoPE turns
     attn_output_gate: bool = False  # of softmax layers: deltanet.GatedAttention
@@ -90,9 +89,8 @@ class ModelConfig(models.ModelConfig):
                 self.num_experts_per_tok <= self.num_experts,
             "rms_norm_eps, initializer_range, router_bias_rate: not negative":
                 min(self.rms_norm_eps, self.initializer_range, self.router_bias_rate) >= 0,
-            "query_pre_attn_scalar, final_logit_softcapping: positive, or null":
-                all(x is None or x > 0
-                    for x in (self.query_pre_attn_scalar, self.final_logit_softcapping)),
+            "query_pre_attn_scalar: positive, or null":
+                self.query_pre_attn_scalar is None or self.query_pre_attn_scalar > 0,
             f"rope_parameters: for {FULL} or {SLIDING} layers": set(given) <= {FULL, SLIDING},
         }  # fmt: skip
         wrong = [need for need, met in needs.items() if not met]
@@ -213,7 +211,7 @@ FAMILIES = {  # model_type -> (transformers' class, what differs in its equation
     "gemma3_text": ("Gemma3ForCausalLM", models.FAMILIES["gemma3_text"], dict(
         vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=131072,
-        eos_token_id=1, final_logit_softcapping=None)),
+        eos_token_id=1)),
     # Recurrent layers, but every 4th. Norms with 1 + w, gated attention, RoPE on a part of a head.
     "qwen3_5_text": ("Qwen3_5ForCausalLM", dict(norm_offset=True), dict(
         vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32,
@@ -225,8 +223,8 @@ FAMILIES = {  # model_type -> (transformers' class, what differs in its equation
 
 # Fields of the families whose rows have them. In other families transformers ignores them.
 OF_SOME = {
-    "query_pre_attn_scalar", "final_logit_softcapping", "num_experts", "num_local_experts",
-    "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
+    "query_pre_attn_scalar", "num_experts", "num_local_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
     "mlp_bias", "attn_output_gate", "full_attention_interval", "linear_conv_kernel_dim",
     "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
     "linear_num_value_heads",
@@ -255,7 +253,7 @@ TYPES = {  # the types that a field of config.json, or of its RoPE parameters, m
     ("a list (each an integer)", "null"): "mlp_only_layers",
     ("a finite number",): "rms_norm_eps initializer_range rope_theta rope_local_base_freq",
     ("a finite number", "null"):
-        "query_pre_attn_scalar final_logit_softcapping attention_dropout partial_rotary_factor "
+        "query_pre_attn_scalar attention_dropout partial_rotary_factor "
         "factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow",
     ("true or false",): "tie_word_embeddings attention_bias mlp_bias norm_topk_prob "
                         "attn_output_gate",

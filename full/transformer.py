@@ -4,7 +4,7 @@ Cost per token: 2 flops forward and 4 backward for each parameter outside the em
 token meets (K of the E experts), and 4 S H D forward per layer in attention. A causal mask hides
 half of that. Not here: dropout (no released model has any), quantized weights, vision towers.
 
-Equations (1) to (9) are in models.py, (7') is in logprobs.py.
+Equations (1) to (9) are in models.py.
 
 Letters:  B rows   S tokens of a row   C tokens that they may see   M width   V words   H query
 heads G key heads   D width of a head
@@ -197,8 +197,6 @@ class Transformer(models.Transformer):
         """Apply the head to states of `hidden`: (..., M) -> (..., V), in the dtype of its product.
         """
         z = F.linear(*self.head(hidden))
-        cap = self.config.final_logit_softcapping
-        z = cap * torch.tanh(z / cap) if cap else z  # (7')
         if not self.shard:
             return z
         return all_gather_logits(z, self.shard["group"], self.config.vocab_size)
@@ -211,8 +209,8 @@ class Transformer(models.Transformer):
         """Return (8) and (9) of targets (N,) given hidden (N, M): two (N,), float32 or better."""
         c = self.config
         return token_logprobs(
-            *self.head(hidden), targets, temperature=temperature,
-            softcap=c.final_logit_softcapping, vocab_size=c.vocab_size, **self.shard,
+            *self.head(hidden), targets, temperature=temperature, vocab_size=c.vocab_size,
+            **self.shard,
         )  # fmt: skip
 
     def init_weights(self, seed: int) -> "Transformer":

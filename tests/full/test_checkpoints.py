@@ -624,7 +624,7 @@ def _vocabulary(rank, sizes, dtype):
     # Ranks may cut their tokens into different numbers of chunks, as shards of a vocabulary do.
     split = dict(group=dist.group.WORLD, vocab_start=start, chunk=4 + rank)
     worst = 0.0
-    for options in ({}, dict(temperature=0.7, softcap=2.0)):
+    for options in ({}, dict(temperature=0.7)):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         v = weight[rows].clone().requires_grad_()
         here = torch.stack(token_logprobs(h, v, targets, **split, **options))

@@ -15,7 +15,6 @@ from models import FULL, SLIDING, Row, generate as simple_generate
 CASES = {
     **{name: (name, {}) for name in ("qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe")},
     "o bias": ("qwen3", dict(o_bias=True, qkv_bias=True)),
-    "softcap": ("gemma3_text", dict(final_logit_softcapping=1.5)),
     "sliding qwen": ("qwen2", dict(layer_types=(SLIDING, FULL), sliding_window=3)),
     "one key head": ("qwen3", dict(num_attention_heads=3, num_key_value_heads=1)),
 }

@@ -180,7 +180,7 @@ REFUSED = {  # who refuses: fields, and a pattern of what is said
         SLIDES | dict(model_type="llama", layer_types=(SLIDING, SLIDING)),
         dict(model_type="mistral", qkv_bias=True, o_bias=True),
         *(dict(model_type=kind, mlp_bias=True) for kind in ("mistral", "qwen2", "qwen3")),
-        dict(final_logit_softcapping=4.0), dict(model_type="llama", query_pre_attn_scalar=5.0),
+        dict(model_type="llama", query_pre_attn_scalar=5.0),
         EXPERTS)],
     tiny: [(fields, f"a qwen3 config needs [^;]*{words}") for fields, words in (
         *((dict(layer_types=kinds), "layer_types") for kinds in ((FULL,), (FULL, "chunked"))),
@@ -192,7 +192,7 @@ REFUSED = {  # who refuses: fields, and a pattern of what is said
           if name != "sparse_layers"),
         (EXPERTS | dict(num_experts_per_tok=5), "num_experts_per_tok: at most"),
         *(({name: -0.1}, name) for name in
-          ("rms_norm_eps", "initializer_range", "router_bias_rate", "final_logit_softcapping")),
+          ("rms_norm_eps", "initializer_range", "router_bias_rate")),
         *((dict(query_pre_attn_scalar=value), "query_pre_attn_scalar") for value in (0, -1.0)),
         (dict(rope_parameters={"chunked_attention": {"rope_theta": 1e4}}), "rope_parameters"))],
 }  # fmt: skip
@@ -231,7 +231,6 @@ WRONG_TYPES = {  # what is expected: the values of fields that are not
         dict(rope_parameters={"rope_theta": None}), dict(rope_parameters={"rope_theta": [1e4]}),
         dict(model_type="gemma3_text", rope_local_base_freq="1e4"),
         dict(model_type="gemma3_text", query_pre_attn_scalar="256"),
-        dict(model_type="gemma3_text", final_logit_softcapping="30"),
         dict(model_type="gemma3_text", rope_parameters={FULL: {"rope_theta": "1e6"}})],
     "an integer": [
         dict(num_hidden_layers=2.0), dict(num_hidden_layers="2"), dict(hidden_size=None),
