@@ -1,20 +1,18 @@
 """Gradients and AdamW: adds precision, larger messages and state to `parallel.py`'s.
 
 Between the backward and the optimizer's step: sum, look for what is not finite, clip. Then AdamW on
-the plain tensors of this rank, ZeRO-1 (arXiv:1910.02054), master weights; what a checkpoint stores;
-the comparison of replicas. PyTorch's DDP and FSDP2 average gradients over ranks, this sums. DDP and
-Megatron overlap the sum with the backward, this does not.
+the plain tensors of this rank, ZeRO-1 (arXiv:1910.02054), master weights; what a checkpoint stores.
+PyTorch's DDP and FSDP2 average gradients over ranks, this sums. DDP and Megatron overlap the sum
+with the backward, this does not.
 
 Equations (1) to (7) are in parallel.py.
 """
 
-import hashlib
 import math
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from full.places import local, part_of, reshard, set_tensor
 from full.ranks import all_gather_objects
@@ -295,50 +293,6 @@ def training_tensors(model, optimizer) -> dict:
             # The number of steps has no dimension, and is the same on all ranks.
             tensors[f"optimizer.{name}.{key}"] = places[name].as_dtensor(local(x)) if x.dim() else x
     return tensors | {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
-
-
-def replica_difference(model, optimizer=None) -> str | None:
-    """Return the ranks and the first tensor at which replicas differ, None if none does.
-
-    Two ranks that hold the same entries of a parameter, of its optimizer's state or of a buffer
-    must hold the same bits, whatever the plan. The text is the same on every rank. Collective.
-
-    optimizer: LocalOptimizer, or torch's AdamW. Default: only the model is compared.
-    """
-    tensors = {} if optimizer is None else training_tensors(model, optimizer)
-    has_masters = getattr(optimizer, "has_masters", False)
-    if optimizer is None or has_masters or hasattr(model, "lora"):
-        tensors |= tensors_of(model)
-    digests = {}  # (name, which part of the whole) -> digest, of each tensor on this rank
-    for name, x in tensors.items():
-        part = ()
-        if isinstance(x, DTensor):  # its numbers along the cuts
-            numbers = zip(x.device_mesh.get_coordinate(), x.placements)
-            part = tuple(number for number, placement in numbers if placement.is_shard())
-        bits = local(x.detach()).contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-        digests[name, part] = hashlib.blake2b(bits, digest_size=8).hexdigest()
-
-    # COMM: an all-gather of 8 bytes and a name for each tensor, over all ranks. Every rank then
-    # compares all tables, so that all say the same. Pinned by
-    # tests/full/test_parallel_faults.py::test_a_flipped_bit_is_named.
-    tables = all_gather_objects(digests)
-    different = {}  # name -> {digest: the ranks that have it}
-    for key in dict.fromkeys(key for table in tables for key in table):
-        ranks_of = {}
-        for rank, table in enumerate(tables):
-            if key in table:
-                ranks_of.setdefault(table[key], []).append(rank)
-        if len(ranks_of) > 1:
-            different.setdefault(key[0], ranks_of)
-    if not different:
-        return None
-
-    # Neither of two replicas is known to be right. The largest set comes first.
-    name, ranks_of = next(iter(different.items()))
-    sets = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))
-    said = [f"rank{'s'[: len(ranks) - 1]} {' '.join(map(str, ranks))}" for ranks in sets]
-    return (f"replicas differ in {name}: {' / '.join(said)} hold other bits; {len(different)} "
-            f"tensors differ")  # fmt: skip
 
 
 def lr_factor(step, /, *, warmup, total, decay="linear") -> float:

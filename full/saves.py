@@ -7,7 +7,6 @@ import contextlib
 import functools
 import signal
 
-from full.optimizer import replica_difference
 from full.ranks import Interrupted, agree, say
 from full.rollouts import Unheard
 
@@ -62,17 +61,9 @@ class Checkpointer:
     def write(self, step) -> bool:
         """Write a checkpoint and delete what it supersedes. Return whether it was written."""
         # A run whose last gradients were not finite is about to go wrong. Its checkpoints would
-        # push the good ones out. Nothing but this comparison sees a bit that flipped in one rank's
-        # memory.
+        # push the good ones out.
         if self.trainer.skipped_in_a_row:
             return False
-        for model, optimizer, prefix in self.trainer.learners:
-            difference = replica_difference(model, optimizer)
-            if not difference:
-                continue
-            difference = f"{'of the critic, ' if prefix else ''}{difference}"
-            raise FloatingPointError(f"{difference}; nothing is saved: look at that rank's memory, "
-                                     f"and {self.directory.advice}")  # fmt: skip
         pending = self.source.stored()
         extra = {"pending": pending} if pending else {}
         save = functools.partial(self.trainer.save_checkpoint, step=step, **extra)

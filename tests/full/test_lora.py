@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import functools
 import json
 from unittest import mock
 
@@ -24,7 +23,7 @@ from full.export import policy_in
 from full.hf import save_hf
 from full.logs import do_step
 from full.lora import Lora, add_factors, is_factor, merged
-from full.optimizer import LocalOptimizer, replica_difference, training_tensors, weights_to_store
+from full.optimizer import LocalOptimizer, training_tensors, weights_to_store
 from full.places import full
 from full.questions import make_task
 from full.talk import load_policy
@@ -112,20 +111,6 @@ def test_the_first_factors_are_drawn_by_their_names_and_change_nothing(process_g
         again = policy_in("", config, task, "float64", merged=False)
     for name, p in again.named_parameters():
         assert is_factor(name) or torch.equal(p, other[name]), name
-
-
-@pytest.mark.quick
-def test_a_base_that_differs_between_replicas_is_named():
-    _, model = adapted("qwen2")
-
-    def two_ranks(digests):
-        flipped = {key: b"" if key[0] == "model.norm.weight" else x for key, x in digests.items()}
-        return [digests, flipped]
-
-    make = functools.partial(torch.optim.AdamW, lr=0.1)
-    with mock.patch("full.optimizer.all_gather_objects", two_ranks):
-        found = replica_difference(model, LocalOptimizer(model, make))
-    assert "replicas differ in model.norm.weight" in found
 
 
 @pytest.mark.quick
