@@ -65,7 +65,7 @@ def main(argv) -> int:
         with naming_lost_ranks(progress):
             number = start_run(connected(argv), progress).signal
             code = 128 + number if number else 0
-    except ERRORS as error:
+    except Exception as error:
         return report(error)
     except KeyboardInterrupt:  # a Ctrl-C before the first step; from there on Stop has it
         print("interrupted, with nothing to save", file=sys.stderr, flush=True)

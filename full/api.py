@@ -8,7 +8,7 @@
 A run is the command line's: the same settings, directory and metrics, bit for bit, in one process,
 in a notebook, or in a script under torchrun. Every rank gives objects where a flag names a file. No
 command can read a run of objects. Its config.json says so, and its task is `python:MyTask`. A wrong
-setting is a ValueError, an error in a task is a TaskError, and no call ends the process. After a
+setting is a ValueError, an error in a task is raised as it is, no call ends the process. After a
 call, signal handlers, threads and process groups are as they were before.
 """
 
@@ -26,9 +26,9 @@ from full.export import require_one_process
 from full.questions import Jsonl, make_task, require_task, require_usable
 from full.ranks import PYTHON, Interrupted, Progress, agree, joined, naming_lost_ranks
 from full.run import start_run
-from full.tasks import Task, TaskError
+from full.tasks import Task
 
-__all__ = "Config", "Interrupted", "Report", "Result", "Task", "TaskError", "audit", "run"
+__all__ = "Config", "Interrupted", "Report", "Result", "Task", "audit", "run"
 
 
 @dataclass(frozen=True)

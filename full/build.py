@@ -17,7 +17,6 @@ from full.lora import add_factors
 from full.model_config import LINEAR, ModelConfig, read_json
 from full.questions import make_task
 from full.ranks import warn
-from full.tasks import asking
 from full.trainer import keep_wide, plan_of
 from full.transformer import Transformer
 from train_grpo import EVALUATION, ROLLOUT
@@ -145,8 +144,7 @@ def require_room(config, task, positions, what="the model"):
     # on and one held out.
     for stream, held_out in ((ROLLOUT, False), (EVALUATION, True)):
         rng = np.random.default_rng([config.seed, stream, 0, 0])
-        with asking(task):
-            _, prompt = task.prompt(rng, 0, held_out)
+        _, prompt = task.prompt(rng, 0, held_out)
         if len(prompt) + config.max_new_tokens > positions:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and --max-new-tokens {config.max_new_tokens} "

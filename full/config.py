@@ -4,7 +4,6 @@ Read the fields of Config to look up a flag or to add one. flags.py reads a comm
 """
 
 import dataclasses
-import difflib
 import itertools
 import os
 import tomllib
@@ -389,29 +388,6 @@ def _shown(choices, separator=", "):
     return separator.join(filter(None, choices))
 
 
-# Flags of TRL and other trainers whose names are not near ours. Each has one counterpart.
-OTHER_NAMES = {
-    "learning-rate": "--lr", "max-steps": "--steps", "num-generations": "--group",
-    "group-size": "--group", "beta": "--kl-coef", "output-dir": "--out",
-    "max-completion-length": "--max-new-tokens", "model-name-or-path": "--model",
-    "dataset": "--data", "resume-from-checkpoint": "--resume with --out",
-    "warmup-steps": "--lr-warmup",
-    "batch-size": "--prompts, the questions of a step, and --group, the answers to each",
-    "wandb": "the argument `log` of full.api.run",
-    "tensorboard": "the argument `log` of full.api.run",
-    "threads": "OMP_NUM_THREADS in the environment", "offload": "--data-parallel fsdp-offload",
-}  # fmt: skip
-
-
-def advice_on(word, names) -> str:
-    """Return `; did you mean X?` with the name that is nearest to a word, or "" if none is near.
-
-    names: {name as it is compared: name as it is shown}.
-    """
-    near = difflib.get_close_matches(word, names, 1)
-    return f"; did you mean {names[near[0]]}?" if near else ""
-
-
 def read_settings(path, given=()) -> dict:
     """Return {field: value} of a file of settings: TOML if its name ends in .toml, else JSON.
 
@@ -421,21 +397,15 @@ def read_settings(path, given=()) -> dict:
     """
     path = Path(path)
     if not path.is_file():
-        # The nearest is the file of a run whose directory was given, or a neighbor's name.
-        inside = {path.name: f"{path / 'config.json'}"} if (path / "config.json").is_file() else {}
-        near = inside or {x.name: f"{x}" for x in path.parent.glob("*") if x.is_file()}
-        raise ValueError(f"--config {path}: no such file{advice_on(path.name, near)}")
+        raise ValueError(f"--config {path}: no such file")
     found = read_toml(path) if path.suffix == ".toml" else read_json(path)
 
     # Every key that is wrong is named. What a number may be, `Config.check` says later.
     fields = {f.name: f for f in dataclasses.fields(Config)}
-    shown = {name: name for name in fields}
     wrong = []
     for name, value in found.items():
         if name not in fields:
-            here = OTHER_NAMES.get(name.replace("_", "-"))
-            advice = f"; as a flag, it is {here}" if here else advice_on(name, shown)
-            wrong.append(f"expected a field of Config, got {name}{advice}")
+            wrong.append(f"expected a field of Config, got {name}")
             continue
         kind, choices = fields[name].type, choices_of(fields[name])
         is_number = kind is float and type(value) is int and value <= Config.LARGEST[float]

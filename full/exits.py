@@ -10,8 +10,8 @@ import traceback
 
 import torch.distributed as dist
 
-from full.ranks import is_one_of_several
-from full.tasks import TaskError
+from full.ranks import ERRORS, is_one_of_several
+from full.tasks import is_of_users_code
 
 
 @contextlib.contextmanager
@@ -51,15 +51,21 @@ def quietly(command, argv) -> int:
 
 
 def report(error) -> int:
-    """Name an error in one line on stderr, of a task's own code with its traceback. Return 2."""
+    """Name an error in one line on stderr. Return 2.
+
+    The traceback of an error of a task's own code, and of one that no flag can mend, precedes it.
+    """
     # An error that all ranks raised is named by the rank that found it, any other by each rank.
     finder = finder_of(error)
     if finder is None or finder == dist.get_rank():
-        if isinstance(error, TaskError) and error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
+        said = f"{error}"
+        if not isinstance(error, ERRORS):
+            said = f"{type(error).__name__}: {said}"
+        if not isinstance(error, ERRORS) or is_of_users_code(error):
+            traceback.print_exception(error)
         # One write, so that the lines of two ranks do not run into each other.
         who = f"rank {os.environ['RANK']}: " if os.environ.get("RANK") else ""
-        sys.stderr.write(f"{who}error: {error}\n")
+        sys.stderr.write(f"{who}error: {said}\n")
         sys.stderr.flush()
 
     # COMM: torchrun ends all ranks when one ends. So the ranks that share an error leave together,

@@ -7,9 +7,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from full.config import (
-    OTHER_NAMES, Config, _flag, _shown, advice_on, choices_of, read_settings, resumed_config,
-)  # fmt: skip
+from full.config import Config, _flag, _shown, choices_of, read_settings, resumed_config
 from full.metrics import glossary
 from full.plans import letters_table
 from full.ranks import is_rank_0
@@ -46,7 +44,6 @@ Papers and their settings. The rest stays at its default, and each paper has its
   distillation, on-policy    --teacher DIR --objective reinforce --minibatches 1
 """
 
-COMMANDS = "audit", "check", "eval", "export", "plot"
 CONFIG_HELP = "settings: a run's config.json, or JSON or .toml of its fields; flags win"
 
 
@@ -81,7 +78,8 @@ def parse_config(argv) -> Config:
         parser.print_help = lambda: None  # rank 0 prints it for all
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        refuse(about_unknown(unknown[0]))
+        what = "flag" if unknown[0].startswith("-") else "command"
+        refuse(f"expected a {what} that --help lists, got {unknown[0]}")
     given = vars(known)
     file = given.pop("config")
     if file is not None:
@@ -114,19 +112,3 @@ def add_flags(parser, fields):
             text = text.removesuffix(" [False]")
         parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, help=text, **how)
 
-
-def about_unknown(word) -> str:
-    """Return the error about a word that is no flag and no command, with the nearest that is."""
-    flags = ["--config", *(_flag(f.name) for f in dataclasses.fields(Config))]
-    what, names = ("flag", flags) if word.startswith("-") else ("command", COMMANDS)
-    bare_word = word.strip("-").partition("=")[0].replace("_", "-")
-    if what == "flag" and bare_word in OTHER_NAMES:
-        here = OTHER_NAMES[bare_word]
-        return f"expected a {what} that --help lists, got {word}; its name here is {here}"
-
-    # Without the dashes, which all flags share: `--log` is not near `--lr`.
-    bare = {name.strip("-"): name for name in names}
-    advice = advice_on(word.strip("-").partition("=")[0], bare)
-    if what == "command" and not advice:
-        advice = "; without a command, `python -m full` trains"
-    return f"expected a {what} that --help lists, got {word}{advice}"

@@ -15,7 +15,6 @@ from full.advantages import compared_by
 from full.batches import gather_groups
 from full.metrics import METRICS, mean_metrics
 from full.ranks import say, warn
-from full.tasks import asking
 
 
 class Logs:
@@ -216,8 +215,7 @@ class RolloutLog:
             whole = whole or sampled_at % c.save_every == 0
         shown = self.source.shown
         if solved is not None and shown and dist.get_rank() == 0:
-            with asking(self.task):
-                self.text = self.task.show(shown.tokens)
+            self.text = self.task.show(shown.tokens)
             line = {"step": step, "reward": shown.reward, "text": self.text}
             self.directory.append(self.directory.SAMPLES, [line])
         if c.log_rollouts == "none" or not (whole or solved is not None):
@@ -237,9 +235,8 @@ class RolloutLog:
 def rollout_line(task, step, number, t) -> dict:
     """Return a line of rollouts.jsonl: rollout `number` of its group, a Trajectory."""
     # Vectors as they are, of all targets, so that a line can be read without the run.
-    with asking(task):
-        text = task.show(t.tokens)
-    line = {"step": step, "group": t.group, "rollout": number, **t.to_json(), "text": text}
+    line = {"step": step, "group": t.group, "rollout": number, **t.to_json()}
+    line["text"] = task.show(t.tokens)
     line["advantage"] = None if t.advantages is None else t.advantages.tolist()
     del line["prompt"]
     return line

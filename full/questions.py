@@ -16,10 +16,7 @@ from typing import NamedTuple
 import train_grpo
 from full.config import Config
 from full.directory import read_json_lines
-from full.tasks import (
-    TASKS, Task, TaskError, bare, file_of, from_file, is_finite_number, is_held_out,
-    naming_the_task, require_code,
-)  # fmt: skip
+from full.tasks import TASKS, Task, bare, from_file, is_finite_number, is_held_out, require_code
 from full.text import text_of
 
 
@@ -36,10 +33,7 @@ def make_task(config) -> Task:
     if config.task in TASKS:
         return train_grpo.Guess(config)
     require_task(config)
-    file, make = from_file(config.task, "class")
-    with naming_the_task(file, config.task.rpartition(":")[2]):
-        task = make(config)
-    return require_usable(task)
+    return require_usable(from_file(config.task, "class")(config))
 
 
 def require_usable(task) -> Task:
@@ -114,7 +108,7 @@ class Jsonl(Task):
         self.template = template_of(config, self.text)
         self.reward = None
         if config.reward:
-            self.reward_file, self.reward = reward_of(config.reward, reward)
+            self.reward = reward_of(config.reward, reward)
         # Threads ask for rewards (see `Task`), unless the function says `threads = False`.
         self.threads = bool(config.reward) and getattr(self.reward, "threads", True)
         # A reward sees no special tokens, unless the function says `special_tokens = True`.
@@ -275,16 +269,10 @@ class Jsonl(Task):
             return float(same_answer(final_answer(text), gold_of(answer_in(line.row))))
 
         # The function gets a copy: a change to the row itself would reach the next answer's reward.
-        where = f"for the answer {text[:200]!r} to {line.where}"
-        try:
-            with naming_the_task(self.reward_file):
-                reward = self.reward(text, copy.deepcopy(line.row))
-        except TaskError as error:
-            name = f"--reward {self.config.reward}"
-            raise TaskError(f"{name}: {error}, {where}") from error.__cause__
+        reward = self.reward(text, copy.deepcopy(line.row))
         if not is_finite_number(reward):
-            raise ValueError(f"--reward {self.config.reward} gave {reward!r} {where}: rewards must "
-                             f"be finite numbers")  # fmt: skip
+            raise ValueError(f"--reward {self.config.reward} gave {reward!r} for the answer "
+                             f"{text[:200]!r} to {line.where}: rewards must be finite numbers")
         return float(bare(reward))
 
 
@@ -368,15 +356,13 @@ def played_turns(messages):
 
 
 def reward_of(spec, function=None):
-    """Import FILE.py:function of --reward. Return the file and the function.
+    """Import FILE.py:function of --reward, and return the function.
 
     function: what full.api was given in place of a file. Then nothing is imported.
     """
     if function is None:
         require_code("--reward", spec, "FILE.py:function")
-        file, function = from_file(spec, "function")
-    else:
-        file = file_of(function)
+        function = from_file(spec, "function")
 
     # Its arguments are checked now: answers that are cut off are never shown to the function, so a
     # run that has only such answers would not notice. Some built-in functions tell no arguments.
@@ -385,7 +371,7 @@ def reward_of(spec, function=None):
             inspect.signature(function).bind("text", {})
     except TypeError as error:
         raise ValueError(f"--reward {spec} cannot be called with (text, row): {error}") from error
-    return file, function
+    return function
 
 
 # Soft hyphens, zero-width spaces and joiners, marks of direction, and the byte order mark.

@@ -31,7 +31,7 @@ from full.lora import plain
 from full.model_config import ModelConfig
 from full.places import set_tensor
 from full.rollouts import Trajectory, draw_prompts
-from full.tasks import asking, bare
+from full.tasks import bare
 from full.trainer import CRITIC, Trainer, empty_critic, keep_wide
 from train_grpo import ROLLOUT
 
@@ -181,8 +181,7 @@ def play_again(config, task, state, prompt, s):
 
         # The turn is over. The task's reply follows, as far as there is room. Rewards are added as
         # the run adds them, since two sums may be compared: 0.1 + 0.2 + 0.3 is more than 0.3 + 0.3.
-        with asking(task):
-            state, reply, reward = task.reply(state, tokens[turn:place])
+        state, reply, reward = task.reply(state, tokens[turn:place])
         s.rewards.append((place - 2, float(bare(reward))))
         s.reward += s.rewards[-1][1]
         ended = reply is None

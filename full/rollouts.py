@@ -21,7 +21,7 @@ import train_grpo
 from full.generate import generate
 from full.packing import gather_replica
 from full.ranks import Stop, current_device, errors_on_all_ranks, summed
-from full.tasks import asking, bare, is_finite_number
+from full.tasks import bare, is_finite_number
 from full.weights import copy_weights, end_together
 from train_grpo import EVALUATION
 
@@ -173,13 +173,12 @@ def asker_of(task, limit=0):
     def ask_one(episode):
         began[id(episode)] = time.monotonic()
         answer = episode.tokens[episode.turn :]
-        with asking(task):
-            told = task.reply(episode.state, answer)
-            if not isinstance(told, tuple | list) or len(told) != 3:
-                raise TypeError(f"expected reply to return (state, tokens or None, reward), got "
-                                f"{told!r}")  # fmt: skip
-            state, reply, reward = told
         name = type(task).__name__
+        told = task.reply(episode.state, answer)
+        if not isinstance(told, tuple | list) or len(told) != 3:
+            raise ValueError(f"expected reply to return (state, tokens or None, reward), got "
+                             f"{told!r} of {name}")  # fmt: skip
+        state, reply, reward = told
         where = f"in group {episode.group}, rollout {episode.number}"
         if not is_finite_number(reward):
             raise ValueError(f"{name} gave reward {reward} {where}, for the answer "
@@ -347,8 +346,7 @@ def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
     for group in groups:
         if group % dist.get_world_size() == dist.get_rank():
             rng = np.random.default_rng([config.seed, stream, step, group])
-            with asking(task):
-                state, prompt = task.prompt(rng, first + group, held_out)
+            state, prompt = task.prompt(rng, first + group, held_out)
             starts.append((group, state, prompt))
     return starts
 

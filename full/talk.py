@@ -24,7 +24,7 @@ from full.lora import save_factors
 from full.model_config import read_json
 from full.questions import Jsonl, make_task
 from full.rollouts import Sampler, evaluate, play_held_out
-from full.tasks import TASKS, asking
+from full.tasks import TASKS
 from full.text import text_of
 from train_grpo import EVALUATION
 
@@ -160,8 +160,7 @@ def evaluated(config, task, sampler, samples):
     # The first sample of the first prompts, so that a reader sees what the figures are about.
     shown = []
     for (_, _, prompt), (t, *_) in zip(starts[:3], groups):
-        with asking(task):
-            texts = task.show(t.tokens[: len(prompt)]), task.show(t.tokens[len(prompt) :])
+        texts = task.show(t.tokens[: len(prompt)]), task.show(t.tokens[len(prompt) :])
         shown.append((*texts, t.reward))
     return figures, different, shown
 

@@ -1,13 +1,11 @@
-"""Tasks: adds to `train_grpo.Guess` what any task must have, and how its errors are told.
+"""Tasks: adds to `train_grpo.Guess` what any task must have, and how a file's class is found.
 
 A task of your own is a class in a file: `--task FILE.py:Class`.
 """
 
-import contextlib
 import datetime
 import importlib.machinery
 import importlib.util
-import inspect
 import json
 import math
 import sys
@@ -15,7 +13,6 @@ import traceback
 import zlib
 from pathlib import Path
 
-import train_grpo
 from full.ranks import PYTHON
 
 # Values of --task that name no file: `make_task` of text.py makes them.
@@ -93,57 +90,6 @@ class Task:
         return " ".join(map(str, tokens))
 
 
-class TaskError(ValueError):
-    """An error of a task's own code, with its file and line."""
-
-
-@contextlib.contextmanager
-def naming_the_task(file, name=""):
-    """Turn whatever the code in a task's file raises into an error that names file and line.
-
-    name: of the task's class. It is named if no line of the file has run, as where a method is
-        missing, or takes other arguments.
-
-    Left alone, a RuntimeError about a task's own connection would read as a lost rank, and
-    sys.exit(0) would end the run with 0. A ValueError keeps its message, for it is meant for the
-    reader; of anything else `run.report` prints the traceback too.
-    """
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        # The innermost line of the task's own file: what it called may have raised elsewhere.
-        where = f"{file}:{name}" if name else f"{file}"
-        for frame, line in traceback.walk_tb(error.__traceback__):
-            code = frame.f_code
-            if Path(code.co_filename).resolve() == Path(file).resolve():
-                where = f"{code.co_filename}, line {line}, in {code.co_qualname}"
-        if isinstance(error, ValueError):
-            raise TaskError(f"{error} ({where})") from None
-        reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, SystemExit):
-            reason = f"the task called sys.exit({error.code!r})"
-        raise TaskError(f"{reason} ({where})") from error
-
-
-def asking(task):
-    """Return the guard around calls of a task's methods. The tasks of this project need none."""
-    file = Path(file_of(type(task)))
-    is_ours = file in (Path(train_grpo.__file__), Path(__file__).with_name("questions.py"))
-    return contextlib.nullcontext() if is_ours else naming_the_task(file, type(task).__name__)
-
-
-def file_of(code) -> str:
-    """Return the file that a traceback names for a class, or for a function or another callable."""
-    # What is typed into a notebook is in no file, but each cell has a name, which its code knows.
-    if isinstance(code, type):
-        file = getattr(sys.modules.get(code.__module__), "__file__", None)
-        functions = [x for x in vars(code).values() if hasattr(x, "__code__")]
-        return file or (functions[0].__code__.co_filename if functions else code.__module__)
-    code = inspect.unwrap(getattr(code, "func", code))  # func: of functools.partial
-    function = code if hasattr(code, "__code__") else type(code).__call__
-    return function.__code__.co_filename if hasattr(function, "__code__") else f"{code!r}"
-
-
 def is_held_out(data: bytes) -> bool:
     """Return whether a prompt is kept for evaluation: one in ten, by its hash."""
     return zlib.crc32(data) % 10 == 0
@@ -187,18 +133,24 @@ def importable_name(path) -> str:
 
 
 def from_file(spec, kind):
-    """Import FILE.py of FILE.py:NAME; return (file, its NAME). kind: class or function."""
+    """Import FILE.py of FILE.py:NAME; return its NAME. kind: class or function."""
     file, _, name = spec.rpartition(":")
     path = Path(file).absolute()
     called = importable_name(path)
     loader = FileLoader(called, f"{path}")
     found = importlib.util.spec_from_file_location(called, path, loader=loader)
     module = sys.modules[called] = importlib.util.module_from_spec(found)
-    with naming_the_task(file):
-        found.loader.exec_module(module)
+    found.loader.exec_module(module)
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{file} has no {kind} {name!r}")
-    return file, getattr(module, name)
+    return getattr(module, name)
+
+
+def is_of_users_code(error) -> bool:
+    """Return whether an error came out of a file of --task or --reward."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    specs = [frame.f_globals.get("__spec__") for frame in frames]
+    return any(isinstance(getattr(spec, "loader", None), FileLoader) for spec in specs)
 
 
 def read_arguments(text) -> dict:

@@ -302,9 +302,6 @@ def test_a_file_of_held_out_lines_leaves_all_of_the_data_to_train_on(task_of):
 # 3. Rewards ----------------------------------------------------------------------------------
 
 FAILING = {
-    "broken":
-        r"--reward rewards.py:broken: KeyError: 'nothing' \(.*rewards.py, line 7, in broken\),",
-    "leaves": r"sys.exit\(0\) \(.*rewards.py, line 10, in leaves\),",
     "nothing": r"rewards.py:nothing gave None", "infinite": r"rewards.py:infinite gave inf",
     "word": r"rewards.py:word gave '1.0'", "pair": r"rewards.py:pair gave array\(\[1, 2\]\)",
 }  # fmt: skip
@@ -349,7 +346,7 @@ def test_a_reward_sees_special_tokens_if_it_says_so(rewarding):
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_a_reward_that_fails_names_its_line_and_the_row(rewarding, name):
+def test_a_reward_that_is_no_number_is_named_with_its_row(rewarding, name):
     asked = rewarding(reward=f"rewards.py:{name}")
     with pytest.raises(ValueError, match=f"{FAILING[name]} for the .* 'four' to .*jsonl line 8"):
         asked("four")
@@ -416,7 +413,7 @@ REFUSED = [
     ("--reward gone.py:f: gone.py: no such file", dict(reward="gone.py:f")),
     ("rewards.py has no function 'gone'", dict(reward="rewards.py:gone")),
     ("one.py:one cannot be called with .text, row.: too many", dict(reward="one.py:one")),
-    ("ModuleNotFoundError.*none.py, line 1", dict(reward="none.py:f")),
+    ("No module named", dict(reward="none.py:f")),
     ("expected lines in empty.jsonl, got none", dict(eval_data="empty.jsonl")),
     ("list.jsonl line 1 holds no JSON", dict(eval_data="list.jsonl")),
     ("asks.jsonl line 1: it holds no answer", dict(eval_data="asks.jsonl")),
@@ -453,7 +450,7 @@ def test_what_cannot_be_played_is_named(task_of, directory, message, options):
         model = Path(shutil.copytree(directory("qwen2"), "DIR"))
         (model / "chat_template.jinja").write_text(ONE_SIDED)
         options = options | dict(model=model)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, ImportError), match=message):
         task_of(**dict(model="gemma3") | options)
 
 

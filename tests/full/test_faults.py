@@ -164,8 +164,6 @@ ROOM = r".*checkpoint run/step-\d+ not written .*older ones are whole.*--resume 
 LOG = r".*run/(metrics|rollouts).jsonl not written .*--resume --out run"
 NANS = "--minibatches 1 --save-every 1"  # call n of BATCH is in step n - 1
 UP = "model.layers.0.mlp.up_proj.weight"
-PLACE = r"\(.*task\.py, line \d+, in Mine.reply\)\n\Z"
-EXITS = r"the task called sys.exit\(0\) "
 
 
 def on_rank_1(line):
@@ -179,13 +177,13 @@ FAULTS = {
     "start: read-only": Fault([(0, OUT, 1, read_only, ".")],
                               [r"run.*Permission denied.*--out.*\n\Z"], goes_on=False),
     "start: a task's file ends one rank": Fault(
-        [], [None, ".*only here"], goes_on=False,
+        [], [".*another rank is gone", None], goes_on=False, codes=(2, 1),
         task=dict(top=on_rank_1("raise SystemExit('only here')"))),
     "start: a task of one rank": Fault(
-        [], [None, r"only here \(.*task\.py, line \d+, in Mine.__init__\)\n"], goes_on=False,
+        [], [None, "only here\n"], goes_on=False,
         task=dict(init=on_rank_1("raise ValueError('only here')"))),
     "start: a task lacks a method": Fault(
-        [], [r"AttributeError: 'Mine' object has .* 'prompt' \(.*task\.py:Mine\)\n"],
+        [], ["AttributeError: 'Mine' object has .* 'prompt'"],
         task=dict(init="del type(self).prompt"), goes_on=False),
     "sampling: killed": Fault([(None, GET, 4, kill)], saved="2", flags=KL, codes=ONE),
     "sampling: both ranks killed, masters of zero1, a critic": Fault(
@@ -204,10 +202,8 @@ FAULTS = {
     "sampling: a reward is NaN": Fault([], ["Mine gave reward nan"],
                                        task=dict(reply="return state, None, float('nan')")),
     "sampling: a reply raises": Fault(
-        [], [".*another rank is gone", f"RuntimeError: my database timed out {PLACE}"],
+        [], [".*another rank is gone", "RuntimeError: my database timed out\n"],
         task=dict(reply=on_rank_1("raise RuntimeError('my database timed out')"))),
-    "sampling: a reply exits": Fault([], [".*another rank is gone", EXITS + PLACE],
-                                     task=dict(reply=on_rank_1("import sys; sys.exit(0)"))),
     "update: NaN of a batch, fsdp": Fault(
         [(1, BATCH, n, nan) for n in (5, 6)], [".*the newest checkpoint is run/step-00000004"],
         "1 2 3 4", f"{NANS} --data-parallel fsdp", goes_on=False),

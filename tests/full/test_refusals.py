@@ -77,16 +77,11 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--advantage gae --dynamic-sampling --entropy-coef 0": "from which --advantage gae",
     "--staleness 1 --importance-cap 2 --minibatches 1": "--importance-cap needs --proximal",
     "--staleness 65": "at most 64", "--staleness -1": "at least 0",
-    "--stpes 3": "expected a flag that --help lists, got --stpes; did you mean --steps?",
-    "--log_rolouts=all": "got --log_rolouts=all; did you mean --log-rollouts?",
-    "--xyz": "expected a flag that --help lists, got --xyz\n", "--step 3": "mean --steps?",
-    "--learning-rate 3": "got --learning-rate; its name here is --lr\n",
-    "--num_generations=4": "its name here is --group\n",
+    "--stpes 3": "expected a flag that --help lists, got --stpes\n",
     "--task jsonl": "needs --data FILE.jsonl and --model DIR",
     "--task jsonl --data FILE": "--task jsonl needs --model DIR", "--minibatches 3 --prompts 2":
     "--minibatches 3 is over --prompts 2, so one would be empty: lower --minibatches",
-    "train": "expected a command that --help lists, got train; without a command, `python -m full`",
-    "adit": "expected a command that --help lists, got adit; did you mean audit?",
+    "adit": "expected a command that --help lists, got adit\n",
     "--task nonsense": "expected --task guess, jsonl or FILE.py:Class, got 'nonsense'",
     "--task gone.py:Task": "--task gone.py:Task: gone.py: no such file", "--task ../gone": "gone",
     "--head-dtype float32": "--head-dtype needs products in bfloat16",
@@ -110,11 +105,9 @@ COMMANDS = {  # a command, and what its line must say
         "error: run holds a run: --resume to go on with it, or choose another --out\n",
     **{f"{TINY} --out {name} --steps 2{resume}": f"error: {name}"
        for name in ("thesis", "model") for resume in ("", " --resume")},
-    "--confg settings.toml": "did you mean --config?",
-    "--config setings.toml": "error: --config setings.toml: no such file; did you mean settings.t",
+    "--confg settings.toml": "expected a flag that --help lists, got --confg",
+    "--config setings.toml": "error: --config setings.toml: no such file\n",
     "--config other": "error: --config other: no such file\n",
-    "--config run": "error: --config run: no such file; did you mean run/config.json?\n",
-    "--config run/confg.json": "run/confg.json: no such file; did you mean run/config.json?\n",
     "--config settings.toml --resume --out run":
         "--resume cannot change --group 8 (the run has 4)",
     "--resume": "--resume needs --out DIR", "--resume --out run --seed 1": "1 (the run has 0)",
@@ -220,10 +213,8 @@ def test_an_environment_that_is_wrong_is_one_line(
 
 
 SETTINGS = {  # a file of settings, its text, and what is said of it
-    ("a.toml", "stpes = 3"): "expected a field of Config, got stpes; did you mean steps?",
-    ("a.toml", "lr-decay = 'constant'"): "got lr-decay; did you mean lr_decay?",
+    ("a.toml", "stpes = 3"): "expected a field of Config, got stpes",
     ("a.toml", "zzz = 1"): "expected a field of Config, got zzz",
-    ("a.toml", "learning_rate = 1"): "got learning_rate; as a flag, it is --lr",
     ("a.toml", "steps = '3'\nlr = true"):
         "--config a.toml: steps: expected int, got '3'; lr: expected float, got True",
     ("a.toml", "steps = 3.0"): "steps: expected int, got 3.0",
@@ -240,7 +231,6 @@ SETTINGS = {  # a file of settings, its text, and what is said of it
         "the task of a.toml is a file's; give it again, as --task FILE.py:Task (a.toml has 'gone.p",
     ("a.json", '{"reward": "gone.py:f"}'): "the reward of a.json is a file's; give it again",
     ("a.json", '{"lr": null}'): "lr: expected float, got None",
-    ("a.json", '{"layer": 1}'): "got layer; did you mean layers?",
     ("a.json", "[1]"): "a.json is JSON of another kind: expected an object, got a list",
     ("a.json", TOML): "a.json is not JSON", ("a.tml", TOML): "a.tml is not JSON",
 }  # fmt: skip

@@ -365,7 +365,7 @@ def test_threads_change_no_token_and_no_order():
 
 
 BROKEN = [  # a reply to a turn, how many threads ask for it, and what is said of it
-    (lambda turn: {}["no mood"], 4, "KeyError: 'no mood' .*, in <lambda>"),
+    (lambda turn: {}["no mood"], 4, "'no mood'"),
     (lambda turn: (turn, None, math.nan), 1, "gave reward nan in group 6, rollout 0.*'1 2 9'"),
     (lambda turn: (turn, [3, 10], 0.0), 1, r"replied \[3, 10\] in group 6, .*: ids end at 9"),
 ]
@@ -376,7 +376,7 @@ def test_an_error_of_a_reply_is_raised_also_from_a_thread(reply, threads, messag
     task = Chat()
     task.threads = threads > 1
     task.reply = lambda turn, answer: reply(turn)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, KeyError), match=message):
         play(task, Script(SCRIPT), [6], temperature=0)
 
 
@@ -428,7 +428,7 @@ def test_a_task_in_a_file_of_its_own_is_played_and_may_have_slots(tmp_path, monk
     task, model = task_of("mine.py:Echo", size=2), Script([2, 2, 3], vocab=4)
     [[t]] = play(task, model, groups=[0], group=1, temperature=0)
     assert (t.tokens, t.reward, task.show(t.tokens)) == ([2, 2, 3], 1.0, "2 2 3")
-    with pytest.raises(ValueError, match="expected reply to return .state.* got 3.*mine.py"):
+    with pytest.raises(ValueError, match="expected reply to return .state.* got 3 of Slotted"):
         play(task_of("mine.py:Slotted"), model, groups=[0], group=1, temperature=0)
     for name, message in NO_TASK.items():
         with pytest.raises(ValueError, match=message):
@@ -489,8 +489,8 @@ def test_a_function_of_a_file_reaches_its_workers_and_a_file_next_to_it(
         (path / "helper.py").write_text(f"GOOD = {number}.5" + "\n" * number)
         (path / "scores.py").write_text(WITH_WORKERS + f"# {number}")
         monkeypatch.chdir(path.parent)
-        file, reward = from_file(f"{folder}/scores.py:reward", "function")
-        assert (file, reward.__module__) == (f"{folder}/scores.py", "scores")
+        reward = from_file(f"{folder}/scores.py:reward", "function")
+        assert reward.__module__ == "scores"
         if number != 1:
             assert reward("ab", {"method": method}) == 2 * number + 1
     monkeypatch.delitem(sys.modules, "helper")
@@ -501,7 +501,7 @@ def test_a_file_called_like_another_module_hides_nothing(tmp_path, monkeypatch, 
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = sys.modules.get(name)
     (tmp_path / f"{name}.py").write_text("def reward(text, row): return 0.5")
-    assert from_file(f"{tmp_path}/{name}.py:reward", "function")[1]("", {}) == 0.5
+    assert from_file(f"{tmp_path}/{name}.py:reward", "function")("", {}) == 0.5
     assert before is None or sys.modules[name] is before
     assert __import__("models").__file__.endswith(str(Path(ROOT.name, "models.py")))
     places = [sys.path.index(f"{x}") for x in (ROOT, tmp_path)]
