@@ -126,6 +126,7 @@ def require_plan(config, shape):
     """Raise ValueError for a plan that does not fit the model's shape or the number of ranks."""
     plan_of(config).require_fits(
         config=shape, world=dist.get_world_size(), ulysses=config.cp_method == "ulysses",
+        shard=config.shard_ranks or None,
     )  # fmt: skip
 
 

@@ -132,6 +132,7 @@ class Config(train_grpo.Config):
 
     plan: str = flag("", "the letters below, such as d2t2 or p2c2", "parallelism")
     data_parallel: Mode = flag("ddp", "zero1: sharded moments; fsdp-offload: shards on the CPU")
+    shard_ranks: int = flag(0, "fsdp: how many of the d ranks share the weights (HSDP); 0: all")
     cp_method: Method = flag("ring", "of the c ranks of --plan")
     pp_schedule: Schedule = flag("1f1b", "of the p ranks of --plan")
     timeout: int = flag(60, "seconds that a rank waits for another; for an engine ten times")
@@ -178,7 +179,8 @@ class Config(train_grpo.Config):
     FREE = (
         "out", "resume", "steps", "eval_every", "save_every", "keep", "log_rollouts", "timeout",
         "reply_timeout", "micro_tokens", "batch_rows", "device", "plan", "data_parallel",
-        "cp_method", "pp_schedule", "tree", "chunk_tokens", "recompute", "ac", "compile",
+        "shard_ranks", "cp_method", "pp_schedule", "tree", "chunk_tokens", "recompute", "ac",
+        "compile",
     )  # fmt: skip
 
     # Numbers meet float32 tensors and int64 tensors, which cannot hold anything larger.

@@ -24,7 +24,7 @@ from full.transformer import draw_weights
 
 # One process reads a run without its plan, which is another way to compute the same.
 ONE_PROCESS = dict(
-    plan="", data_parallel="ddp", ac="none", pp_schedule="1f1b", compile=False
+    plan="", data_parallel="ddp", shard_ranks=0, ac="none", pp_schedule="1f1b", compile=False
 )  # fmt: skip
 
 

@@ -135,7 +135,7 @@ class Trainer:
 
         # There is always a plan: n ranks with whole copies have d = n, and one process has d = 1.
         self.plan = plan_of(config)
-        self.grid = Grid(self.plan, self.device.type)
+        self.grid = Grid(self.plan, self.device.type, shard=config.shard_ranks or None)
 
         compute_dtype = getattr(torch, config.compute) if config.is_mixed else None
         self.model = self.shard_model(keep_wide(config, model), compute_dtype)

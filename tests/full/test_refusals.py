@@ -61,6 +61,8 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--plan sglang:d1": "expected a plan such as d2t2 or (attn:d2t2|ffn:e2t2), got 'sglang:d1'",
     "--plan d2d2": "expected letters of d t p c e, each at most once, got 'd2d2'",
     "--plan d1 --pp-schedule zbv": "--pp-schedule needs a --plan with p",
+    "--shard-ranks 2": "--shard-ranks needs --data-parallel fsdp",
+    "--data-parallel fsdp --shard-ranks 2": "2 ranks that shard must divide d = 1",
     "--tree dta": "--tree dta needs --chunk-tokens",
     "--tree sparse --chunk-tokens 9": "--chunk-tokens needs --tree dta",
     "--tree dta --chunk-tokens 9 --plan p2": "--tree dta has no p; use --tree sparse",
