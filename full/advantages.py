@@ -261,25 +261,3 @@ TOKEN_ADVANTAGES = {
 def compared_by(kind) -> str:
     """Return among which rewards an advantage looks for differences: group, step or nothing."""
     return (ADVANTAGES | TOKEN_ADVANTAGES)[kind].compares
-
-
-def conflicts(c) -> list:
-    """Return (is it wrong?, the error) pairs about the flags of advantages and rewards."""
-    compares_group = compared_by(c.advantage) == "group"
-    return [
-        *c.needs(c.dynamic_sampling, "--dynamic-sampling", "max_rounds"),
-        *c.needs(c.advantage == "gae", "--advantage gae", "critic_lr"),
-        *c.needs(c.advantage == "teacher", "--advantage teacher", "teacher"),
-        *c.needs(c.advantage != "teacher", "an --advantage of rewards", "overlong_buffer"),
-        (c.advantage == "teacher" and not c.teacher, "--advantage teacher needs --teacher DIR"),
-        (c.teacher and c.kl_in == "reward", "--teacher has no reward: --kl-in loss"),
-        (c.group == 1 and compares_group,
-         "--group 1 has no baseline, so advantages are 0: use 2 or more, or --advantage gae"),
-        (c.dynamic_sampling and not compares_group, "--dynamic-sampling drops groups of equal "
-         f"rewards, from which --advantage {c.advantage} learns"),
-        (c.dynamic_sampling and (c.entropy_coef or c.kl_coef),
-         "--dynamic-sampling drops groups of advantage 0, but they have entropy and KL terms: set "
-         "--entropy-coef 0 and --kl-coef 0"),
-        (c.overlong_buffer >= c.max_new_tokens,
-         f"--overlong-buffer {c.overlong_buffer} must be less than --max-new-tokens"),
-    ]  # fmt: skip

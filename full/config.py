@@ -1,6 +1,7 @@
-"""Settings: adds every flag, its help and what cannot be combined to `train_grpo.Config`.
+"""Settings: adds every flag and its help to `train_grpo.Config`.
 
-Read the fields of Config to look up a flag or to add one. flags.py reads a command line.
+Read the fields of Config to look up a flag or to add one. flags.py reads a command line, and
+conflicts.py says what cannot be combined.
 """
 
 import dataclasses
@@ -14,16 +15,13 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 import train_grpo
-from full import (
-    advantages, chunks, engine, exact, lora, objectives, parallelize, rollouts, tasks,
-)  # fmt: skip
 from full.advantages import ADVANTAGES, TOKEN_ADVANTAGES
-from full.lora import Lora
-from full.model_config import read_json
+from full.conflicts import conflicts, typed as _flag
+from full.model_config import LORA_ALPHA, Lora, read_json
 from full.objectives import AGGREGATIONS, OBJECTIVES
 from full.plans import Plan
 from full.ranks import PYTHON
-from full.tasks import TASKS, read_arguments
+from full.tasks import TASKS
 
 MAX_STALENESS = 64  # steps, far more than training tolerates
 
@@ -43,9 +41,6 @@ INSTRUCTION = "End with '#### ' and the answer."
 # The matrices of attention and of MLPs, experts' included.
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 
-
-# The modules that own flags: `conflicts(config)` of each returns (is it wrong?, the error) pairs.
-OWNERS = advantages, chunks, engine, exact, lora, objectives, parallelize, rollouts, tasks
 
 CORE = train_grpo.Config  # whose defaults the folder keeps
 
@@ -226,7 +221,7 @@ class Config(train_grpo.Config):
     def lora(self) -> Lora | None:
         """Return what factors the policy has."""
         targets = tuple(self.lora_targets.split(","))
-        return Lora(self.lora_rank, lora.ALPHA, targets) if self.lora_rank else None
+        return Lora(self.lora_rank, LORA_ALPHA, targets) if self.lora_rank else None
 
     @property
     def reads_text(self) -> bool:
@@ -300,21 +295,12 @@ class Config(train_grpo.Config):
         # Values first: the combinations compute with them.
         wrong = self._wrong_values()
         if not wrong:
-            pairs = itertools.chain(self._conflicts(), *(one.conflicts(self) for one in OWNERS))
-            wrong = [text for is_wrong, text in pairs if is_wrong]
+            wrong = [text for is_wrong, text in conflicts(self) if is_wrong]
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
 
-    def needs(self, is_there, what, *names) -> list:
-        """Return a conflict for each field that was given, and that does nothing without `what`."""
-        return [
-            (not is_there and getattr(self, name) not in self._defaults(name),
-             f"{_flag(name)} needs {what}")
-            for name in names
-        ]  # fmt: skip
-
-    def _defaults(self, name):
+    def defaults_of(self, name):
         """Return the defaults of a field: one, or one for each start."""
         return self.BY_START.get(name, {"always": getattr(Config, name)}).values()
 
@@ -337,29 +323,11 @@ class Config(train_grpo.Config):
                 wrong.append(f"{flag} must be {f.type.__name__}, got {value!r}")
             elif f.type in (int, float) and not 0 <= value <= self.LARGEST[f.type]:
                 wrong.append(f"{flag} must be finite and at least 0, got {value}")
-            elif value == 0 and all(self._defaults(f.name)) and f.name not in self.ZERO:
+            elif value == 0 and all(self.defaults_of(f.name)) and f.name not in self.ZERO:
                 wrong.append(f"{flag} must be positive, got 0")
             elif value > at_most.get(f.name, value):
                 wrong.append(f"{flag} must be at most {at_most[f.name]}, got {value}")
         return wrong
-
-    def _conflicts(self) -> list[tuple]:
-        """Return (is it wrong?, the error) for flags that no other module owns."""
-        is_random = not self.model
-        return [
-            *self.needs(self.out, "--out DIR", "resume"),
-            *self.needs("bfloat16" in (self.compute, self.rollout_dtype), "products in bfloat16",
-                        "head_dtype"),
-            (self.minibatches > self.prompts,
-             f"--minibatches {self.minibatches} is over --prompts {self.prompts}, so one would be "
-             f"empty: lower --minibatches or raise --prompts"),
-            (has_smaller_eps(self.compute, self.dtype),
-             f"--compute-dtype {self.compute} is finer than --dtype {self.dtype} of the weights"),
-            (is_random and self.hidden % (2 * self.heads),
-             f"--hidden {self.hidden} must divide by --heads {self.heads} into an even head_dim"),
-            (is_random and self.heads % 2 and self.heads > 1,
-             f"--heads must be 1 or even, got {self.heads}"),
-        ]  # fmt: skip
 
 
 # The flags whose values are the names of a table.
@@ -373,16 +341,6 @@ def choices_of(f) -> tuple:
     """Return the values that a field of Config may have, or () if any will do."""
     tables = TABLES.get(f.name)
     return tuple(itertools.chain(*tables)) if tables else get_args(f.type)
-
-
-def has_smaller_eps(a, b) -> bool:
-    """Return whether dtype a, by its name, has a smaller unit in the last place than b."""
-    return torch.finfo(getattr(torch, a)).eps < torch.finfo(getattr(torch, b)).eps
-
-
-def _flag(name):
-    """Return a field's name as it is typed."""
-    return "--" + name.replace("_", "-")
 
 
 def _shown(choices, separator=", "):

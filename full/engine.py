@@ -389,9 +389,3 @@ class Engine:
         if is_short or any(token in end for token in tokens[:-1]):
             return f"expected {room} tokens, or up to one of {sorted(end)}, got {tokens}"[:300]
         return ""
-
-
-def conflicts(c) -> list:
-    """Return (is it wrong?, the error) pairs about the flags of engines."""
-    return [(c.engine and c.router_bias_rate,
-             "--engine has no --router-bias-rate: its format has no such bias")]  # fmt: skip

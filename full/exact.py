@@ -409,19 +409,3 @@ def require_equal(a, b, what):
     """Raise ValueError unless two tensors are equal to the bit."""
     if not torch.equal(a, b):
         raise ValueError(f"the bits of {what}")
-
-
-def conflicts(c) -> list:
-    """Return (is it wrong?, the error) pairs: what sums in an order of its own is not exact."""
-    plan = c.trainer_plan
-    sums = {
-        "t in --plan": plan.tp > 1, "c in --plan": plan.cp > 1, "p in --plan": plan.pp > 1,
-        "e in --plan": plan.ep > 1, "--tree": c.tree != "disabled",
-        "--data-parallel fsdp": c.mode == "fsdp", "--engine": c.engine, "--compile": c.compile,
-        "OMP_NUM_THREADS above 1": c.threads > 1,
-        "--generator-dtype of its own": c.rollout_dtype != c.compute,
-        "--head-dtype, for it has no gap": c.head_dtype,
-        "--lora-rank, for its sampler has merged weights": c.lora_rank,
-        "--advantage gae, whose critic is another model": c.advantage == "gae",
-    }  # fmt: skip
-    return [(c.exact and sums[x], f"--exact has no {x}") for x in sums]

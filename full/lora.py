@@ -27,7 +27,6 @@ import math
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,21 +38,6 @@ from full.hf import full_definition, in_file_order, rows_in_file, write_tensors
 from full.model_config import read_json
 from full.places import Place, local, part_of, place_of, set_tensor, variant_of
 from full.transformer import Transformer
-
-
-ALPHA = 32.0  # of a run. With AdamW another one is nearly another learning rate
-
-
-class Lora(NamedTuple):
-    """What a model's factors are: `model.lora`."""
-
-    rank: int  # r
-    alpha: float
-    targets: tuple  # last names of the matrices, such as "q_proj"
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
 
 
 class AdaptedLinear(nn.Module):
@@ -342,10 +326,3 @@ def save_factors(model, directory, base) -> None:
     directory = Path(directory)
     write_tensors(stored, directory / WEIGHTS)
     (directory / CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-
-
-def conflicts(c) -> list:
-    """Return (is it wrong?, the error) pairs about the flags of LoRA."""
-    return [
-        *c.needs(c.lora_rank, "--lora-rank", "lora_targets"),
-    ]

@@ -17,12 +17,27 @@ import reprlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import models
 from full.rope import complete_rope, rope_frequencies
 from models import ACTIVATIONS, FULL, SLIDING
 
 LINEAR = "linear_attention"  # a type of layer: gated DeltaNet, see deltanet.py
+
+LORA_ALPHA = 32.0  # of a run. With AdamW another one is nearly another learning rate
+
+
+class Lora(NamedTuple):
+    """What a model's factors are: `model.lora`, see lora.py."""
+
+    rank: int  # r
+    alpha: float
+    targets: tuple  # last names of the matrices, such as "q_proj"
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 @dataclass

@@ -266,27 +266,6 @@ LOSS_SETTINGS = (
 )  # fmt: skip
 
 
-def conflicts(c) -> list:
-    """Return (is it wrong?, the error) pairs about the flags of the loss."""
-    wrong = []
-    for name in OBJECTIVE_FLAGS:
-        readers = [x for x in OBJECTIVES if name in READS.get(x, OBJECTIVE_FLAGS)]
-        wrong += c.needs(c.objective in readers, f"--objective {' or '.join(readers)}", name)
-    old_is_own = c.proximal or (c.minibatches == 1 and not c.staleness)
-    return wrong + [
-        *c.needs(c.kl_coef, "--kl-coef", "kl", "kl_in"),
-        *c.needs(c.importance_cap, "--importance-cap",
-                 "importance", "importance_of", "importance_low"),
-        *c.needs(old_is_own, "--proximal, or --minibatches 1 and no --staleness: else old is the "
-                 "sampler itself", "importance_cap"),
-        (c.importance_low > c.importance_cap > 0,
-         f"--importance-low {c.importance_low} is over --importance-cap"),
-        (c.clip_low >= 1, f"--clip-low must be less than 1, got {c.clip_low}"),
-        (0 < c.dual_clip <= 1 + c.clip_high,
-         f"--dual-clip must be over 1 + clip_high (papers: 3), got {c.dual_clip}"),
-    ]  # fmt: skip
-
-
 def grpo_loss(
     lp_BT, old_BT, advantage_BT, mask_BT, /, *, Z=None, aggregation="token_mean", max_new_tokens=16,
     objective="clip", clip_low=0.2, clip_high=0.28, dual_clip=0.0, cispo_bound=5.0, sampler_BT=None,

@@ -354,14 +354,3 @@ class Messages(TorchDispatchMode):
         for x, old in zip(filled, brought, strict=True):
             x.copy_(old)
         return work
-
-
-def conflicts(c) -> list:
-    """Return (is it wrong?, the error) pairs about the flags of parallelism."""
-    plan = c.trainer_plan
-    budget = memory_budget(c.ac)
-    return [*c.needs(c.mode == "fsdp", "--data-parallel fsdp", "shard_ranks"),
-            *c.needs(plan.cp > 1, "a --plan with c", "cp_method"),
-            *c.needs(plan.pp > 1, "a --plan with p", "pp_schedule"),
-            (c.ac not in AC and budget is None, f"--ac: {KNOWN_AC}, got {c.ac!r}"),
-            (budget is not None and not c.compile, f"--ac {c.ac} needs --compile")]  # fmt: skip

@@ -372,13 +372,3 @@ def evaluate(config, task, sampler):
     solved_here = len([group for group in groups if group[0].reward >= 1])
     (solved,) = summed([solved_here], current_device())
     return solved / config.eval_prompts, groups[0][0] if groups else None
-
-
-def conflicts(c) -> list:
-    """Return (is it wrong?, the error) pairs about the flags of forks."""
-    leaves = c.forks ** min(c.fork_turns, 64)  # beyond any group, and quickly computed
-    return [
-        *c.needs(c.fork_turns, "--fork-turns", "forks"),
-        *c.needs(c.forks > 1, "--forks 2 or more", "fork_turns"),
-        (c.group % leaves, f"--group {c.group} must divide by forks^fork_turns {leaves}"),
-    ]

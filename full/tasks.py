@@ -13,7 +13,6 @@ import traceback
 import zlib
 from pathlib import Path
 
-from full.ranks import PYTHON
 
 # Values of --task that name no file: `make_task` of text.py makes them.
 TASKS = "guess", "jsonl"
@@ -22,25 +21,6 @@ TASKS = "guess", "jsonl"
 TEXT_FLAGS = (
     "data", "eval_data", "template", "instruction", "system", "template_args", "date", "reward",
 )  # fmt: skip
-
-
-def conflicts(c) -> list:
-    """Return (is it wrong?, the error) pairs about the flags of tasks."""
-    read_arguments(c.template_args)
-    read_date(c.date)
-    is_jsonl = c.task.removeprefix(PYTHON) == "jsonl"
-    lacks = ["--data FILE.jsonl"] * (not c.data)
-    lacks += ["--model DIR with a tokenizer.json"] * (not c.model)
-    return [
-        *c.needs(c.reads_text, "--task jsonl", *TEXT_FLAGS),
-        *c.needs(c.task != "guess", "--task jsonl or FILE.py:Class", "reply_timeout"),
-        *c.needs(c.template in ("", "chat"), "--template chat", "system", "template_args"),
-        *c.needs(not (c.has_whole_template and c.instruction),
-                 "a --template without {question}", "instruction"),
-        (is_jsonl and lacks, f"--task jsonl needs {' and '.join(lacks)}"),
-        (c.has_whole_template and "{question}" not in c.template,
-         f"--template must be chat, raw or a text with {{question}}, got {c.template!r}"),
-    ]  # fmt: skip
 
 
 def bare(x):

@@ -22,7 +22,8 @@ from full.directory import RunDirectory
 from full.export import policy_in
 from full.hf import save_hf
 from full.logs import do_step
-from full.lora import Lora, add_factors, is_factor, merged
+from full.lora import add_factors, is_factor, merged
+from full.model_config import Lora
 from full.optimizer import LocalOptimizer, training_tensors, weights_to_store
 from full.places import full
 from full.questions import make_task

@@ -12,7 +12,8 @@ from full import lora
 from full.__main__ import main
 from full.config import LORA_TARGETS
 from full.hf import load_hf, save_hf
-from full.lora import Lora, add_factors, is_factor
+from full.lora import add_factors, is_factor
+from full.model_config import Lora
 from full.talk import load_policy
 from full.tiny import tiny_model
 from full.transformer import Transformer

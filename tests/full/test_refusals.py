@@ -18,12 +18,12 @@ import numpy as np  # noqa: F401, of a row
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import SORT
 from example_tasks import Sort
 from test_run import SAVING, TINY, TOML, _task, call, contents
 
 from conformance.parallel import subject_of  # noqa: F401, of a row
 from full import attend, check_attention, chunks, experts, logprobs, lora, masks, ring, tree, trie
+from full.model_config import Lora  # noqa: F401, in CALLS
 from full import generate as generation
 from full import weights
 from full.__main__ import main
@@ -71,8 +71,8 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--tree dta --chunk-tokens 9 --plan d2e2": "--tree dta has no e; use --tree sparse",
     "--tree dta --chunk-tokens 9 --ac op": "--tree dta has no --ac; use --tree sparse",
     "--tree dta --chunk-tokens 9 --compile": "--tree dta has no --compile",
-    "--ac most": "--ac: expected none, full, op or memory_budget=X with X from 0 to 1, got 'most'",
-    "--ac memory_budget=0.5": "--ac memory_budget=0.5 needs --compile",
+    "--ac most": "ac: expected none, full, op or memory_budget=X with X from 0 to 1, got 'most'",
+    "--ac memory_budget=0.5": "it needs compile=True",
     "--compile --ac memory_budget=1.5": "got 'memory_budget=1.5'",
     "--compile --ac memory_budget": "got 'memory_budget'",
     "--compile --ac memory_budget=-1": "got 'memory_budget=-1'",
@@ -90,15 +90,14 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--head-dtype float32 --compute-dtype bfloat16 --exact": "--exact has no --head-dtype",
     "--lora-rank 2 --exact": "--exact has no --lora-rank",
     "--lora-targets q_proj": "--lora-targets needs --lora-rank",
-    "--dtype bfloat16 --compute-dtype float32": "--compute-dtype float32 is finer than --dtype",
-    "--dtype float32 --compute-dtype float64": "--compute-dtype float64 is finer than --dtype",
+    "--dtype bfloat16 --compute-dtype float32": "expected a coarser dtype",
+    "--dtype float32 --compute-dtype float64": "expected a coarser dtype",
     "--clip-high 1e300": "--clip-high must be finite", "--eval-data x": "needs --task jsonl",
     "--reply-timeout 3": "--reply-timeout needs --task jsonl or FILE",
     # Only when ranks meet, or a task or a model is made.
     "--plan t2": "plan t2: expected p * d * c * t = 2 ranks, got 1",
     "--device cuda": "got 'cuda'", "--model gone": "gone",
     "--task jsonl --data gone --model gone": "gone", "--max-new-tokens 40000": "40000",
-    f"--task {SORT!r}": "--size 3",
     "--router-bias-rate 0.1": "--router-bias-rate is about experts",
     "--task task.py:Mine --reply-timeout 3": "--reply-timeout: Mine has threads = False",
 }  # fmt: skip
