@@ -4,7 +4,7 @@
     python -m full plot runs/guess-0 [runs/guess-1 ..]        # reward curves, PNG
     python -m full audit runs/guess-0 [--step N]              # a step from its definition
     python -m full eval | export runs/guess-0 ..              # pass@k; Hugging Face
-    python -m full check [ring | tree | models | parallel | grpo]    # against definitions, float64
+    python -m full check [parallel | grpo]                    # against definitions, float64
 """
 
 import signal

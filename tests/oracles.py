@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from full.check_attention import relative
+from check_attention import relative
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"  # torch's kernel; _backward follows the name
 

@@ -24,9 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 
-from full import check_attention, equivalence
-from full.check import CASES, path_errors
-from full.check_attention import TinyModel, rows_of_rank, tree_rows
+import check_attention
+from full import equivalence
+from check_models import CASES, path_errors
+from check_attention import TinyModel, rows_of_rank, tree_rows
 from full.ranks import connect
 from full.steps import STEPS, step_error
 from full.tiny import tiny_model

@@ -14,7 +14,7 @@ from example_action_expert import (
 )  # fmt: skip
 from test_ranks import as_script
 
-from full.check_attention import relative
+from check_attention import relative
 from full.tiny import tiny
 
 SCRIPT = ROOT / "tests/example_action_expert.py"

@@ -417,11 +417,6 @@ def test_a_reward_that_fails_ends_the_run(model):
         assert "gave None for" in complaint_of(run, other, **none)
 
 
-class Scorer:
-    def __call__(self, text, row):
-        return 1.0
-
-
 # The manual's loggers, and the notebook ------------------------------------------------------
 
 SECTION = Page("full/README.md").text.split("## From Python")[1].split("\n## ")[0]

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from full import ring
 from full import attend as attention
 from full.attend import DTYPES, KEPT_PAIRS, attend, can_fuse
-from full.check_attention import examples, relative
+from check_attention import examples, relative
 from full.masks import ALL, NEVER, PARTIAL, TILES, Mask, Sizes, boxes
 from full.ring import indices
 from ring_attention import merge

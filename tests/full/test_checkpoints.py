@@ -23,7 +23,7 @@ from test_run import TINY as TINY_RUN, as_torchrun, free_port, same_run
 
 from full import hf
 from full.api import Config, run
-from full.check import relative_error
+from check_models import relative_error
 from full.directory import read_json_lines
 from full.flags import parse_config
 from full.hf import load_hf, save_hf

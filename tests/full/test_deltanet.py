@@ -11,7 +11,7 @@ from oracles import worst
 from test_run import call
 
 from full import deltanet
-from full.check import CASES, check_models, relative_error as relative
+from check_models import CASES, check_models, relative_error as relative
 from full.config import Config
 from full.deltanet import Documents, by_chunk, by_token
 from full.hf import save_hf

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import models
-from full import check
-from full.check import check_models, relative_error as relative
+from check_models import CASES, check_models, path_errors, relative_error as relative
 from full.experts import RoutingCounts, grouped_linear, update_router_bias
 from full.generate import forward_with_cache, generate
 from full.hf import full_definition, load_hf, save_hf
@@ -26,14 +25,14 @@ from models import CHECK_FAMILIES, FULL, SLIDING
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=32)  # fmt: skip
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
-FEW = {name: check.CASES[name] for name in ("qwen3", "gemma3_text")}
+FEW = {name: CASES[name] for name in ("qwen3", "gemma3_text")}
 FAULTS = {
     "full.transformer.causal_attention": lambda *qkv, layer, scale, **_: models.masked_attention(
         *qkv, is_causal=True, scale=1.1 * scale),
     "full.generate.forward_with_cache": lambda model, cache, tokens, counts=None: (
         # as if no row were shorter
         CACHED(model, cache, tokens)),
-    "full.check.token_logprobs": lambda *given, **how: [
+    "check_models.token_logprobs": lambda *given, **how: [
         1.000001 * x for x in LOGPROBS(*given, **how)],
     "models.packed_attention": lambda ids: lambda q, k, v, **_: q * torch.nan,
     "models.apply_rope": lambda x, cos, sin: ROTATE(x, cos, -sin),
@@ -42,7 +41,7 @@ FAULTS = {
         q, k, v, mask if q.shape[2] == k.shape[2] else None, **how),
     "full.generate.give_draws": lambda rows, needed, seed: [  # rows lose their draws
         setattr(row, "draws", [0.5] * needed) for row in rows],
-    "full.check.generate": lambda *given, **how: [  # an error that float32 cannot hold
+    "check_models.generate": lambda *given, **how: [  # an error that float32 cannot hold
         setattr(row, "logprobs", [x * (1 + 1e-10) for x in row.logprobs])
         for row in GENERATE(*given, **how)],
 }  # fmt: skip
@@ -50,11 +49,20 @@ CACHED, LOGPROBS = forward_with_cache, token_logprobs
 ROTATE, MASKED, GENERATE = models.apply_rope, models.masked_attention, generate
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_every_path_of_a_model_is_its_definition(name):
+    """Values, gradients, packed rows, the cache, log-probs, generation in slots."""
+    model_type, changes = CASES[name]
+    torch.manual_seed(0)
+    for path, error in path_errors(tiny_model(model_type, **changes)):
+        assert error <= 1e-12, path
+
+
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_check_passes_and_sees_a_planted_fault(fault, monkeypatch):
     if fault:
         monkeypatch.setattr(fault, FAULTS[fault])
-        monkeypatch.setattr("full.check.CHECK_FAMILIES", CHECK_FAMILIES[:1])
+        monkeypatch.setattr("check_models.CHECK_FAMILIES", CHECK_FAMILIES[:1])
     try:
         passed = check_models(FEW)
     except AssertionError:  # models.check_family stops where tokens differ

@@ -53,7 +53,7 @@ TOY = {  # command: more flags with which it runs here; they win over its own
 ELSEWHERE = {  # what a command begins with: test_NAME.py, which runs it, or who else does
     "torchrun --nproc-per-node 2 train_grpo.py": "cut_system", "python FILE.py": "readme",
     "python conformance/": "step_kit", "python tests/adapters.py": "conformance",
-    "python tests/mutate.py": "mutate", f"{RUN} check": "families",
+    "python tests/mutate.py": "mutate", f"{RUN} check": "grpo_matrix",
     f"{RUN} audit ": "audit", f"{RUN} plot ": "run", f"{RUN} eval ": "commands",
     f"{RUN} export ": "commands", "grep ": "house",
     "torchrun --nproc-per-node 2 mine.py": "api", "torchrun --nnodes": "plan",

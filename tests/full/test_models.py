@@ -6,7 +6,7 @@ import torch
 from conftest import shortened
 from oracles import Watch, draw, plain_attention, worst
 
-from full.check import relative_error as relative
+from check_models import relative_error as relative
 from full.generate import KVCache, forward_with_cache, generate, prefill
 from full.hf import load_hf, save_hf
 from full.logprobs import require_tokens_in_vocabulary, token_logprobs

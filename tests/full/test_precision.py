@@ -28,7 +28,7 @@ from full import trainer
 from full.audit import audited
 from full.batches import RolloutQueue
 from full.build import build, build_teacher
-from full.check import relative_error as relative
+from check_models import relative_error as relative
 from full.config import Config
 from full.export import policy_in
 from full.flags import parse_config

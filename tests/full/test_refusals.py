@@ -22,7 +22,8 @@ from example_tasks import Sort
 from test_run import SAVING, TINY, TOML, _task, call, contents
 
 from conformance.parallel import subject_of  # noqa: F401, of a row
-from full import attend, check_attention, chunks, experts, logprobs, lora, masks, ring, tree, trie
+import check_attention
+from full import attend, chunks, experts, logprobs, lora, masks, ring, tree, trie
 from full.model_config import Lora  # noqa: F401, in CALLS
 from full import generate as generation
 from full import weights

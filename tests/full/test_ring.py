@@ -15,7 +15,7 @@ from torch.autograd import grad as grad_of
 
 import ring_attention as ra
 from full.attend import DTYPES, attend
-from full.check_attention import by_way, compare, examples
+from check_attention import by_way, compare, examples
 from full.masks import Mask
 from full.plans import Grid, Plan
 from full.ring import Ring, indices, ring_attention, shard, unshard
@@ -92,7 +92,7 @@ def test_messages_name_the_global_rank(monkeypatch):
 @pytest.mark.quick
 @pytest.mark.parametrize("world, methods", [(1, METHODS), (4, METHODS), (5, METHODS[:2])])
 def test_check_has_a_column_for_each_method_that_can_share_12_heads(world, methods, monkeypatch):
-    monkeypatch.setattr("full.check_attention.ring_of", lambda group: SimpleNamespace(world=world))
+    monkeypatch.setattr("check_attention.ring_of", lambda group: SimpleNamespace(world=world))
     assert [*by_way(None, lambda method: method).values()] == [*methods]
 
 

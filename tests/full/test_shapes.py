@@ -12,8 +12,8 @@ import tree_attention
 from full import attend, chunks, experts, logprobs, masks, transformer, tree, trie
 from full import generate as generation
 from full import ring as full_ring
-from full.check import CASES, check_models
-from full.check_attention import TinyModel, example_loss, examples, forests
+from check_models import CASES, check_models
+from check_attention import TinyModel, example_loss, examples, forests
 from full.chunks import tree_backward, tree_scores
 from full.generate import forward_with_cache, generate, prefill
 from full.ring import ring_attention as ring_of_masks

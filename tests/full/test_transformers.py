@@ -18,7 +18,7 @@ from released import PUBLISHED
 from test_ranks import ranks
 
 import models
-from full.check import relative_error as relative
+from check_models import relative_error as relative
 from full.chunks import tree_backward
 from full.generate import generate
 from full.hf import load_hf, rows_in_file, save_hf

@@ -1,28 +1,22 @@
-"""Checks of attention: hold the ring and the trees of the folder to the definitions of the five.
+"""Hold the ring and the trees of the folder to the definitions of the five: rows of errors.
 
-`check_ring` and `check_tree` are what `python -m full check ring | tree` run, in float64. Tests use
-their masks, forests and tiny model.
+Tests and `tests/bench/gpu.py` use these masks, forests and the tiny model.
 """
 
 import functools
-import itertools
-import json
 import math
-import os
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import ring_attention as minimal_ring
-import tree_attention as minimal_tree
 from full.chunks import tree_backward, tree_scores
 from full.masks import Mask
-from full.ranks import is_rank_0
 from full.ring import METHODS, ring_attention, ring_of, shard, unshard
 from full.tiny import HYBRID, TINY, tiny_model
 from full.trie import TokenTrie
-from ring_attention import attention_definition, launch
+from ring_attention import attention_definition
 from tree_attention import CheckModel, check_loss, definition
 
 # The ring ---------------------------------------------------------------------------------------
@@ -113,7 +107,7 @@ def by_way(group, error):
     return {method[:8]: error(method=method) for method in methods}
 
 
-def rows_of_rank(tokens, device, more=None):
+def rows_of_rank(tokens, device):
     """Return [(table, row, budget, {column: value})] of the worlds of this rank; rank 0 has all."""
     # A group is made by all ranks, its members or not. Only its members compute.
     rank = dist.get_rank()
@@ -139,55 +133,11 @@ def rows_of_rank(tokens, device, more=None):
             row = {way.__name__[:6]: max(compare(*given, attention=way)) for way in minimal}
             rows.append((f"float64, ring_attention.py, world {world}", "causal", 1e-12, row))
 
-    return rows + (more(groups[total], device) if more else [])
-
-
-def check_ring(more=None) -> bool:
-    """Print every error with its budget; return whether all are in it. 4 ranks, or torchrun's.
-
-    more: a function of a group and a device. It returns more rows.
-    """
-    # 23 tokens divide by no number of ranks, so that shards are unequal.
-    if not os.environ.get("RANK"):
-        rows = launch(4, rows_of_rank, 23, "cpu", more)[0]
-    else:
-        # NCCL where there is CUDA, gloo elsewhere.
-        device = "cpu"
-        backend = "gloo"
-        if torch.cuda.is_available():
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
-            backend = "nccl"
-            torch.cuda.set_device(device)
-        dist.init_process_group(backend)
-        rows = rows_of_rank(23, device, more)
-        dist.barrier()
-        dist.destroy_process_group()
-
-    # Every rank has the errors of all ranks; the first one prints them.
-    if not is_rank_0():
-        return True
-
-    # One table per world and dtype, one row per mask, one column per method.
-    failed = []
-    largest = 0.0  # error in float64: what the README quotes
-    for table, rows_of_table in itertools.groupby(rows, lambda row: row[0]):
-        for n, (_, name, budget, row) in enumerate(rows_of_table):
-            if n == 0:
-                columns = "".join(f" {column:>8}" for column in row)
-                print(f"\n{table:>24}{columns}   budget")
-
-            # NaN is not below any budget, so it fails too.
-            ok = all(value <= budget for value in row.values())
-            numbers = "".join(f" {value:8.3g}" for value in row.values())
-            print(f"{name:>24}{numbers}   {budget:.3g} {'ok' if ok else 'FAILED'}")
-            failed += [] if ok else [name]
-            largest = max([largest, *row.values()]) if "float64" in table else largest
-    print(json.dumps({"check": "ring", "ok": not failed, "max_error": largest}))
-    return not failed
+    return rows
 
 
 # Trees ------------------------------------------------------------------------------------------
-# Every shape of tree, every chunk size, and tree_attention.py by itself.
+# Every shape of tree, every chunk size.
 
 
 class TinyModel(CheckModel):
@@ -309,23 +259,3 @@ def family_rows(device="cpu"):
         lines = [line for _, line in tree_rows(tiny_model(kind), few, tiny_model(kind).to(device))]
         found[kind] = {column: max(line[column] for line in lines) for column in lines[0]}
     return found
-
-
-def check_tree(more=None) -> bool:
-    """Print every error with its budget; return whether none is over. more: tables to show too."""
-    torch.set_num_threads(1)
-    tables = {"by max_tokens": dict(tree_rows(TinyModel(), forests()))}
-    tables["tree_attention.py"] = {"by itself": {"worst": minimal_tree.check()}}
-    tables |= more or {}
-    worst = 0.0
-    for name, rows in tables.items():
-        columns = next(iter(rows.values()))
-        print(f"\n{name:>28}" + "".join(f" {x:>11}" for x in columns) + "   budget 1e-10")
-        for row, line in rows.items():
-            # A NaN is smaller than any budget to `max`, so it counts as infinite.
-            values = [math.inf if math.isnan(x) else x for x in line.values()]
-            worst = max(worst, *values)
-            ok = "ok" if max(values) <= 1e-10 else "FAILED"
-            print(f"{row:>28}" + "".join(f" {x:11.1e}" for x in values) + f"   {ok}")
-    print(json.dumps({"check": "tree", "ok": worst <= 1e-10, "max_error": worst}))
-    return worst <= 1e-10
