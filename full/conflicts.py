@@ -104,7 +104,6 @@ def of_exact(c) -> list:
         "--generator-dtype of its own": c.rollout_dtype != c.compute,
         "--head-dtype, for it has no gap": c.head_dtype,
         "--lora-rank, for its sampler has merged weights": c.lora_rank,
-        "--advantage gae, whose critic is another model": c.advantage == "gae",
     }  # fmt: skip
     return [(c.exact and sums[x], f"--exact has no {x}") for x in sums]
 

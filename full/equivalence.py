@@ -87,6 +87,7 @@ ordinary 1 dense critic --tree dta --chunk-tokens 9 --recompute | --micro-tokens
 ordinary 1 dense lora-head --tree dta --chunk-tokens 9 --recompute
 ordinary 1 tied forks --tree sparse | --data-parallel fsdp
 ordinary 1 tied,routers old --exact
+ordinary 1 tied critic --exact
 ordinary 2 dense dynamic,lone,stale,filtered,reward --plan d2
 ordinary 2 dense stale --plan d2 --data-parallel zero1 then --plan p2
 ordinary 2 routers lone --tree sparse --plan d2e2
@@ -128,7 +129,7 @@ slow 2 dense,biases,tied old,forks,critic --data-parallel fsdp --ac op | --plan 
 slow 1 dense,tied critic --tree sparse | --ac full
 slow 1 tied critic --tree dta --chunk-tokens 9 --recompute
 slow 2 dense,tied critic --plan c2 --tree sparse
-slow 2 dense critic --plan p2
+slow 2 dense critic --plan p2 | --exact --plan d2 --data-parallel zero1
 slow 2 dense,experts critic --data-parallel fsdp | --data-parallel fsdp-offload --tree sparse
 slow 2 deep critic --plan p2 --pp-schedule interleaved1f1b
 slow 2 dense,deep critic --compute-dtype float32 --plan p2 --tree sparse

@@ -196,8 +196,9 @@ class Trainer:
         """Return what runs the policy, or another model, on micro-batches of sequences."""
         # A micro-batch is a row of sequences, filled in order up to micro_tokens: lengths 6 3 5 2
         # and micro_tokens 10 give [6 3] [5 2]. With --tree it is a tree of their prefixes.
-        # The experts that are counted are the policy's.
-        kind = "exact" if self.config.exact else self.config.tree
+        # The experts that are counted are the policy's. No sampler is compared with a critic.
+        is_exact = self.config.exact and model is not self.critic
+        kind = "exact" if is_exact else self.config.tree
         experts = self.experts if model is self.model else None
         return BATCHES[kind](model, self.config, experts)
 
