@@ -5,6 +5,7 @@ conflicts.py says what cannot be combined.
 """
 
 import dataclasses
+import difflib
 import itertools
 import os
 import tomllib
@@ -348,6 +349,12 @@ def _shown(choices, separator=", "):
     return separator.join(filter(None, choices))
 
 
+def nearest(word, names, shown=str) -> str:
+    """Return "; did you mean X?" with the name that is nearest to a word, or ""."""
+    near = difflib.get_close_matches(word, names, 1)
+    return f"; did you mean {shown(near[0])}?" if near else ""
+
+
 def read_settings(path, given=()) -> dict:
     """Return {field: value} of a file of settings: TOML if its name ends in .toml, else JSON.
 
@@ -365,7 +372,7 @@ def read_settings(path, given=()) -> dict:
     wrong = []
     for name, value in found.items():
         if name not in fields:
-            wrong.append(f"expected a field of Config, got {name}")
+            wrong.append(f"expected a field of Config, got {name}{nearest(name, fields)}")
             continue
         kind, choices = fields[name].type, choices_of(fields[name])
         is_number = kind is float and type(value) is int and value <= Config.LARGEST[float]

@@ -7,7 +7,9 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from full.config import Config, _flag, _shown, choices_of, read_settings, resumed_config
+from full.config import (
+    Config, _flag, _shown, choices_of, nearest, read_settings, resumed_config,
+)  # fmt: skip
 from full.metrics import glossary
 from full.plans import letters_table
 from full.ranks import is_rank_0
@@ -78,8 +80,11 @@ def parse_config(argv) -> Config:
         parser.print_help = lambda: None  # rank 0 prints it for all
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        what = "flag" if unknown[0].startswith("-") else "command"
-        refuse(f"expected a {what} that --help lists, got {unknown[0]}")
+        what, near = "command", ""
+        if unknown[0].startswith("-"):
+            name = unknown[0].partition("=")[0].strip("-").replace("-", "_")
+            what, near = "flag", nearest(name, ["config", *fields], _flag)
+        refuse(f"expected a {what} that --help lists, got {unknown[0]}{near}")
     given = vars(known)
     file = given.pop("config")
     if file is not None:

@@ -53,7 +53,6 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--teacher DIR --advantage gae": "--teacher needs --advantage teacher",
     "--advantage teacher": "--advantage teacher needs --teacher",
     "--critic-lr 3": "--critic-lr needs --advantage gae",
-    "--advantage gae --exact": "--exact has no --advantage gae",
     "--dynamic-sampling": "--entropy-coef 0", "--importance-cap 2": "--proximal",
     "--dynamic-sampling --entropy-coef 0 --kl-coef 1": "--kl-coef 0",
     "--prompts 2 --minibatches 3": "--minibatches 3",
@@ -80,7 +79,9 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--advantage gae --dynamic-sampling --entropy-coef 0": "from which --advantage gae",
     "--staleness 1 --importance-cap 2 --minibatches 1": "--importance-cap needs --proximal",
     "--staleness 65": "at most 64", "--staleness -1": "at least 0",
-    "--stpes 3": "expected a flag that --help lists, got --stpes\n",
+    "--stpes 3": "expected a flag that --help lists, got --stpes; did you mean --steps?",
+    "--log_rolouts=all": "got --log_rolouts=all; did you mean --log-rollouts?",
+    "--xyz": "expected a flag that --help lists, got --xyz\n", "--step 3": "mean --steps?",
     "--task jsonl": "needs --data FILE.jsonl and --model DIR",
     "--task jsonl --data FILE": "--task jsonl needs --model DIR", "--minibatches 3 --prompts 2":
     "--minibatches 3 is over --prompts 2, so one would be empty: lower --minibatches",
@@ -107,7 +108,7 @@ COMMANDS = {  # a command, and what its line must say
         "error: run holds a run: --resume to go on with it, or choose another --out\n",
     **{f"{TINY} --out {name} --steps 2{resume}": f"error: {name}"
        for name in ("thesis", "model") for resume in ("", " --resume")},
-    "--confg settings.toml": "expected a flag that --help lists, got --confg",
+    "--confg settings.toml": "did you mean --config?",
     "--config setings.toml": "error: --config setings.toml: no such file\n",
     "--config other": "error: --config other: no such file\n",
     "--config settings.toml --resume --out run":
@@ -215,7 +216,8 @@ def test_an_environment_that_is_wrong_is_one_line(
 
 
 SETTINGS = {  # a file of settings, its text, and what is said of it
-    ("a.toml", "stpes = 3"): "expected a field of Config, got stpes",
+    ("a.toml", "stpes = 3"): "expected a field of Config, got stpes; did you mean steps?",
+    ("a.toml", "lr-decay = 'constant'"): "got lr-decay; did you mean lr_decay?",
     ("a.toml", "zzz = 1"): "expected a field of Config, got zzz",
     ("a.toml", "steps = '3'\nlr = true"):
         "--config a.toml: steps: expected int, got '3'; lr: expected float, got True",
