@@ -25,6 +25,7 @@ from full.ranks import (  # noqa: E402
     ERRORS, Progress, connect, errors_on_all_ranks, is_one_of_several, naming_lost_ranks,
 )  # fmt: skip
 from full.run import start_run  # noqa: E402
+from full.tasks import place_in_users_file  # noqa: E402
 
 # Commands read a run, or measure. They are one process, and none of them trains.
 COMMANDS = {
@@ -65,7 +66,10 @@ def main(argv) -> int:
         with naming_lost_ranks(progress):
             number = start_run(connected(argv), progress).signal
             code = 128 + number if number else 0
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        # sys.exit(0) in a task or a reward has not done the run. argparse ends a command by it.
+        if isinstance(error, SystemExit) and not place_in_users_file(error):
+            raise
         return report(error)
     except KeyboardInterrupt:  # a Ctrl-C before the first step; from there on Stop has it
         print("interrupted, with nothing to save", file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ setting is a ValueError, an error in a task is raised as it is, no call ends the
 call, signal handlers, threads and process groups are as they were before.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,6 +30,15 @@ from full.run import start_run
 from full.tasks import Task
 
 __all__ = "Config", "Interrupted", "Report", "Result", "Task", "audit", "run"
+
+
+@contextlib.contextmanager
+def refusing_exits():
+    """Turn a user's sys.exit into an error: a run that it ends has not done its steps."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"a task or a reward called sys.exit({error.code!r})") from error
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,7 @@ class Result:
         return os.fspath(self.out)
 
 
+@refusing_exits()
 @replacing_characters()
 def run(
     config, *, task=None, reward=None, dataset=None, eval_dataset=None, log=None
@@ -91,6 +102,7 @@ def run(
     return Result(found.path, ended.solved, metrics, checkpoint)
 
 
+@refusing_exits()
 def audit(
     run, *, task=None, reward=None, dataset=None, eval_dataset=None, step=None, group=None,
     tell=lambda line: None,

@@ -11,7 +11,7 @@ import traceback
 import torch.distributed as dist
 
 from full.ranks import ERRORS, is_one_of_several
-from full.tasks import is_of_users_code
+from full.tasks import place_in_users_file
 
 
 @contextlib.contextmanager
@@ -51,17 +51,21 @@ def quietly(command, argv) -> int:
 
 
 def report(error) -> int:
-    """Name an error in one line on stderr. Return 2.
+    """Name an error in one line on stderr, after the traceback of one that no flag can mend.
 
-    The traceback of an error of a task's own code, and of one that no flag can mend, precedes it.
+    Returns 2.
     """
     # An error that all ranks raised is named by the rank that found it, any other by each rank.
     finder = finder_of(error)
     if finder is None or finder == dist.get_rank():
-        said = f"{error}"
+        said = " ".join(f"{error}".splitlines())
+        # A note says in which rollout a task has failed.
+        places = *getattr(error, "__notes__", ()), place_in_users_file(error)
+        if any(places):
+            said += f" ({'; '.join(filter(None, places))})"
         if not isinstance(error, ERRORS):
             said = f"{type(error).__name__}: {said}"
-        if not isinstance(error, ERRORS) or is_of_users_code(error):
+        if not isinstance(error, (*ERRORS, SystemExit)):
             traceback.print_exception(error)
         # One write, so that the lines of two ranks do not run into each other.
         who = f"rank {os.environ['RANK']}: " if os.environ.get("RANK") else ""

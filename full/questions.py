@@ -264,15 +264,20 @@ class Jsonl(Task):
                    f"and are trained on")  # fmt: skip
 
     def _reward(self, line, text) -> float:
-        """Score a last answer. ValueError that names the line if the score is not a number."""
+        """Score a last answer. ValueError that names the line if the function fails to."""
         if self.reward is None:
             return float(same_answer(final_answer(text), gold_of(answer_in(line.row))))
 
         # The function gets a copy: a change to the row itself would reach the next answer's reward.
-        reward = self.reward(text, copy.deepcopy(line.row))
+        where = f"for the answer {text[:200]!r} to {line.where}"
+        try:
+            reward = self.reward(text, copy.deepcopy(line.row))
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"--reward {self.config.reward} raised {type(error).__name__} "
+                             f"{where}: {error}") from error  # fmt: skip
         if not is_finite_number(reward):
-            raise ValueError(f"--reward {self.config.reward} gave {reward!r} for the answer "
-                             f"{text[:200]!r} to {line.where}: rewards must be finite numbers")
+            raise ValueError(f"--reward {self.config.reward} gave {reward!r} {where}: rewards must "
+                             f"be finite numbers")  # fmt: skip
         return float(bare(reward))
 
 

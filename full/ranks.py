@@ -172,7 +172,7 @@ def errors_on_all_ranks(group=None, *, alone=False):
     problem = None
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a task may exit
         problem = error
     if alone or not dist.is_initialized() or dist.get_world_size(group) == 1:
         if problem is not None:
@@ -194,8 +194,9 @@ def errors_on_all_ranks(group=None, *, alone=False):
 
 def copy_of(error):
     """Return an error as other ranks raise it, or None."""
-    # A class that only one rank has imported cannot travel, but its name and text can.
-    if error is None or isinstance(error, ERRORS):
+    # A class of a task's own may not be pickled, or made again, but its name and text can.
+    is_known = type(error).__module__.partition(".")[0] in ("builtins", "full")
+    if error is None or (isinstance(error, ERRORS) and is_known):
         return error
     return RuntimeError(f"rank {dist.get_rank()} ended with {type(error).__name__}: {error}")
 

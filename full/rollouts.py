@@ -159,33 +159,41 @@ def asker_of(task, limit=0):
     """
     began = {}  # id of an episode -> when a thread began to ask about it
 
+    def place_of(episode, said=""):
+        """Return the episode's place, with its line of data unless that is said already."""
+        line = task.where(episode.state) if hasattr(task, "where") else ""
+        line = f", {line}" if line and line not in said else ""
+        return f"in group {episode.group}, rollout {episode.number}{line}"
+
     def require_in_time(episode):
         now, stop = time.monotonic(), Stop.current
         seconds = now - began.get(id(episode), now)
         number = stop.number if stop and stop.number and now > stop.seen_at + GRACE else 0
         if number or 0 < limit < seconds:
-            line = task.where(episode.state) if hasattr(task, "where") else ""
-            where = f"in group {episode.group}, rollout {episode.number}{line and f', {line}'}"
             shown = task.show(episode.tokens[episode.turn :])[:200]
-            raise Unheard(f"{type(task).__name__} has not replied after {seconds:.0f} s {where}, "
-                          f"to the answer {shown!r}", number)  # fmt: skip
+            raise Unheard(f"{type(task).__name__} has not replied after {seconds:.0f} s "
+                          f"{place_of(episode)}, to the answer {shown!r}", number)  # fmt: skip
 
     def ask_one(episode):
         began[id(episode)] = time.monotonic()
         answer = episode.tokens[episode.turn :]
         name = type(task).__name__
-        told = task.reply(episode.state, answer)
+        try:
+            told = task.reply(episode.state, answer)
+        except Exception as error:
+            error.add_note(place_of(episode, f"{error}"))
+            raise
         if not isinstance(told, tuple | list) or len(told) != 3:
             raise ValueError(f"expected reply to return (state, tokens or None, reward), got "
                              f"{told!r} of {name}")  # fmt: skip
         state, reply, reward = told
-        where = f"in group {episode.group}, rollout {episode.number}"
         if not is_finite_number(reward):
-            raise ValueError(f"{name} gave reward {reward} {where}, for the answer "
+            raise ValueError(f"{name} gave reward {reward} {place_of(episode)}, for the answer "
                              f"{task.show(answer)!r}: rewards must be finite")  # fmt: skip
         # A token outside the vocabulary would be read from whatever lies past the embedding.
         if reply is not None and not all(0 <= token < task.vocab_size for token in reply):
-            raise ValueError(f"{name} replied {reply} {where}: ids end at {task.vocab_size - 1}")
+            raise ValueError(f"{name} replied {reply} {place_of(episode)}: ids end at "
+                             f"{task.vocab_size - 1}")  # fmt: skip
         return state, reply, float(bare(reward))
 
     # The replies of `guess` are arithmetic: a thread would cost more than the reply.

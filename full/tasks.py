@@ -126,11 +126,19 @@ def from_file(spec, kind):
     return getattr(module, name)
 
 
-def is_of_users_code(error) -> bool:
-    """Return whether an error came out of a file of --task or --reward."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    specs = [frame.f_globals.get("__spec__") for frame in frames]
-    return any(isinstance(getattr(spec, "loader", None), FileLoader) for spec in specs)
+def place_in_users_file(error) -> str:
+    """Return the line of a user's file that an error came out of, as "FILE, line 8, in reply".
+
+    It is the innermost such line, of the error or of what caused it. "" if there is none.
+    """
+    place = ""
+    while error is not None:
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            if isinstance(getattr(frame.f_globals.get("__spec__"), "loader", None), FileLoader):
+                code = frame.f_code
+                place = f"{code.co_filename}, line {line}, in {code.co_qualname}"
+        error = error.__cause__
+    return place
 
 
 def read_arguments(text) -> dict:

@@ -280,8 +280,14 @@ def fails(line):
 
 
 CONFIG = config_of(f"{STEPS} --size 6")
+class Leaving(Sort):
+    def reply(self, state, answer):
+        sys.exit(0)
+
+
 LATER = {  # a run that raises in its steps, and the directory that it leaves can go on
     "a task": (KeyError, "nothing", dict(task=Broken(CONFIG))),
+    "a task that exits": (RuntimeError, r"called sys.exit\(0\)", dict(task=Leaving(CONFIG))),
     "a logger": (LookupError, "the logger is gone", dict(task=Sort(CONFIG), log=fails)),
 }  # fmt: skip
 
@@ -410,7 +416,7 @@ def test_a_reward_that_fails_ends_the_run(model):
         assert said.startswith("dataset line 40: it holds no question")
         wrong = complaint_of(run, config, dataset=QUESTIONS, reward=lambda text: 1)
         assert "cannot be called with (text, row)" in wrong
-        with pytest.raises(KeyError, match="gold"):
+        with pytest.raises(ValueError, match="raised KeyError for .* to dataset line .*: 'gold'"):
             run(config, dataset=QUESTIONS, reward=lambda text, row: row["gold"])
         none = dict(dataset=QUESTIONS, reward=lambda text, row: None)
         other = dataclasses.replace(config, out="none")

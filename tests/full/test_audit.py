@@ -573,11 +573,10 @@ def test_no_file_that_the_run_names_is_imported(tmp_path, monkeypatch, capsys):
             path.chmod(mode)
     assert contents(Path("run")) == before and Path("imported").exists()
 
-    # What the task raises is named after its traceback.
+    # What the task raises is named with its line, after the traceback.
     capsys.readouterr()
     Path("broken").touch()
     assert main(["audit", "run", "--task", "mine.py:Mine"]) == 2
     *trace, last = capsys.readouterr().err.splitlines()
     assert trace[0] == "Traceback (most recent call last):" and trace[-1] == "KeyError: 'gone'"
-    assert any('mine.py", line 8, in reply' in line for line in trace)
-    assert last == "error: KeyError: 'gone'"
+    assert re.fullmatch(r"error: KeyError: 'gone' \(.*mine.py, line 8, in Mine.reply\)", last)

@@ -302,6 +302,7 @@ def test_a_file_of_held_out_lines_leaves_all_of_the_data_to_train_on(task_of):
 # 3. Rewards ----------------------------------------------------------------------------------
 
 FAILING = {
+    "broken": "rewards.py:broken raised KeyError", "leaves": "rewards.py:leaves raised SystemExit",
     "nothing": r"rewards.py:nothing gave None", "infinite": r"rewards.py:infinite gave inf",
     "word": r"rewards.py:word gave '1.0'", "pair": r"rewards.py:pair gave array\(\[1, 2\]\)",
 }  # fmt: skip
@@ -346,7 +347,7 @@ def test_a_reward_sees_special_tokens_if_it_says_so(rewarding):
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_a_reward_that_is_no_number_is_named_with_its_row(rewarding, name):
+def test_a_reward_that_fails_is_named_with_its_row(rewarding, name):
     asked = rewarding(reward=f"rewards.py:{name}")
     with pytest.raises(ValueError, match=f"{FAILING[name]} for the .* 'four' to .*jsonl line 8"):
         asked("four")

@@ -164,6 +164,14 @@ ROOM = r".*checkpoint run/step-\d+ not written .*older ones are whole.*--resume 
 LOG = r".*run/(metrics|rollouts).jsonl not written .*--resume --out run"
 NANS = "--minibatches 1 --save-every 1"  # call n of BATCH is in step n - 1
 UP = "model.layers.0.mlp.up_proj.weight"
+PLACE = r"\((in group \d+, rollout \d+; )?.*task\.py, line \d+, in Mine.reply\)\n\Z"
+
+
+OWN_ERROR = """
+class Own(ValueError):  # which pickle cannot make again, since it takes two arguments
+    def __init__(self, text, number):
+        super().__init__(f"{text} {number}")
+"""
 
 
 def on_rank_1(line):
@@ -177,11 +185,12 @@ FAULTS = {
     "start: read-only": Fault([(0, OUT, 1, read_only, ".")],
                               [r"run.*Permission denied.*--out.*\n\Z"], goes_on=False),
     "start: a task's file ends one rank": Fault(
-        [], [".*another rank is gone", None], goes_on=False, codes=(2, 1),
+        [], [None, r"SystemExit: only here \(.*task\.py, line \d+, in <module>\)\n\Z"],
+        goes_on=False,
         task=dict(top=on_rank_1("raise SystemExit('only here')"))),
     "start: a task of one rank": Fault(
-        [], [None, "only here\n"], goes_on=False,
-        task=dict(init=on_rank_1("raise ValueError('only here')"))),
+        [], [None, r"only here 7 \(.*task\.py, line \d+, in Mine.__init__\)\n\Z"], goes_on=False,
+        task=dict(top=OWN_ERROR, init=on_rank_1("raise Own('only here', 7)"))),
     "start: a task lacks a method": Fault(
         [], ["AttributeError: 'Mine' object has .* 'prompt'"],
         task=dict(init="del type(self).prompt"), goes_on=False),
@@ -202,8 +211,10 @@ FAULTS = {
     "sampling: a reward is NaN": Fault([], ["Mine gave reward nan"],
                                        task=dict(reply="return state, None, float('nan')")),
     "sampling: a reply raises": Fault(
-        [], [".*another rank is gone", "RuntimeError: my database timed out\n"],
+        [], [".*another rank is gone", f"RuntimeError: my database timed out {PLACE}"],
         task=dict(reply=on_rank_1("raise RuntimeError('my database timed out')"))),
+    "sampling: a reply exits": Fault([], [".*another rank is gone", rf"SystemExit: 0 {PLACE}"],
+                                     task=dict(reply=on_rank_1("import sys; sys.exit(0)"))),
     "update: NaN of a batch, fsdp": Fault(
         [(1, BATCH, n, nan) for n in (5, 6)], [".*the newest checkpoint is run/step-00000004"],
         "1 2 3 4", f"{NANS} --data-parallel fsdp", goes_on=False),
