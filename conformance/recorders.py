@@ -394,7 +394,7 @@ def build_full():
 
 
 def run_full(directory, step_number=1, **flags):
-    """Train our demo, and record an optimizer step. Flags as Config's."""
+    """Train `guess` by the folder, and record an optimizer step. Flags as Config's."""
     from full import __main__ as program, run
 
     run.Trainer = recording(run.Trainer, directory, step_number)

@@ -2,7 +2,7 @@
 
 Sums are in float32 or better, and the backward does less work for small vocabularies.
 
-Equations (8) and (9) are in models.py. Not here: a soft cap of the logits (Gemma 2's).
+Equations (8) and (9) are in models.py.
 
 Letters:  N tokens   M width   V words, v on this rank
 """

@@ -114,7 +114,8 @@ def complaint_of_load(folder, model_type="qwen3", **options):
 # test_faults.py has kills, the reference and masters.
 RESUMED = {
     1: ["--staleness 2 --minibatches 1 --log-rollouts all", "--advantage gae --weight-decay 0.1",
-        "--exact --dtype float32 --generator-dtype float32 --advantage gae", "--lora-rank 2 --kl-coef 0.1",
+        "--exact --dtype float32 --generator-dtype float32 --advantage gae",
+        "--lora-rank 2 --kl-coef 0.1",
         "--proximal --importance-cap 2 --generator-dtype bfloat16 --lr-warmup 2",
         "--dynamic-sampling --max-rounds 2 --entropy-coef 0 --tree sparse"],
     2: ["--data-parallel fsdp --advantage gae", "--plan p2 --layers 2 --staleness 1"],
