@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, installed, slow
+from pages import Page
 from test_ranks import as_script, start
 from test_rollout import Chat, random_model
 from test_run import _main, _task, call, cli, contents, end, good, json_lines
@@ -301,6 +302,19 @@ def test_a_released_checkpoint_from_the_first_step_to_an_evaluation(
         rewards.append(task.reply(state, said_by_theirs)[2] if ended else 0.0)
     assert figures_of(out)["solved"][0] == np.mean(rewards)
     assert len(set(rewards)) == 2 or family == "qwen3"  # whose weights repeat a token, with no end
+
+    # The manual's conversation: two questions, of which the second follows the first's answer.
+    (code,) = [x for x in Page("full/README.md").code("python") if "pipeline" in x]
+    said = iter(["What is 3 and 3?", "And 4?", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    capsys.readouterr()
+    spoken = {}
+    greedily = "6, do_sample=False, repetition_penalty=1.0"
+    exec(code.replace("runs/reverser", "run/hf").replace("256", greedily), spoken)
+    one, two = (x["content"] for x in spoken["messages"] if x["role"] == "assistant")
+    assert capsys.readouterr().out == f"{one}\n{two}\n"
+    assert one == tokenizer.decode(answer(prompt), skip_special_tokens=True)
+    assert [x["role"] for x in spoken["messages"]] == ["user", "assistant"] * 2
 
     # A file of its own is asked line by line, however short it is.
     Path("few.jsonl").write_text("\n".join(rows[:3]) + "\n")
