@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from full.conflicts import of_parts, require
 from full.engine import Engine
 from full.exact import ExactTransformer
 from full.lora import add_factors
-from full.model_config import LINEAR, ModelConfig, read_json
+from full.model_config import ModelConfig, read_json
 from full.questions import make_task
 from full.ranks import warn
-from full.trainer import keep_wide, plan_of
+from full.trainer import keep_wide
 from full.transformer import Transformer
 from train_grpo import EVALUATION, ROLLOUT
 
@@ -32,35 +32,21 @@ def own_shape(config, task) -> ModelConfig:
     )  # fmt: skip
 
 
-def require_rows(task, shape, source):
-    """Raise ValueError if the task has tokens that the model of a directory does not have."""
-    if task.vocab_size > shape.vocab_size:
-        raise ValueError(f"the task has {task.vocab_size} tokens, {source} {shape.vocab_size}")
-
-
 def shape_of(config, task) -> ModelConfig:
-    """Return the shape of the run's model; ValueError if it does not fit task or settings."""
+    """Return the shape of the run's model: of a directory or of the settings, with their bias."""
     shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
-    require_rows(task, shape, config.model)
-    if config.router_bias_rate and not shape.sparse_layers:
-        where = config.model or "the model of --layers and --hidden"
-        raise ValueError(f"--router-bias-rate is about experts, and {where} has none: leave it out")
-    if config.exact and LINEAR in shape.layer_types:
-        raise ValueError(f"--exact has no recurrent layers, and {config.model} has: leave it out")
-    return shape
+    return dataclasses.replace(shape, router_bias_rate=config.router_bias_rate)
 
 
-def empty_model(config, shape, dtype, *, is_teacher=False) -> Transformer:
-    """Make a model on the meta device, with what the settings add to all but a teacher."""
-    if not is_teacher:
-        shape = dataclasses.replace(shape, router_bias_rate=config.router_bias_rate)
+def empty_model(config, shape, dtype) -> Transformer:
+    """Make a model on the meta device."""
     with torch.device("meta"):
         model = (ExactTransformer if config.exact else Transformer)(shape)
     return keep_wide(config, model.to(getattr(torch, dtype)))
 
 
 def empty_policy(config, shape) -> Transformer:
-    """Make the model that is trained, on the meta device: with --lora-rank a base and factors."""
+    """Make the model that is trained, on the meta device: with LoRA a base and factors."""
     if config.lora is None:
         return empty_model(config, shape, config.dtype)
     # A base never changes, so it needs no masters: it has the precision of the products.
@@ -72,18 +58,16 @@ def build(config, task):
     """Make policy, generator and, where there is a KL, a reference, all on the meta device.
 
     The Trainer shards them, allocates this rank's parts, and gives the policy its first weights.
-    The first push fills the generator, and `RunDirectory.write_reference` the reference. With
-    --engine the generator is an `Engine`, which has asked its servers who they are. Collective.
+    The first push fills the generator, and `RunDirectory.write_reference` the reference. The
+    generator may be an `Engine`, which has asked its servers who they are. Collective.
     """
     # A reference never changes, so it needs no masters: it has the precision in which the policy
     # computes.
     shape = shape_of(config, task)
     model = empty_policy(config, shape)
+    generator = empty_model(config, shape, config.rollout_dtype).requires_grad_(False)
     if config.engine:
-        generator = empty_model(config, shape, config.rollout_dtype, is_teacher=True)
         generator = Engine(config, generator)
-    else:
-        generator = empty_model(config, shape, config.rollout_dtype).requires_grad_(False)
     reference = None
     if config.kl_coef and config.lora is None:
         reference = empty_model(config, shape, config.compute).requires_grad_(False)
@@ -91,43 +75,33 @@ def build(config, task):
 
 
 def build_teacher(config, task):
-    """Make the model of --teacher, if there is one, on the meta device in the compute dtype.
+    """Make the teacher, if there is one, on the meta device in the compute dtype.
 
     That its tokens mean the same is for the user to know: two tokenizers may differ in much.
     """
     if not config.teacher:
         return None
     shape = ModelConfig.from_hf(config.teacher)
-    require_rows(task, shape, f"the model of --teacher {config.teacher}")
-    return empty_model(config, shape, config.compute, is_teacher=True).requires_grad_(False)
+    return empty_model(config, shape, config.compute).requires_grad_(False)
 
 
 def prepare(config, make=make_task):
-    """Make the run's task and teacher. ValueError for what does not fit task, model or ranks.
+    """Make the run's task and teacher. ValueError for what does not fit task or model.
 
-    It is what only a task, a package or a model can tell, before anything is written.
+    It is what only a task, a package or a model can tell, before anything is written. Whether the
+    plan fits, `Grid` and `parallelize` say.
     make: a function that makes the task of a Config.
     """
     task = make(config)
-    if config.reply_timeout and not getattr(task, "threads", True):
-        raise ValueError(f"--reply-timeout: {type(task).__name__} has threads = False, so its "
-                         f"replies are waited for by no other thread: leave one of the two out")
-    # A teacher scores the run's prompts and answers under the run's plan, so it must fit as well.
     shape = shape_of(config, task)
+    require(of_parts(config, task, shape))
+    # A teacher scores the run's prompts and answers, so it must have room for them as well.
     teacher = build_teacher(config, task)
-    for one in [shape] if teacher is None else [shape, teacher.config]:
-        require_plan(config, one)
-        require_room(config, task, one.max_position_embeddings)
+    require_room(config, task, shape, config.model)
+    if teacher is not None:
+        require_room(config, task, teacher.config, config.teacher)
     tell_of_router_loss(config, shape)
     return task, teacher
-
-
-def require_plan(config, shape):
-    """Raise ValueError for a plan that does not fit the model's shape or the number of ranks."""
-    plan_of(config).require_fits(
-        config=shape, world=dist.get_world_size(), ulysses=config.cp_method == "ulysses",
-        shard=config.shard_ranks or None,
-    )  # fmt: skip
 
 
 def tell_of_router_loss(config, shape):
@@ -136,18 +110,23 @@ def tell_of_router_loss(config, shape):
     coef = raw.get("router_aux_loss_coef") if shape.sparse_layers else None
     if coef and not config.router_bias_rate:
         warn(f"the experts of {config.model} were balanced by router_aux_loss_coef {coef}; here "
-             f"nothing does that without --router-bias-rate")  # fmt: skip
+             f"nothing does that without router_bias_rate")  # fmt: skip
 
 
-def require_room(config, task, positions, what="the model"):
-    """Raise ValueError if a prompt and an answer are longer than a model or an engine can take."""
+def require_room(config, task, shape, source):
+    """Raise ValueError if a model has no row for a token, or too few positions for an answer.
+
+    source: str. Where the model is from.
+    """
+    if task.vocab_size > shape.vocab_size:
+        raise ValueError(f"the task has {task.vocab_size} tokens, {source} {shape.vocab_size}")
     # `generate` refuses too, but in the middle of a step. These are the first prompts, one to train
     # on and one held out.
     for stream, held_out in ((ROLLOUT, False), (EVALUATION, True)):
         rng = np.random.default_rng([config.seed, stream, 0, 0])
         _, prompt = task.prompt(rng, 0, held_out)
+        positions = shape.max_position_embeddings
         if len(prompt) + config.max_new_tokens > positions:
             raise ValueError(
-                f"a prompt of {len(prompt)} tokens and --max-new-tokens {config.max_new_tokens} "
-                f"exceed the {positions} positions of {what}"
-            )
+                f"a prompt of {len(prompt)} tokens and {config.max_new_tokens} max_new_tokens "
+                f"exceed the {positions} positions of {source or 'the model'}")

@@ -17,7 +17,7 @@ import torch
 
 import train_grpo
 from full.advantages import ADVANTAGES, TOKEN_ADVANTAGES
-from full.conflicts import conflicts, typed as _flag
+from full.conflicts import conflicts, require, typed as _flag
 from full.model_config import LORA_ALPHA, Lora, read_json
 from full.objectives import AGGREGATIONS, OBJECTIVES
 from full.plans import Plan
@@ -294,11 +294,8 @@ class Config(train_grpo.Config):
     def check(self) -> "Config":
         """Raise ValueError for settings that cannot run, before anything is built or written."""
         # Values first: the combinations compute with them.
-        wrong = self._wrong_values()
-        if not wrong:
-            wrong = [text for is_wrong, text in conflicts(self) if is_wrong]
-        if wrong:
-            raise ValueError("; ".join(wrong))
+        require((True, text) for text in self._wrong_values())
+        require(conflicts(self))
         return self
 
     def defaults_of(self, name):

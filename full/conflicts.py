@@ -5,6 +5,7 @@ a file refuses by itself is not repeated. If no command of yours was refused, sk
 """
 
 from full.advantages import compared_by
+from full.model_config import LINEAR
 from full.objectives import OBJECTIVE_FLAGS, OBJECTIVES, READS
 from full.ranks import PYTHON
 from full.tasks import TEXT_FLAGS, read_arguments, read_date
@@ -22,6 +23,13 @@ def needs(c, is_there, what, *names) -> list:
          f"{typed(name)} needs {what}")
         for name in names
     ]  # fmt: skip
+
+
+def require(pairs) -> None:
+    """Raise ValueError with the errors of all pairs (is it wrong?, the error) that are wrong."""
+    wrong = [text for is_wrong, text in pairs if is_wrong]
+    if wrong:
+        raise ValueError("; ".join(wrong))
 
 
 def conflicts(c) -> list:
@@ -155,4 +163,22 @@ def of_tasks(c) -> list:
         (is_jsonl and lacks, f"--task jsonl needs {' and '.join(lacks)}"),
         (c.has_whole_template and "{question}" not in c.template,
          f"--template must be chat, raw or a text with {{question}}, got {c.template!r}"),
+    ]  # fmt: skip
+
+
+def of_parts(c, task, shape) -> list:
+    """Return the pairs that a run's task and model decide. shape: the ModelConfig of the model."""
+    model = c.model or "the model of --layers and --hidden"
+    split = c.trainer_plan.tp * c.trainer_plan.cp
+    return [
+        (c.router_bias_rate and not shape.sparse_layers,
+         f"--router-bias-rate is about experts, and {model} has none: leave it out"),
+        (c.exact and LINEAR in shape.layer_types,
+         f"--exact has no recurrent layers, and {model} has: leave it out"),
+        (c.cp_method == "ulysses" and shape.num_attention_heads % split,
+         f"--cp-method ulysses divides the {shape.num_attention_heads} query heads of {model} over "
+         f"t * c = {split} ranks: use ring"),
+        (c.reply_timeout and not getattr(task, "threads", True),
+         f"--reply-timeout: {type(task).__name__} has threads = False, so its replies are waited "
+         f"for by no other thread: leave one of the two out"),
     ]  # fmt: skip

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import train_grpo
 from full.batches import RolloutQueue, pending_batches
-from full.build import empty_model, empty_policy, require_plan
+from full.build import empty_model, empty_policy
 from full.config import LORA_TARGETS
 from full.flags import parse_config
 from full.logs import step_metrics
@@ -228,7 +228,7 @@ def trainer_of(config, family, device="cpu") -> Trainer:
     """Return a trainer of a family's model, with a generator and, for a KL, another reference."""
     model_type, changes = FAMILIES[family]
     shape = tiny(model_type, vocab_size=TwoTurns.vocab_size, eos_token_id=(1,), **changes)
-    require_plan(config, shape)
+    shape = dataclasses.replace(shape, router_bias_rate=config.router_bias_rate)
     generator = empty_model(config, shape, config.rollout_dtype).requires_grad_(False)
     reference = None
     if config.kl_coef and config.lora is None:

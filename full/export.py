@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from full.build import empty_model, empty_policy, own_shape
+from full.build import empty_model, empty_policy, shape_of
 from full.checkpoint import read_checkpoint
 from full.directory import writing
 from full.hf import copy_text_files, load_hf, save_hf
 from full.lora import add_factors, merge
-from full.model_config import ModelConfig
 from full.optimizer import persistent_buffers
 from full.ranks import is_one_of_several, joined, say
 from full.trainer import keep_wide
@@ -54,8 +53,9 @@ def policy_in(path, config, task, dtype, alone=False, merged=True):
 
     alone: no other rank calls it. merged: as one model, if --lora-rank trains factors of it.
     """
-    # The run has checked that the task fits. With --model there may be no task here.
-    shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
+    # The run has checked that the task fits. Where the model is from a directory, there may be no
+    # task here.
+    shape = shape_of(config, task)
     if config.lora is None:
         model = empty_policy(config, shape).to_empty(device="cpu")
     else:

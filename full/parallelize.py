@@ -13,7 +13,6 @@ import re
 from collections import deque
 
 import torch
-import torch.distributed as dist
 import torch._functorch.config
 import torch.utils.checkpoint as ckpt
 from torch.distributed import fsdp
@@ -74,11 +73,10 @@ def parallelize(
     budget = memory_budget(ac)
     if ac not in AC and budget is None:
         raise ValueError(f"ac: {KNOWN_AC}, got {ac!r}")
-    config = getattr(model, "config", None)
-    plan.require_fits(world=dist.get_world_size(), config=config)
+    plan.require_fits(config=getattr(model, "config", None))
     options = dict(attention=attention, mode=mode, sequence=sequence, schedule=schedule, ac=ac,
                    compile=compile, offload=offload, compute_dtype=compute_dtype)  # fmt: skip
-    for is_wrong, text in option_conflicts(model, plan, device_mesh, **options):
+    for is_wrong, text in misfits(model, plan, device_mesh, **options):
         if is_wrong:
             raise ValueError(f"plan {plan}: {text}")
     if attention is not None:
@@ -111,7 +109,7 @@ def parallelize(
     return model
 
 
-def option_conflicts(
+def misfits(
     model, plan, grid, *, attention, mode, sequence, schedule, ac, compile, offload, compute_dtype
 ) -> list:
     """Return (whether it is so, the error) of options that need or exclude one another."""

@@ -163,15 +163,13 @@ class Plan:
         """
         return dataclasses.replace(self, dp=self.world // self.tp, pp=1, cp=1)
 
-    def require_fits(self, *, world=None, config=None, ulysses=False, shard=None) -> None:
+    def require_fits(self, *, world=None, config=None, shard=None) -> None:
         """Raise ValueError unless the plan fits the ranks and the model that are given.
 
         world: int. The number of ranks that were started.
         shard: int. HSDP: how many of the d ranks share the weights.
         config: ModelConfig.
-        ulysses: bool. Context parallelism distributes heads, so c must divide them as well.
         """
-        layers = self.pp if config is None else config.num_hidden_layers
         for is_wrong, text in (
             (world not in (None, self.world),
              f"expected p * d * c * t = {self.world} ranks, got {world}. Start {self.world} ranks, "
@@ -180,8 +178,6 @@ class Plan:
              f"{shard} ranks that shard must divide d = {self.dp}"),
             (config is not None and not config.sparse_layers and self.ep * self.etp > 1,
              "expected a model with experts, got a dense one. Leave e and ffn out"),
-            (self.pp > layers,
-             f"expected at most a stage for each of {layers} layers, got p = {self.pp}"),
         ):  # fmt: skip
             if is_wrong:
                 raise ValueError(f"plan {self}: {text}")
@@ -192,7 +188,6 @@ class Plan:
             ("t", self.tp, "key heads", "num_key_value_heads"),
             ("t", self.tp, "key heads of recurrent layers", "linear_num_key_heads"),
             ("t", self.tp, "intermediate_size", "intermediate_size"),
-            ("t * c", ulysses * self.tp * self.cp, "query heads (ulysses)", "num_attention_heads"),
             ("e", self.ep, "experts", "num_experts"),
             ("ffn's t", self.etp, "moe_intermediate_size", "moe_intermediate_size"),
         ):

@@ -62,7 +62,8 @@ def start_run(config, progress=None, *, make=make_task, log=None, goes_on=False)
             with errors_on_all_ranks():
                 require_exact_kernels(generator, current_device())
         if config.engine:
-            require_room(config, task, generator.positions, "the engine")
+            shape = dataclasses.replace(model.config, max_position_embeddings=generator.positions)
+            require_room(config, task, shape, "the engine")
         trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
         # All that can be refused has been: only now is a directory claimed.
         # Rank 0 alone looks and writes, and holds the lock: the other ranks get the path.

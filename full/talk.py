@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from full.build import require_room, require_rows
+from full.build import require_room
 from full.checkpoint import checkpoints
 from full.config import Config, resumed_config
 from full.flags import add_flags
@@ -215,8 +215,7 @@ def evaluation(argv) -> int:
             config = dataclasses.replace(config, eval_prompts=len(task.rows[True]))
         which = dict(step=options.step, dtype=options.dtype, device=device)
         model, name = load_policy(options.source, task, **which)
-        require_rows(task, model.config, options.source)
-        require_room(config, task, model.config.max_position_embeddings)
+        require_room(config, task, model.config, options.source)
         figures, different, shown = evaluated(config, task, Sampler(model), options.samples)
 
     # First what the task has decided by itself, such as a template. Then a table and samples for a

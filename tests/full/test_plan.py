@@ -9,6 +9,8 @@ import torch.distributed as dist
 from conftest import ROOT
 from test_ranks import ranks
 
+from full.config import Config
+from full.conflicts import of_parts, require
 from full.flags import parse_config
 from full.model_config import ModelConfig
 from full.optimizer import lr_factor
@@ -144,14 +146,12 @@ DENSE, SIX = tiny("qwen3"), tiny("qwen3_moe", num_experts=6)
 FOURTEEN = tiny("qwen3", num_attention_heads=14, vocab_size=54)
 FITS = [
     ("d2t2", dict(world=8), r"plan d2t2: expected p \* d \* c \* t = 4 ranks, got 8"),
-    ("p4", dict(config=DENSE), "expected at most a stage for each of 2 layers, got p = 4"),
     ("t4", dict(config=DENSE), "expected key heads divisible by t = 4, got 2"),
     ("t2", dict(config=tiny("qwen3_5_text", linear_num_key_heads=1)),
      "expected key heads of recurrent layers divisible by t = 2, got 1"),
     ("t3", dict(config=DENSE), "expected query heads divisible by t = 3, got 4"),
     ("d2e2", dict(config=DENSE), "expected a model with experts, got a dense one"),
     ("d4e4", dict(config=SIX), "expected experts divisible by e = 4, got 6"),
-    ("t2c2", dict(config=FOURTEEN, ulysses=True), r"\(ulysses\) divisible by t \* c = 4, got 14"),
 ]
 SCHEDULES = [
     (wrong, r"^expected .*, got ")
@@ -164,6 +164,8 @@ CALLS = [
     (lambda fields: Plan(**fields), [([fields], message) for fields, message in FIELDS]),
     (lambda text, given: Plan.parse(text).require_fits(**given),
      [([text, given], message) for text, given, message in FITS]),
+    (lambda plan: require(of_parts(Config(plan=plan, cp_method="ulysses"), None, FOURTEEN)),
+     [(["t2c2"], r"ulysses divides the 14 query heads of .* over t \* c = 4 ranks: use ring")]),
     (lambda wrong: lr_factor(3, **dict(warmup=2, total=10) | wrong),
      [([wrong], message) for wrong, message in SCHEDULES]),
 ]  # fmt: skip
@@ -177,6 +179,8 @@ def test_what_cannot_be_is_refused():
                 call(*given)
     Plan.parse("d2t2p2").require_fits(world=8, config=tiny("qwen3", vocab_size=54))
     Plan.parse("t2c2").require_fits(config=FOURTEEN)
+    require(of_parts(Config(plan="t2c2"), None, FOURTEEN))
+    require(of_parts(Config(plan="t2", cp_method="ulysses"), None, FOURTEEN))
     Plan.parse("d4").require_fits(shard=2)
 
 
