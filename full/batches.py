@@ -19,7 +19,7 @@ from full.metrics import StepClock, timed
 from full.rollouts import Trajectory, at_once, draw_prompts, evaluate, play
 from train_grpo import ROLLOUT
 
-# Under --staleness K, batch b is sampled with the weights that max(0, b - K) steps have made, and
+# Under staleness K, batch b is sampled with the weights that max(0, b - K) steps have made, and
 # trained in step b. So a step begins by sampling the batch that is trained K steps later:
 #
 #     K = 2      step 0           step 1       step 2       step 3
@@ -28,7 +28,7 @@ from train_grpo import ROLLOUT
 #
 # This says which numbers come out, and not who computes when: the run is a function of its seed.
 # An evaluation in line s is of the weights after step s, whatever K is. A run ends with K batches
-# that are sampled and not trained, because a resume with more --steps trains them.
+# that are sampled and not trained, because a resume with more steps trains them.
 
 
 @dataclass
@@ -119,7 +119,7 @@ def collect(config, task, sampler, step):
     if lengths_PG.sum() == 0:
         raise FloatingPointError(
             f"step {step}: no finite token: every sampled token's log-prob is NaN or infinite, so "
-            f"nothing can be trained; the weights are not finite or too large, or --temperature "
+            f"nothing can be trained; the weights are not finite or too large, or temperature "
             f"{config.temperature} is too small"
         )
 
@@ -229,7 +229,7 @@ class RolloutQueue:
 
 def pending_batches(config, trainer, path, state) -> dict:
     """Return {number: SampledBatch} of a checkpoint's pending batches. state: its JSON values."""
-    # After step s > 0 the batches s .. s + K - 1 are pending, whatever --steps was.
+    # After step s > 0 the batches s .. s + K - 1 are pending, whatever `steps` was.
     step = state["step"]
     expected = list(range(step, step + config.staleness)) if step else []
     try:

@@ -1,6 +1,6 @@
 """The models of a run: adds what settings ask for to `models.Transformer`.
 
-Shapes from flags or from a checkpoint's directory; policy, sampler, reference and teacher on the
+Shapes from settings or from a checkpoint's directory; policy, sampler, reference and teacher on the
 meta device; and what does not fit a model, refused before anything is written.
 """
 
@@ -23,7 +23,7 @@ from train_grpo import EVALUATION, ROLLOUT
 
 
 def own_shape(config, task) -> ModelConfig:
-    """Return the shape of a model with random weights: the flags', with the task's tokens."""
+    """Return the shape of a model with random weights: the settings', with the task's tokens."""
     return ModelConfig(
         vocab_size=task.vocab_size, eos_token_id=tuple(task.end),
         num_hidden_layers=config.layers, hidden_size=config.hidden,

@@ -226,7 +226,7 @@ class Config(train_grpo.Config):
 
     @property
     def reads_text(self) -> bool:
-        """Return whether the task may read TEXT_FLAGS: `jsonl` does, and one from a file may."""
+        """Return whether the task may read settings of text: jsonl does, one from a file may."""
         return self.task == "jsonl" or self.task not in TASKS
 
     @property

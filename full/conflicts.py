@@ -6,9 +6,14 @@ a file refuses by itself is not repeated. If no command of yours was refused, sk
 
 from full.advantages import compared_by
 from full.model_config import LINEAR
-from full.objectives import OBJECTIVE_FLAGS, OBJECTIVES, READS
+from full.objectives import OF_OBJECTIVES, OBJECTIVES, READS
 from full.ranks import PYTHON
-from full.tasks import TEXT_FLAGS, read_arguments, read_date
+from full.tasks import read_arguments, read_date
+
+# What only the task jsonl reads.
+OF_TEXT = (
+    "data", "eval_data", "template", "instruction", "system", "template_args", "date", "reward",
+)  # fmt: skip
 
 
 def typed(name) -> str:
@@ -119,8 +124,8 @@ def of_exact(c) -> list:
 def of_objectives(c) -> list:
     """Return the pairs about the loss."""
     wrong = []
-    for name in OBJECTIVE_FLAGS:
-        readers = [x for x in OBJECTIVES if name in READS.get(x, OBJECTIVE_FLAGS)]
+    for name in OF_OBJECTIVES:
+        readers = [x for x in OBJECTIVES if name in READS.get(x, OF_OBJECTIVES)]
         wrong += needs(c, c.objective in readers, f"--objective {' or '.join(readers)}", name)
     old_is_own = c.proximal or (c.minibatches == 1 and not c.staleness)
     return wrong + [
@@ -155,7 +160,7 @@ def of_tasks(c) -> list:
     lacks = ["--data FILE.jsonl"] * (not c.data)
     lacks += ["--model DIR with a tokenizer.json"] * (not c.model)
     return [
-        *needs(c, c.reads_text, "--task jsonl", *TEXT_FLAGS),
+        *needs(c, c.reads_text, "--task jsonl", *OF_TEXT),
         *needs(c, c.task != "guess", "--task jsonl or FILE.py:Class", "reply_timeout"),
         *needs(c, c.template in ("", "chat"), "--template chat", "system", "template_args"),
         *needs(c, not (c.has_whole_template and c.instruction),

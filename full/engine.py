@@ -1,7 +1,5 @@
 """Generation behind a URL: adds vLLM and SGLang to `models.generate`.
 
-    python -m full --model MODEL_DIR --engine http://127.0.0.1:8101 ..
-
 A run asks an engine for one turn of one rollout: token ids go in, and token ids, their log-probs
 and the version of the weights come out. Nothing is tokenized. Between two batches the ranks write
 the new weights as a Hugging Face directory, and the engine loads it:
@@ -191,7 +189,7 @@ class Engine:
         name, self.positions = agree(self.recognize)
         self.dialect = DIALECTS[name]
         if config.head_dtype:
-            warn("--head-dtype float32: an engine does not tell in which dtype its head computes; "
+            warn("head_dtype float32: an engine does not tell in which dtype its head computes; "
                  "start it with the same (vllm: --hf-overrides '{\"head_dtype\": \"float32\"}', "
                  "sglang: --enable-fp32-lm-head)")
 
@@ -199,7 +197,7 @@ class Engine:
         """Return the name of all servers' dialect, and the fewest positions that one has."""
         names, positions = zip(*map(self.server_at, self.urls))
         if len({*names}) > 1:
-            raise ValueError(f"--engine: expected servers of one kind, got {', '.join(names)}")
+            raise ValueError(f"expected engines of one kind, got {', '.join(names)}")
         return names[0], min(positions)
 
     @staticmethod

@@ -401,8 +401,8 @@ def require_exact_kernels(model, device="cpu") -> None:
         for name, function in (("norms", norm), ("softmax", lambda x: x.double().softmax(-1))):
             require_equal(function(x_NM)[5:9], function(x_NM[5:9]), f"{name} in {dtype}")
     except ValueError as error:
-        raise ValueError(f"--exact: on this machine {error} depend on other rows; leave it out, or "
-                         f"try another machine, or another torch") from error  # fmt: skip
+        raise ValueError(f"exact: on this machine {error} depend on other rows; try "
+                         f"another machine, or another torch") from error  # fmt: skip
 
 
 def require_equal(a, b, what):

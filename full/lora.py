@@ -109,7 +109,7 @@ class AdaptedTransformer(Transformer):
         for target in lora.targets:
             if target not in found:
                 tied = "; its head is its embedding" if target == "lm_head" else ""
-                raise ValueError(f"--lora-targets: the model has no matrix to adapt called "
+                raise ValueError(f"lora_targets: the model has no matrix to adapt called "
                                  f"{target!r}{tied}")  # fmt: skip
 
     def embed(self, tokens_BS, /):
@@ -279,7 +279,7 @@ def draw_factors(model, seed: int) -> None:
         if not is_factor(name):
             continue
         # Each factor has a generator of its own: a stage of a pipeline has some of them only. On a
-        # CPU torch reads the lower 32 bits of a seed, so the checksum is of --seed and the name.
+        # CPU torch reads the lower 32 bits of a seed, so the checksum is of `seed` and the name.
         key = zlib.crc32(name.encode(), seed % 2**32)
         generator = torch.Generator().manual_seed(key)
         whole = torch.zeros(places[name].shape)
@@ -295,7 +295,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def save_factors(model, directory, base) -> None:
-    """Write a whole model's factors as PEFT does. base: the --model directory, or "".
+    """Write a whole model's factors as PEFT does. base: the directory of its base, or "".
 
     ValueError if experts have factors: their stacks have no name there.
     """
@@ -305,8 +305,7 @@ def save_factors(model, directory, base) -> None:
         if rows is not None:
             tensors[name] = in_file_order(tensors[name], rows)
     if any(".experts." in name for name in tensors):
-        raise ValueError("PEFT's format has no factors of experts: leave --adapters out, and the "
-                         "weights are merged")  # fmt: skip
+        raise ValueError("PEFT's format has no factors of experts: write merged weights")
     # In a multimodal model the language model is a part.
     is_multimodal = bool(base and read_json(Path(base) / "config.json").get("text_config"))
     part = "model.language_model." if is_multimodal else "model."

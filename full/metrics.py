@@ -1,6 +1,6 @@
 """Metrics: what each number in a line of metrics.jsonl is, and how it is reduced.
 
-This table is the one list of all metrics; `train_grpo.Log` writes a few. The glossary of --help,
+This table is the one list of all metrics; `train_grpo.Log` writes a few. The glossary of the help,
 the log, the merge over updates and the order of an audit's rows come from it. Causes stand before
 their effects.
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 class Metric(NamedTuple):
     """What a metric is, and how it is reduced to one number of a step."""
 
-    text: str  # its definition, for --help
+    text: str  # its definition, for the help
     over_updates: str = ""  # of an optimizer step: mean | max | sum | first; "": once a step
     over_tokens: str = ""  # of a sampled token: mean | sum | max
     of: Callable | None = None  # of(t): its value (N,) at the tokens of `grpo_loss`, or None
@@ -56,7 +56,7 @@ METRICS = {
     "length/max": Metric("the same of the longest"),
     "eval/solved_before": Metric("eval/solved before the first step; in line 0"),
     "logprob_gap/max": Metric(
-        "|trainer - sampler| of log-probs; with --staleness K of K steps", "first", "max",
+        "|trainer - sampler| of log-probs; with staleness K of K steps", "first", "max",
         lambda t: t.gap_N.abs()),
     "logprob_gap/mean": Metric("the same", "first", "mean", lambda t: t.gap_N.abs()),
     "logprob_gap/identical": Metric(
@@ -85,7 +85,7 @@ METRICS = {
     "loss/policy_token_mean": Metric(
         "loss/token_mean without (5)", "mean", "sum", lambda t: t.policy_part_N),
     "loss/token_mean": Metric(
-        "(7) under any --aggregation, so over its Z", "mean", "sum", lambda t: t.part_N),
+        "(7) under any aggregation, so over its Z", "mean", "sum", lambda t: t.part_N),
     "experts/load_max": Metric("an expert's tokens / their mean; of layers and updates", "max"),
     "grad_norm": Metric("global, before clipping", "mean"),
     "critic/grad_norm": Metric("the same of the critic", "mean"),
@@ -106,7 +106,7 @@ METRICS = {
 
 
 def glossary() -> str:
-    """Return the metrics and their definitions, for --help."""
+    """Return the metrics and their definitions, for the help."""
     lines = ["Metrics, one line of metrics.jsonl for each step. Every denominator is global.",
              "A mean, or the largest, of several updates also has the first one's, NAME_first.", ""]
     indent = dict(subsequent_indent=" " * 30, width=100)

@@ -1,7 +1,7 @@
 """Micro-batches: adds rows, packed trees and chunks of a tree to `train_grpo.Trainer`.
 
-A class for each way of --tree in which a model runs a batch. Without --tree read `RowBatches`
-alone.
+A class for each way in which a model runs a batch, by the settings `tree` and `exact`. Without
+them read `RowBatches` alone.
 
 Letters:  B trajectories   T positions of their padded log-prob vectors   N sampled tokens
 S packed tokens
@@ -62,7 +62,7 @@ class MaskedAttention:
 
 
 class RowBatches(PackedBatches):
-    """Run micro-batches that are rows of sequences end to end: `--tree disabled`."""
+    """Run micro-batches that are rows of sequences end to end."""
 
     def __init__(self, model, config, experts):
         super().__init__(
@@ -86,7 +86,7 @@ class RowBatches(PackedBatches):
 
 
 class ExactBatches(RowBatches):
-    """Run micro-batches that are rows in the order of sums that the sampler has: `--exact`."""
+    """Run micro-batches that are rows in the order of sums that the sampler has."""
 
     def attention_of_row(self, document_1S, group):
         """Return the attention of a row, in which tokens see earlier ones of their own sequence."""
@@ -94,7 +94,7 @@ class ExactBatches(RowBatches):
 
 
 class TreeBatches(RowBatches):
-    """Run micro-batches that are packed trees of the sequences' prefixes: `--tree sparse`."""
+    """Run micro-batches that are packed trees of the sequences' prefixes."""
 
     def share_out(self, batch):
         """Distribute the data-parallel ranks' trajectories: prefixes together, equal times."""
@@ -175,7 +175,7 @@ def held_by(trie, length):
 
 
 class ChunkBatches(TreeBatches):
-    """Train on one tree chunk by chunk, in memory for a path: `--tree dta`."""
+    """Train on one tree chunk by chunk, in memory for a path."""
 
     def forward_backward(self, sequences, masks, loss_fn):
         """Add the loss's gradient to .grad. loss_fn gets sequences that end in a chunk."""

@@ -38,8 +38,8 @@ import torch
 
 from full.metrics import measured
 
-# DEVIATES: without --proximal old is smp. In the first update old is the policy itself where
-# rounding could clip: with --proximal if sampler and trainer round apart, and if a step has one
+# DEVIATES: without `proximal` old is smp. In the first update old is the policy itself where
+# rounding could clip: with `proximal` if sampler and trainer round apart, and if a step has one
 # update and its weights sampled. The log-ratio of (2) is clamped to +-10 before exp. Not here:
 # top-p, which biases every ratio. Pinned by
 # tests/full/test_trl.py::test_loss_and_gradient_are_trls. A ratio of a sequence has one gradient
@@ -57,9 +57,9 @@ def ratio_of(d_N):
 
 
 # Each objective is equation (3): it returns l of each token, with a graph, and which tokens have
-# lost their gradient. c: the flags of the loss. d_N: log-ratios, lp - old. A_N: advantages. lp_N:
-# log-probs now. mean_of_sequence(x_N): gives each token the mean of x over its sequence. A paper's
-# constants are defaults at the function.
+# lost their gradient. c: the settings of the loss. d_N: log-ratios, lp - old. A_N: advantages.
+# lp_N: log-probs now. mean_of_sequence(x_N): gives each token the mean of x over its sequence. A
+# paper's constants are defaults at the function.
 
 
 def reinforce(c, d_N, A_N, lp_N, mean_of_sequence):
@@ -128,9 +128,9 @@ OBJECTIVES = {
 }  # fmt: skip
 
 
-# Which of the flags of objectives each reads. A run refuses the others, because it would ignore
+# Which of the settings of objectives each reads. A run refuses the others, because it would ignore
 # them. An objective that is not listed may read them all.
-OBJECTIVE_FLAGS = "clip_low", "clip_high", "dual_clip", "cispo_bound"
+OF_OBJECTIVES = "clip_low", "clip_high", "dual_clip", "cispo_bound"
 READS = {
     "reinforce": (), "clip": ("clip_low", "clip_high", "dual_clip"), "cispo": ("cispo_bound",),
     "gspo": ("clip_low", "clip_high", "dual_clip"), "sapo": (), "gmpo": ("clip_low", "clip_high"),

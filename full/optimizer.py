@@ -274,7 +274,7 @@ def training_tensors(model, optimizer) -> dict:
 
     optimizer: LocalOptimizer, or torch's AdamW.
     """
-    # The base of factors never changes: --model, or the seed, has it.
+    # The base of factors never changes: its directory, or the seed, has it.
     has_base = hasattr(model, "lora")
     kept = [name for name, p in model.named_parameters() if p.requires_grad or not has_base]
     stored = weights_to_store(model, optimizer)

@@ -44,7 +44,7 @@ class Trajectory:
     returns: np.ndarray | None = None
 
     def __post_init__(self):
-        self.sampled = self.mask  # stays when `--overlong filter` takes it out of the loss
+        self.sampled = self.mask  # stays when `overlong` takes it out of the loss
         # Added turn by turn: 0.1 + 0.2 + 0.3 is more than 0.3 + 0.3, and two sums may be compared.
         self.reward = 0.0
         for _, reward in self.turn_rewards:

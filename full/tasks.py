@@ -17,11 +17,6 @@ from pathlib import Path
 # Values of --task that name no file: `make_task` of text.py makes them.
 TASKS = "guess", "jsonl"
 
-# The flags that only the task jsonl reads.
-TEXT_FLAGS = (
-    "data", "eval_data", "template", "instruction", "system", "template_args", "date", "reward",
-)  # fmt: skip
-
 
 def bare(x):
     """Return what a task has returned, or the one entry of an array or a tensor of one."""

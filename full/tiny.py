@@ -69,7 +69,7 @@ class TwoTurns(Task):
         return (0, index), rng.integers(2, 13, size=1 + index % 3).tolist()
 
     def reply(self, state, answer):
-        # A group of equal rewards is what --dynamic-sampling drops.
+        # A group of equal rewards is what dynamic sampling drops.
         turn, index = state
         heard = sum(n * token for n, token in enumerate(answer, 1)) % 7
         reward = 0.0 if index % 4 == 3 else heard / 7

@@ -43,7 +43,7 @@ CRITIC = "critic."  # how names of the critic begin in a checkpoint
 def keep_wide(config, model):
     """Keep what the settings want wider than the weights; return the model.
 
-    These are the states between layers, in --dtype in mixed precision, and the head's product.
+    These are the states between layers, in `dtype` in mixed precision, and the head's product.
     """
     model.head_dtype = getattr(torch, config.head_dtype) if config.head_dtype else None
     if config.is_mixed:
@@ -53,14 +53,14 @@ def keep_wide(config, model):
 
 
 def empty_critic(config, shape) -> Critic:
-    """Make the critic on the meta device, in --dtype. Only the policy's experts are balanced."""
+    """Make the critic on the meta device, in `dtype`. Only the policy's experts are balanced."""
     shape = dataclasses.replace(shape, router_bias_rate=0.0)
     with torch.device("meta"):
         return keep_wide(config, Critic(shape).to(getattr(torch, config.dtype)))
 
 
 def plan_of(config) -> Plan:
-    """Return the trainer's plan. Without --plan every rank has all of the model."""
+    """Return the trainer's plan. By default every rank has all of the model."""
     return Plan.parse(config.plan or f"d{dist.get_world_size()}")
 
 
@@ -120,7 +120,7 @@ class Trainer:
         model: Transformer. It is trained. From the meta device it gets its first weights here.
         generator: Transformer, or another sampler. Its weights come with the first push.
         reference: Transformer. The KL is measured against it; `write_reference` fills it.
-        teacher: Transformer. --teacher's, filled here: its log-probs give the advantages.
+        teacher: Transformer. It is filled here: its log-probs give the advantages.
         """
         self.config = config
         self.policy_version = 0
@@ -195,7 +195,7 @@ class Trainer:
     def batches(self, model):
         """Return what runs the policy, or another model, on micro-batches of sequences."""
         # A micro-batch is a row of sequences, filled in order up to micro_tokens: lengths 6 3 5 2
-        # and micro_tokens 10 give [6 3] [5 2]. With --tree it is a tree of their prefixes.
+        # and micro_tokens 10 give [6 3] [5 2]. Or it is a tree of their prefixes.
         # The experts that are counted are the policy's. No sampler is compared with a critic.
         is_exact = self.config.exact and model is not self.critic
         kind = "exact" if is_exact else self.config.tree
@@ -247,7 +247,7 @@ class Trainer:
         return self.metrics_of_all_ranks(measured, batch, run.tokens_run)
 
     def settings(self) -> dict:
-        """Return the keywords of `grpo_loss` that are flags."""
+        """Return the keywords of `grpo_loss` that are settings."""
         return {name: getattr(self.config, name) for name in LOSS_SETTINGS}
 
     def loss(self, micro, mask_BT, lp_BT, entropy_BT, *, Z):
@@ -414,7 +414,7 @@ class Trainer:
         if self.skipped_in_a_row >= self.MOST_SKIPPED:
             raise FloatingPointError(
                 f"{self.skipped_in_a_row} optimizer steps in a row had a non-finite gradient, "
-                f"first in {text}; lower --lr or look at that tensor's inputs"
+                f"first in {text}; lower lr or look at that tensor's inputs"
             )
         # Said at once, since the next update may end the run.
         warn(f"{self.where}: skipped, non-finite gradient first in {text}")

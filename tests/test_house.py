@@ -31,6 +31,17 @@ IN_THE_FOLDER = {  # a run's files are the same wherever it runs
     "text in the locale's encoding": r"(read|write)_text\((?!.*encoding=\"utf-8\")"
     r"|\bopen\(\"[awr]\"\)",
 }
+# Files that a person who types a command reads from. All others know no word of the command line.
+AT_THE_COMMAND_LINE = {
+    "__init__", "__main__", "api", "audit", "check", "config", "conflicts", "directory",
+    "equivalence", "export", "flags", "logs", "plot", "questions", "recorded", "report", "run",
+    "steps", "talk", "tasks", "text",
+}  # fmt: skip
+BELOW = [path for path in FOLDER if path.stem not in AT_THE_COMMAND_LINE]
+IN_FILES_BELOW = {
+    "a word of the command line": r"(?<!torchrun )(?<!-)--(?!enable-|hf-overrides|logprobs-mode"
+    r"|model-path)[a-z]",  # of engines
+}
 ANYWHERE = {
     "to be done": r"TOD[O]|FIXM[E]|XX[X]",
     "a path of one machine": r"['\"\s=(`]/(tmp|home|root|usr|work|mnt)\b",
@@ -58,10 +69,23 @@ each_module = pytest.mark.parametrize("path", MODULES, ids=lambda x: f"{x.relati
 
 
 @pytest.mark.parametrize("rules, files", [
-    (IN_THE_MODULES, MODULES), (IN_THE_FOLDER, FOLDER), (ANYWHERE, EVERY)])
+    (IN_THE_MODULES, MODULES), (IN_THE_FOLDER, FOLDER), (IN_FILES_BELOW, BELOW),
+    (ANYWHERE, EVERY)])  # fmt: skip
 def test_no_line_breaks_a_rule(rules, files):
     lines = [(f"{x.name}:{n}", line) for x in files for n, line in enumerate(x.open(), 1)]
     assert not [(at, why) for at, line in lines for why in rules if re.search(rules[why], line)]
+
+
+def test_settings_know_tables_and_no_machinery():
+    """What full/config.py imports, and what that imports, is names to choose from."""
+    reached, new = set(), {"full.config"}
+    while new:
+        reached |= new
+        new = {x for name in new for x in imported(ROOT / f"{name.replace('.', '/')}.py")
+               if (ROOT / f"{x.replace('.', '/')}.py") in FOLDER} - reached  # fmt: skip
+    assert {name.removeprefix("full.") for name in reached} == {
+        "advantages", "config", "conflicts", "metrics", "model_config", "objectives", "plans",
+        "ranks", "rope", "tasks"}  # fmt: skip
 
 
 def test_imports_have_no_circle_and_the_five_know_nothing_of_the_folder():

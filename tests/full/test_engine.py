@@ -583,7 +583,7 @@ def test_an_engine_of_sglangs_dialect_is_recognized(directory, tmp_path, process
     alone = models.Row(PROMPT)
     generate(model_of(5), [alone], max_new_tokens=6, temperature=0.9, seed=int(0.31 * 2**31))
     assert same_turn((row.tokens, row.logprobs), (alone.tokens, alone.logprobs))
-    with pytest.raises(ValueError, match="^--engine: expected servers of one kind, got "):
+    with pytest.raises(ValueError, match="^expected engines of one kind, got "):
         other = serve(directory)
         Engine(Config(engine=f"{server.url},{other.url}"), engine.model)
     server.shutdown()

@@ -173,7 +173,7 @@ def test_a_machine_without_such_kernels_is_refused(
     require_exact_kernels(model)
     exact.tile_of.cache_clear(), exact.rows_are_free.cache_clear()
     spoil(monkeypatch, owner, name, is_spoiled)
-    with pytest.raises(ValueError, match=f"--exact: on this machine {text}"):
+    with pytest.raises(ValueError, match=f"^exact: on this machine {text}"):
         require_exact_kernels(model)
 
 
