@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from full.conflicts import of_parts, require
 from full.engine import Engine
@@ -17,7 +18,7 @@ from full.lora import add_factors
 from full.model_config import ModelConfig, read_json
 from full.questions import make_task
 from full.ranks import warn
-from full.trainer import keep_wide
+from full.trainer import keep_wide, plan_of
 from full.transformer import Transformer
 from train_grpo import EVALUATION, ROLLOUT
 
@@ -88,13 +89,15 @@ def build_teacher(config, task):
 def prepare(config, make=make_task):
     """Make the run's task and teacher. ValueError for what does not fit task or model.
 
-    It is what only a task, a package or a model can tell, before anything is written. Whether the
-    plan fits, `Grid` and `parallelize` say.
+    It is what only a task, a package or a model can tell, before anything is written.
     make: a function that makes the task of a Config.
     """
     task = make(config)
     shape = shape_of(config, task)
     require(of_parts(config, task, shape))
+    # `Grid` and `parallelize` ask this of everybody. Here one line says it for all ranks.
+    ranks = dict(world=dist.get_world_size(), shard=config.shard_ranks or None)
+    plan_of(config).require_fits(config=shape, **ranks)
     # A teacher scores the run's prompts and answers, so it must have room for them as well.
     teacher = build_teacher(config, task)
     require_room(config, task, shape, config.model)

@@ -118,7 +118,8 @@ ordinary 2 routers rounded --compute-dtype float32 --plan d2e2 --ac full
 ordinary 4 dense lone --plan c4 --tree sparse
 ordinary 4 tied critic --plan c2p2 | --plan p2t2
 ordinary 4 routers biased --plan d2t2e4 --data-parallel zero1
-ordinary 4 dense old --plan d4 --data-parallel fsdp --shard-ranks 2 then --plan d2t2
+ordinary 4 routers biased --data-parallel fsdp --shard-ranks 2 then --data-parallel fsdp
+ordinary 4 dense old --plan d2t2 --data-parallel fsdp --shard-ranks 4 = must divide d = 2
 ordinary 2 dense old --plan d2e2 = expected a model with experts
 ordinary 2 dense old --tree dta --chunk-tokens 9 --plan c2 = --tree dta has no c
 slow 1 dense,tied,experts old --tree sparse | --tree dta --chunk-tokens 5 --recompute
@@ -167,6 +168,9 @@ slow 4 routers lora-all,stale --plan d2t2e4 --data-parallel fsdp then --plan p2d
 slow 4 tied rounded --compute-dtype float32 --plan d2t2 --data-parallel fsdp
 slow 4 tied critic --plan d2t2 --data-parallel fsdp-offload --shard-ranks 1 --tree sparse
 slow 4 routers biased --plan d4e2 --data-parallel fsdp --shard-ranks 2
+slow 4 routers biased --plan d4 --data-parallel fsdp --shard-ranks 2 --ac op
+slow 4 routers lora-all --plan d2t2e2 --data-parallel fsdp --shard-ranks 1 --ac full
+slow 4 dense old --data-parallel fsdp --shard-ranks 1 then --plan d2t2
 slow 8 dense,tied old,forks --plan p2d2t2 --data-parallel fsdp | --plan d2t2c2 --data-parallel zero1
 slow 8 routers biased,lora --plan (attn:p2d2t2|ffn:p2e2t2) | --plan d2t2c2e4
 """

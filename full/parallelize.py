@@ -141,7 +141,7 @@ def misfits(
         # zbv runs backward twice through a stage, for inputs and for weights.
         (schedule == "zbv" and (is_fsdp or ac == "op"),
          'zbv has no mode="fsdp" and no ac="op", which follow one backward of a layer'),
-        (is_fsdp and ac == "op" and is_sparse and plan.edp == 1,
+        (is_fsdp and ac == "op" and is_sparse and grid.experts["fsdp"].size() == 1,
          'each expert is whole on one rank, and ac="op" does not follow FSDP2 there; use "full"'),
         (memory_budget(ac) is not None and not compile,
          f"ac={ac!r} is the compiler's: it needs compile=True"),
@@ -238,13 +238,12 @@ def apply_fsdp(root, part) -> None:
     # A layer is a unit: its weights are gathered just before it runs and dropped after. Experts are
     # a unit of their own over fewer ranks, as other ranks hold copies of them than of the rest. The
     # inner units come first: fully_shard takes what is in a module and in no unit yet.
-    dense = part.grid.dense
-    mesh = dense["replicate", "fsdp"] if dense["replicate"].size() > 1 else dense["fsdp"]
     layers = [*root.model.layers.children()]
-    units = [(layer.mlp.experts, part.grid.experts["edp"])
+    units = [(layer.mlp.experts, part.grid.experts)
              for layer in layers if hasattr(layer.mlp, "experts")]  # fmt: skip
-    units += [(module, mesh) for module in (*layers, root)]
-    for module, ranks in units:
+    units += [(module, part.grid.dense) for module in (*layers, root)]
+    for module, mesh in units:
+        ranks = mesh["replicate", "fsdp"] if mesh["replicate"].size() > 1 else mesh["fsdp"]
         fsdp.fully_shard(module, mesh=ranks, offload_policy=policy, mp_policy=precision)
         # NUMERICS: FSDP2 averages by default; the losses here are parts of a sum. gloo has no
         # pre-multiplied sum, hence the second call.

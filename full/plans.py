@@ -217,7 +217,8 @@ class Grid(parallel.Grid):
 
     dense: DeviceMesh (t, replicate, fsdp) of this rank's stage. fsdp: the d and c ranks that share
         the weights under FSDP. replicate: those that hold copies of them, which HSDP has.
-    experts: DeviceMesh (e, etp, edp) of this rank's stage.
+    experts: DeviceMesh (e, etp, replicate, fsdp) of this rank's stage. Ranks of one fsdp are ranks
+        of one fsdp of `dense`, too, and one alone where e needs all of these.
     ends: the first and the last stage, which both hold a tied embedding.
 
     A parameter is cut over the first dimensions of a mesh, and then by FSDP or ZeRO-1 over the
@@ -236,17 +237,23 @@ class Grid(parallel.Grid):
         along = self.group_along
         shard = shard or plan.dp
 
-        def mesh(ranks, *names):
-            groups = [self.group[name] for name in names]
+        def mesh(ranks, **groups):
+            names, groups = tuple(groups), list(groups.values())
             return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
         stage = self.group["p"].rank()
         ranks = self.ranks.reshape(plan.pp, plan.dp // shard, -1, plan.tp)
         self.group |= {"replicate": along(ranks, [1]), "fsdp": along(ranks, [2])}
-        self.dense = mesh(np.moveaxis(ranks[stage], -1, 0), "t", "replicate", "fsdp")
-        ranks = self.ranks.reshape(plan.pp, plan.edp, plan.ep, plan.etp)
-        self.group |= {"e": along(ranks, [2]), "etp": along(ranks, [3])}
-        self.experts = mesh(np.moveaxis(ranks[stage], 0, -1), "e", "etp", "edp")
+        dense = {name: self.group[name] for name in ("t", "replicate", "fsdp")}
+        self.dense = mesh(np.moveaxis(ranks[stage], -1, 0), **dense)
+        # Of d8e2 with shard 4 the ranks 0 2 4 6 have the same experts. 0 2 and 4 6 share them.
+        shares, rest = divmod(shard * plan.cp * plan.tp, plan.ep * plan.etp)
+        shares = 1 if rest else shares
+        ranks = self.ranks.reshape(plan.pp, plan.edp // shares, shares, plan.ep, plan.etp)
+        self.group |= {"e": along(ranks, [3]), "etp": along(ranks, [4])}
+        experts = {name: self.group[name] for name in ("e", "etp")}
+        experts |= {"replicate": along(ranks, [1]), "fsdp": along(ranks, [2])}
+        self.experts = mesh(np.moveaxis(ranks[stage], (0, 1), (2, 3)), **experts)
         self.ends = None
         if plan.pp > 1:  # the stages in between are in no such group
             self.ends = along(self.ranks.reshape(plan.pp, -1)[[0, -1]], [0])

@@ -73,14 +73,30 @@ GROUPS = {  # plan -> kind -> groups
         "e": [[0, 2], [1, 3], [4, 6], [5, 7]], "edp": [[0, 4], [1, 5], [2, 6], [3, 7]],
     },
     "d4t2e4": {"e": [[0, 1, 2, 3], [4, 5, 6, 7]], "edp": [[n, n + 4] for n in range(4)]},
+    # HSDP: how many of the d ranks share the weights.
+    "d8e2 4": {
+        "fsdp": [[0, 1, 2, 3], [4, 5, 6, 7]], "replicate": [[n, n + 4] for n in range(4)],
+        "edp": [[0, 2, 4, 6], [1, 3, 5, 7]], "experts fsdp": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "experts replicate": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    },
+    "d4t2e4 1": {
+        "fsdp": [[n] for n in range(8)], "replicate": [[0, 2, 4, 6], [1, 3, 5, 7]],
+        "experts fsdp": [[n] for n in range(8)],
+        "experts replicate": [[n, n + 4] for n in range(4)],
+    },
 }  # fmt: skip
 
 
 def _groups(rank):
     """This rank's group of each kind, of each plan."""
-    grids = {text: Grid(Plan.parse(text)) for text in GROUPS}
-    return {text: {kind: dist.get_process_group_ranks(grids[text].group[kind]) for kind in kinds}
-            for text, kinds in GROUPS.items()}  # fmt: skip
+    found = {}
+    for text, kinds in GROUPS.items():
+        plan, _, shard = text.partition(" ")
+        grid = Grid(Plan.parse(plan), shard=int(shard) if shard else None)
+        groups = grid.group | {f"experts {name}": grid.experts.get_group(name)
+                               for name in grid.experts.mesh_dim_names}  # fmt: skip
+        found[text] = {kind: dist.get_process_group_ranks(groups[kind]) for kind in kinds}
+    return found
 
 
 def test_ranks_are_laid_out_pp_dp_cp_tp_and_the_experts_regroup_a_stage(tmp_path):
