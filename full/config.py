@@ -22,7 +22,7 @@ from full.model_config import LORA_ALPHA, Lora, read_json
 from full.objectives import AGGREGATIONS, OBJECTIVES
 from full.plans import Plan
 from full.ranks import PYTHON
-from full.tasks import TASKS
+from full.tasks import TASKS, read_arguments
 
 MAX_STALENESS = 64  # steps, far more than training tolerates
 
@@ -46,9 +46,14 @@ LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 CORE = train_grpo.Config  # whose defaults the folder keeps
 
 
-def flag(default, text, title=""):
-    """Return a field of Config. text: its help. title: of the group that it begins in --help."""
-    return dataclasses.field(default=default, metadata={"help": text, "title": title})
+def flag(default, text, title="", alone=None):
+    """Return a field of Config.
+
+    text: its help. title: of the group that it begins in --help. alone: its value if the flag is
+        typed without one.
+    """
+    metadata = {"help": text, "title": title, "alone": alone}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -69,8 +74,9 @@ class Config(train_grpo.Config):
     data: str = flag("", 'jsonl: lines, {"question", "answer"} or {"messages", "answer"}')
     template: str = flag("", "jsonl: chat | raw | text with {question}; empty: chat, else raw")
     instruction: str = flag(INSTRUCTION, "jsonl: a line after each question")
-    system: str = flag("", "jsonl: the system's message, in a chat template")
-    template_args: str = flag("", "jsonl: JSON object of a chat template's variables; empty: none")
+    template_args: str = flag(
+        "", "jsonl: what a chat template gets besides messages: a JSON object of its variables, "
+        "and of system, the system's message; empty: nothing")  # fmt: skip
     date: str = flag("", "jsonl: of strftime_now in a chat template; empty: when the run begins")
     reward: str = flag("", "jsonl: FILE.py:function of (text, row); empty: what follows ####")
 
@@ -95,8 +101,9 @@ class Config(train_grpo.Config):
     exact: bool = flag(False, "the sampler's log-probs are the trainer's, bit for bit; slower")
     forks: int = flag(1, "children of a trajectory at a turn boundary (tree rollouts)")
     fork_turns: int = flag(0, "turn boundaries that fork; forks ** fork_turns divides group")
-    dynamic_sampling: bool = flag(False, "drop groups whose rewards are all equal (DAPO)")
-    max_rounds: int = flag(1, "rounds of rollouts to replace dropped groups; 1: only drop")
+    dynamic_sampling: int = flag(
+        0, "N: drop groups of equal rewards, and play up to N rounds to replace them (DAPO); 1, or "
+        "no number: only drop; 0: keep all", alone=1)  # fmt: skip
     overlong: Overlong = flag("keep", "truncated trajectories; filter: not in the loss")
     overlong_buffer: int = flag(0, "last tokens of max_new_tokens, where the reward falls by 1")
 
@@ -233,6 +240,16 @@ class Config(train_grpo.Config):
     def has_whole_template(self) -> bool:
         """Return whether --template is the text of a whole prompt."""
         return self.template not in ("", "chat", "raw")
+
+    @property
+    def max_rounds(self) -> int:
+        """Return how many rounds of rollouts a step may have."""
+        return max(1, self.dynamic_sampling)
+
+    @property
+    def system(self) -> str:
+        """Return the system's message: what is not a variable of a chat template."""
+        return read_arguments(self.template_args).get("system", "")
 
     @property
     def mode(self) -> str:

@@ -8,11 +8,11 @@ from full.advantages import compared_by
 from full.model_config import LINEAR
 from full.objectives import OF_OBJECTIVES, OBJECTIVES, READS
 from full.ranks import PYTHON
-from full.tasks import read_arguments, read_date
+from full.tasks import read_date
 
 # What only the task jsonl reads.
 OF_TEXT = (
-    "data", "eval_data", "template", "instruction", "system", "template_args", "date", "reward",
+    "data", "eval_data", "template", "instruction", "template_args", "date", "reward",
 )  # fmt: skip
 
 
@@ -70,7 +70,6 @@ def of_advantages(c) -> list:
     """Return the pairs about advantages and rewards."""
     compares_group = compared_by(c.advantage) == "group"
     return [
-        *needs(c, c.dynamic_sampling, "--dynamic-sampling", "max_rounds"),
         *needs(c, c.advantage == "gae", "--advantage gae", "critic_lr"),
         *needs(c, c.advantage == "teacher", "--advantage teacher", "teacher"),
         *needs(c, c.advantage != "teacher", "an --advantage of rewards", "overlong_buffer"),
@@ -154,7 +153,6 @@ def of_rollouts(c) -> list:
 
 def of_tasks(c) -> list:
     """Return the pairs about tasks and data."""
-    read_arguments(c.template_args)
     read_date(c.date)
     is_jsonl = c.task.removeprefix(PYTHON) == "jsonl"
     lacks = ["--data FILE.jsonl"] * (not c.data)
@@ -162,9 +160,11 @@ def of_tasks(c) -> list:
     return [
         *needs(c, c.reads_text, "--task jsonl", *OF_TEXT),
         *needs(c, c.task != "guess", "--task jsonl or FILE.py:Class", "reply_timeout"),
-        *needs(c, c.template in ("", "chat"), "--template chat", "system", "template_args"),
+        *needs(c, c.template in ("", "chat"), "--template chat", "template_args"),
         *needs(c, not (c.has_whole_template and c.instruction),
                "a --template without {question}", "instruction"),
+        (not isinstance(c.system, str),
+         f"--template-args: expected a text as system, got {c.system!r}"),
         (is_jsonl and lacks, f"--task jsonl needs {' and '.join(lacks)}"),
         (c.has_whole_template and "{question}" not in c.template,
          f"--template must be chat, raw or a text with {{question}}, got {c.template!r}"),

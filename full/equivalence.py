@@ -51,7 +51,7 @@ RUNS = {  # what one process does too
     "reward": "--kl-coef 0.1 --kl k1 --kl-in reward --advantage none_batch",
     "sequences": "--objective gspo --aggregation sequence_mean --clip-low 0.01 --clip-high 0.01",
     "filtered": "--aggregation constant --overlong filter",
-    "dynamic": "--dynamic-sampling --max-rounds 3 --entropy-coef 0 --minibatches 1",
+    "dynamic": "--dynamic-sampling 3 --entropy-coef 0 --minibatches 1",
     "forks": "--forks 2 --fork-turns 1",
     "stale": "--staleness 1 --proximal --importance-cap 0.9 --temperature 0.7",
     "lone": "--prompts 1 --minibatches 1",  # most ranks have nothing

@@ -28,7 +28,7 @@ Papers and their settings. The rest stays at its default, and each paper has its
   LitePPO      2508.08221  --advantage batch_std --clip-high 0.2 --entropy-coef 0
   PPO          1707.06347  --advantage gae --clip-high 0.2 --entropy-coef 0
   dual clip    1912.09729  --dual-clip 3
-  DAPO         2503.14476  --advantage group_std --dynamic-sampling --max-rounds 3
+  DAPO         2503.14476  --advantage group_std --dynamic-sampling 3
                            --overlong filter --overlong-buffer 4 --entropy-coef 0
   CISPO        2506.13585  --objective cispo --advantage group_std --entropy-coef 0
   GSPO         2507.18071  --objective gspo --advantage group_std --aggregation sequence_mean
@@ -112,6 +112,8 @@ def add_flags(parser, fields):
         if f.name == "proximal":
             default = "on with bfloat16 or --engine, but not with --staleness"
         text = f.metadata["help"].replace("%", "%%") + f" [{default}]"
+        if f.metadata["alone"] is not None:
+            how |= dict(nargs="?", const=f.metadata["alone"])
         if f.type is bool:
             how = dict(action=argparse.BooleanOptionalAction)
             text = text.removesuffix(" [False]")

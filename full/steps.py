@@ -54,7 +54,7 @@ STEPS = {  # settings that between them reach every line of conformance/definiti
         router_bias_rate=0.05, overlong="filter", max_new_tokens=8,
         minibatches=2),
     "dynamic sampling, 3 updates": dict(
-        dynamic_sampling=True, max_rounds=3, entropy_coef=0.0, minibatches=3, group=8, size=3),
+        dynamic_sampling=3, entropy_coef=0.0, minibatches=3, group=8, size=3),
     "staleness 1, TIS": dict(staleness=1, minibatches=2, proximal=True, importance_cap=1.0),
     "staleness 1, the sampler's old": dict(staleness=1),
     "REINFORCE++, geometric mask": dict(

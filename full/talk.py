@@ -99,9 +99,9 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=
 
 # Flags of a run that an evaluation has too. All others would change nothing, and are refused.
 EVAL_FLAGS = (
-    "task", "data", "eval_data", "template", "instruction", "system", "template_args", "date",
-    "reward", "size", "turns", "eval_prompts", "max_new_tokens", "temperature", "batch_rows",
-    "seed", "device",
+    "task", "data", "eval_data", "template", "instruction", "template_args", "date", "reward",
+    "size", "turns", "eval_prompts", "max_new_tokens", "temperature", "batch_rows", "seed",
+    "device",
 )  # fmt: skip
 
 NORMAL_95 = 1.959964  # a normal number is within so many deviations 95 % of the time

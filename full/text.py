@@ -269,6 +269,7 @@ def unused(words, messages) -> str:
 def text_of(config) -> Text:
     """Return the Text of --model, whose chat template gets what the settings say."""
     arguments = read_arguments(config.template_args)
+    arguments.pop("system", None)  # a message, see `Jsonl`
     return Text(config.model, date=read_date(config.date), arguments=arguments)
 
 

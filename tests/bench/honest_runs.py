@@ -39,7 +39,7 @@ CHOICES = [  # of each list one entry
     ["", "", "--tree sparse", "--tree dta --chunk-tokens 9"],
     ["", "", "--staleness 1", "--proximal", "--proximal --importance-cap 1.01"],
     ["", "", "", "--lora-rank 2"],
-    ["", "", "--dynamic-sampling --max-rounds 2", "--overlong filter --max-new-tokens 6",
+    ["", "", "--dynamic-sampling 2", "--overlong filter --max-new-tokens 6",
      "--temperature 0.7", "--entropy-coef 0.1"],
 ]  # fmt: skip
 RANKS = ["", "", "", "--plan d2", "--plan t2", "--plan c2"]

@@ -117,7 +117,7 @@ RESUMED = {
         "--exact --dtype float32 --generator-dtype float32 --advantage gae",
         "--lora-rank 2 --kl-coef 0.1",
         "--proximal --importance-cap 2 --generator-dtype bfloat16 --lr-warmup 2",
-        "--dynamic-sampling --max-rounds 2 --entropy-coef 0 --tree sparse"],
+        "--dynamic-sampling 2 --entropy-coef 0 --tree sparse"],
     2: ["--data-parallel fsdp --advantage gae", "--plan p2 --layers 2 --staleness 1"],
 }  # fmt: skip
 

@@ -170,7 +170,7 @@ def test_prompts_are_the_checkpoints_own(task_of, by_transformers, family, said)
     """A row's own system message stands."""
     own = numbered([system("Be kind."), user("Hi.")])
     conversations = [*numbered(HISTORY), *own]
-    task = task_of(family, [*QUESTIONS, *conversations], system=said)
+    task = task_of(family, [*QUESTIONS, *conversations], template_args=json.dumps({"system": said}))
     found = prompts(task)
     before = [system(said)] if said else []
     for row in QUESTIONS:
@@ -207,7 +207,7 @@ def test_plain_text_begins_with_bos_once_and_is_never_wrapped(task_of, family, b
 def test_a_conversation_is_played_in_the_template_and_rewarded_at_its_end(
     task_of, by_transformers, family
 ):
-    task = task_of(family, numbered(TWICE[:2]), system="Be brief.")
+    task = task_of(family, numbered(TWICE[:2]), template_args='{"system": "Be brief."}')
     _, prompt = opened(task)
     (line,) = [line for line in task.rows[False] if line.prompt is prompt]
 
@@ -425,7 +425,7 @@ REFUSED = [
     (LINE + "expected the assistant's message ' Hello. ' in the prompt, but the chat template of "
      "DIR leaves it out", rows(*QUESTIONS, *numbered(HISTORY), model=ONE_SIDED)),
     ("rows.jsonl line 1: expected the system's message 'Be brief.' in the prompt",
-     dict(system="Be brief.", model=ONE_SIDED)),
+     dict(template_args='{"system": "Be brief."}', model=ONE_SIDED)),
     # Flags.
     ("--eval-data needs --task jsonl", dict(task="guess", data="", eval_data="good.jsonl")),
     ("--template-args needs --template chat", dict(template="raw", template_args='{"a": 1}')),
@@ -437,7 +437,7 @@ REFUSED = [
     ("expected --date YYYY-MM-DD or .*, got 'today'", dict(date="today")),
     ("--date needs --task jsonl", dict(task="guess", data="", date="2026-01-01")),
     ("--template must be chat, raw or a text with {question}, got 'hello'", dict(template="hello")),
-    ("--system needs --template chat", dict(template="{question}", system="Be kind.")),
+    ("--template-args: expected a text as system, got 3", dict(template_args='{"system": 3}')),
     ("--instruction needs a --template without {question}",
      dict(template="{question}", instruction="Go.")),
     ("--reward needs --task jsonl", dict(task="guess", data="", reward="a.py:f")),

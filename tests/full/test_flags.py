@@ -79,12 +79,12 @@ TAME_EXTREMES = {
     "max-new-tokens": [1, HUGE, 32767], "size": [1],
     "heads": [1, 3], "hidden": [2, 15, HUGE], "layers": [1],
     "weight-decay": [0.1], "lr-warmup": [0, 1, HUGE], "forks": [1, 2, HUGE],
-    "fork-turns": [1, HUGE], "max-rounds": [2], "chunk-tokens": [1, 5, HUGE],
+    "fork-turns": [1, HUGE], "chunk-tokens": [1, 5, HUGE],
     "clip-low": [0.999, 1.0], "clip-high": [FAR, 3.0], "dual-clip": [1.0, 3.0, FAR],
     "cispo-bound": [FAR], "kl-coef": [0.05, NEAR], "entropy-coef": [0.0, NEAR],
     "importance-cap": [FAR, 2.0], "importance-low": [0.5],
     "overlong-buffer": [1, HUGE], "teacher": ["missing"], "device": ["cuda"], "resume": [True],
-    "proximal": [True], "dynamic-sampling": [True],
+    "proximal": [True], "dynamic-sampling": [True, 2],
     "out": ["run", "deep/er/run"], "task": ["jsonl", "missing.py:Task", "none"],
     "compute-dtype": ["float64"],
     "model": ["missing"], "generator-dtype": ["float64"], "lr": [NEAR],
@@ -129,7 +129,7 @@ def draw(seed, number, models_of) -> Case:
     flags["aggregation"] = one(CHOICES["aggregation"])
     dynamic = compared_by(flags["advantage"]) == "group" and chance(0.15)
     if dynamic:
-        flags |= {"dynamic-sampling": True, "max-rounds": one([1, 2]), "entropy-coef": 0}
+        flags |= {"dynamic-sampling": one([True, 2]), "entropy-coef": 0}
     if chance(0.3) and not dynamic:
         flags |= {"kl-coef": 0.05, "kl": one(CHOICES["kl"]), "kl-in": one(["loss", "reward"])}
         if flags["kl-in"] == "reward":

@@ -47,7 +47,7 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--group 4 --forks 3 --fork-turns 1": "--group 4", "--forks 2": "--fork-turns",
     "--fork-turns 2": "--forks", "--clip-low 1": "--clip-low",
     "--dual-clip 1.1": "--dual-clip", "--objective cispo --dual-clip 3": "--dual-clip",
-    "--objective ppo2": "--objective", "--max-rounds 2": "--dynamic-sampling",
+    "--objective ppo2": "--objective", "--dynamic-sampling 1.5": "--dynamic-sampling: invalid int",
     "--cispo-bound 3": "--cispo-bound needs --objective cispo",
     "--objective sapo --clip-low 0.1": "--clip-low needs --objective clip or gspo or gmpo or dppo",
     "--teacher DIR --advantage gae": "--teacher needs --advantage teacher",

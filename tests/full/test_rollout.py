@@ -211,7 +211,7 @@ class Counted(Chat):
 
 def test_every_step_has_prompts_and_random_numbers_of_its_own(process_group):
     """Without a prompt that is left out: each round of a step has the next ones."""
-    how = dict(dynamic_sampling=True, max_rounds=3, entropy_coef=0)
+    how = dict(dynamic_sampling=3, entropy_coef=0)
     config, task = Config(prompts=2, group=2, max_new_tokens=2, **how), Counted()
     for step in range(3):
         assert collect(config, task, Sampler(random_model(10)), step)[1] == []

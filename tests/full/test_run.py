@@ -360,6 +360,8 @@ def test_help_shows_every_field_with_its_help_under_its_title(capsys):
         kind = "|".join(filter(None, choices)) or field.type.__name__
         if field.type is bool:
             kind = f",--no-{flag}"
+        elif field.metadata["alone"] is not None:
+            kind = f"[{kind}]"
         assert f"--{flag}{kind}{text}" in shown
 
 

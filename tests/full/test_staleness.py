@@ -34,7 +34,7 @@ SETTINGS = {
     "gae": "--advantage gae",
     "KL in the reward": "--kl-coef 0.1 --kl-in reward --clip-low 0.9 --clip-high 9",
     "dynamic sampling, forks": (
-        "--dynamic-sampling --max-rounds 2 --entropy-coef 0 --forks 2 --fork-turns 1"),
+        "--dynamic-sampling 2 --entropy-coef 0 --forks 2 --fork-turns 1"),
 }  # fmt: skip
 
 
