@@ -165,7 +165,6 @@ class Config(train_grpo.Config):
     metrics: ClassVar[None] = None
     beta2: ClassVar[float] = CORE.beta2
     max_grad_norm: ClassVar[float] = CORE.max_grad_norm
-    lr_first_step: ClassVar[str] = "nonzero"  # a warm-up of 5 begins with 1/5, and not with 0
     gae_lambda: ClassVar[float] = 0.95
     value_coef: ClassVar[float] = 0.5
 
@@ -310,39 +309,19 @@ class Config(train_grpo.Config):
 
     def check(self) -> "Config":
         """Raise ValueError for settings that cannot run, before anything is built or written."""
-        # Values first: the combinations compute with them.
-        require((True, text) for text in self._wrong_values())
+        # Values first: the combinations compute with them. An int for a float becomes a float.
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        require((True, text) for text in wrong_values(values))
+        for f in dataclasses.fields(self):
+            if f.type is float:
+                setattr(self, f.name, float(values[f.name]))
         require(conflicts(self))
         return self
 
-    def defaults_of(self, name):
+    @classmethod
+    def defaults_of(cls, name):
         """Return the defaults of a field: one, or one for each start."""
-        return self.BY_START.get(name, {"always": getattr(Config, name)}).values()
-
-    def _wrong_values(self) -> list[str]:
-        """Return an error for each field whose value is wrong whatever the other fields are."""
-        # One error a field: the type first, since the comparisons need numbers. An int given for a
-        # float is stored as a float.
-        wrong = []
-        at_most = dict(timeout=self.YEAR, reply_timeout=self.YEAR, staleness=MAX_STALENESS)
-        for f in dataclasses.fields(self):
-            flag = _flag(f.name)
-            value = getattr(self, f.name)
-            choices = choices_of(f)
-            if f.type is float and type(value) is int and abs(value) <= self.LARGEST[float]:
-                value = float(value)
-                setattr(self, f.name, value)
-            if choices and value not in choices:
-                wrong.append(f"{flag} must be one of {_shown(choices)}, got {value!r}")
-            elif not choices and type(value) is not f.type:
-                wrong.append(f"{flag} must be {f.type.__name__}, got {value!r}")
-            elif f.type in (int, float) and not 0 <= value <= self.LARGEST[f.type]:
-                wrong.append(f"{flag} must be finite and at least 0, got {value}")
-            elif value == 0 and all(self.defaults_of(f.name)) and f.name not in self.ZERO:
-                wrong.append(f"{flag} must be positive, got 0")
-            elif value > at_most.get(f.name, value):
-                wrong.append(f"{flag} must be at most {at_most[f.name]}, got {value}")
-        return wrong
+        return cls.BY_START.get(name, {"always": getattr(cls, name)}).values()
 
 
 # The flags whose values are the names of a table.
@@ -363,6 +342,34 @@ def _shown(choices, separator=", "):
     return separator.join(filter(None, choices))
 
 
+def wrong_values(values) -> list[str]:
+    """Return an error for each field whose value is wrong whatever the others are.
+
+    values: {field: value}.
+    """
+    # One error a field: the type first, since the comparisons need numbers.
+    wrong = []
+    at_most = dict(timeout=Config.YEAR, reply_timeout=Config.YEAR, staleness=MAX_STALENESS)
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    for name, value in values.items():
+        kind, choices = fields[name].type, choices_of(fields[name])
+        kinds = (int, float) if kind is float else (kind,)
+        problem = ""
+        if choices and value not in choices:
+            problem = f"one of {_shown(choices)}"
+        elif not choices and type(value) not in kinds:
+            problem = kind.__name__
+        elif kind in (int, float) and not 0 <= value <= Config.LARGEST[kind]:
+            problem = "finite and at least 0"
+        elif value == 0 and all(Config.defaults_of(name)) and name not in Config.ZERO:
+            problem = "positive"
+        elif value > at_most.get(name, value):
+            problem = f"at most {at_most[name]}"
+        if problem:
+            wrong.append(f"{_flag(name)} must be {problem}, got {value!r}")
+    return wrong
+
+
 def nearest(word, names, shown=str) -> str:
     """Return "; did you mean X?" with the name that is nearest to a word, or ""."""
     near = difflib.get_close_matches(word, names, 1)
@@ -381,35 +388,39 @@ def read_settings(path, given=()) -> dict:
         raise ValueError(f"--config {path}: no such file")
     found = read_toml(path) if path.suffix == ".toml" else read_json(path)
 
-    # Every key that is wrong is named. What a number may be, `Config.check` says later.
-    fields = {f.name: f for f in dataclasses.fields(Config)}
-    wrong = []
-    for name, value in found.items():
-        if name not in fields:
-            wrong.append(f"expected a field of Config, got {name}{nearest(name, fields)}")
-            continue
-        kind, choices = fields[name].type, choices_of(fields[name])
-        is_number = kind is float and type(value) is int and value <= Config.LARGEST[float]
-        if choices and value not in choices:
-            wrong.append(f"{name}: expected one of {_shown(choices)}, got {value!r}")
-        elif not choices and type(value) is not kind and not is_number:
-            wrong.append(f"{name}: expected {kind.__name__}, got {value!r}")
+    # Every key that is wrong is named.
+    fields = [f.name for f in dataclasses.fields(Config)]
+    wrong = [f"expected a field of Config, got {name}{nearest(name, fields)}"
+             for name in found if name not in fields]  # fmt: skip
+    wrong += wrong_values({name: x for name, x in found.items() if name in fields})
     if wrong:
         raise ValueError(f"--config {path}: {'; '.join(wrong)}")
 
-    # A task's file is code, and so is a reward's. The settings may be a stranger's, so a file that
-    # they name is never imported, as in `resumed_config`.
-    for name in ("task", "reward"):
-        file, _, called = found.get(name, "").rpartition(":")
-        if name not in given and file.endswith(".py"):
-            raise ValueError(f"the {name} of {path} is a file's; give it again, as --{name} "
-                             f"FILE.py:{called} ({path} has {found[name]!r})")  # fmt: skip
-
+    code_given_again({name: x for name, x in found.items() if name not in given}, {}, path)
     # A run's config.json names the run's own directory, in which no second run may begin.
     if path.name == "config.json" and found.get("resume") is False:
         found.pop("out", None)
         del found["resume"]
     return found
+
+
+def code_given_again(stored, given, path) -> dict:
+    """Return {field: spec} of the task and the reward of stored settings, if they are a file's.
+
+    A file is code. The settings of a path may be a stranger's, so a file that they name is never
+    imported: ValueError unless it is given again.
+    """
+    again = {}
+    for name in ("task", "reward"):
+        spec = f"{stored.get(name, '')}"
+        called = spec.rpartition(":")[2]
+        if spec in ("", *TASKS):
+            continue
+        if given.get(name, "").rpartition(":")[2] != called:
+            raise ValueError(f"the {name} of {path} is a file's; give it again, as --{name} "
+                             f"FILE.py:{called} ({path} has {spec!r})")  # fmt: skip
+        again[name] = given[name]
+    return again
 
 
 def read_toml(path) -> dict:
@@ -437,18 +448,8 @@ def resumed_config(path, given) -> Config:
         raise ValueError(f"the task of this run is {stored['task']}: full.api has made it with "
                          f"objects of a Python program, which has to give them again")  # fmt: skip
 
-    # A task's file is code, and so is a reward's. The run's directory may be a stranger's, so a
-    # file that it names is never imported. To go on with the run, name the file again.
-    for name in ("task", "reward"):
-        spec = f"{stored[name]}"
-        called = spec.rpartition(":")[2]
-        if not spec or (name == "task" and spec in TASKS):
-            continue
-        if given.get(name, "").rpartition(":")[2] != called:
-            raise ValueError(f"the {name} of this run is a file's; give it again, as --{name} "
-                             f"FILE.py:{called} (the run had {spec!r})")  # fmt: skip
-        stored[name] = given[name]
-    if wrong := Config(**stored)._wrong_values():
+    stored |= code_given_again(stored, given, path)
+    if wrong := wrong_values(stored):
         raise ValueError(f"{path}: {'; '.join(wrong)}")
 
     # The rates depend on the last step if they decay, or if the old or the new number of steps is

@@ -8,7 +8,6 @@ from full.advantages import compared_by
 from full.model_config import LINEAR
 from full.objectives import OF_OBJECTIVES, OBJECTIVES, READS
 from full.ranks import PYTHON
-from full.tasks import read_date
 
 # What only the task jsonl reads.
 OF_TEXT = (
@@ -153,7 +152,6 @@ def of_rollouts(c) -> list:
 
 def of_tasks(c) -> list:
     """Return the pairs about tasks and data."""
-    read_date(c.date)
     is_jsonl = c.task.removeprefix(PYTHON) == "jsonl"
     lacks = ["--data FILE.jsonl"] * (not c.data)
     lacks += ["--model DIR with a tokenizer.json"] * (not c.model)

@@ -126,13 +126,11 @@ class RoutingCounts:
 
 @torch.no_grad()
 def update_router_bias(model, counts, /):
-    """Move the routers' biases by (11), after an optimizer step. ValueError if there are none.
+    """Move the routers' biases by (11), after an optimizer step.
 
     counts: {layer: (E,)}, the tokens of each expert in the whole step, over all ranks. A stage of
         a pipeline has only some of the layers.
     """
-    if not model.config.router_bias_rate:
-        raise ValueError("expected a model with a router_bias_rate, got one without")
     for module in model.modules():
         if isinstance(module, SparseMLP):
             counts_E = counts[module.layer].double()
