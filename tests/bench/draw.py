@@ -64,17 +64,18 @@ def record_ring(world, length):
 
     def run(rank):
         hops = []
-        columns_of = ring_attention.visible_columns
+        pairs_of = ring_attention.visible_pairs
 
-        # A hop asks once which keys of a block our chunks see.
+        # A hop asks once which chunks of a block our chunks see.
         def watched(rank, owner, world, n, *given):
             mask = torch.zeros(2 * n, 2 * n, dtype=torch.bool)
             hops.append((owner, mask))
-            for a, columns, visible in columns_of(rank, owner, world, n, *given):
-                mask[a * n : a * n + n, columns] = True if visible is None else visible
-                yield a, columns, visible
+            for a, b, visible in pairs_of(rank, owner, world, n, *given):
+                some = mask[a * n : a * n + n, b * n : b * n + n]
+                some[:] = True if visible is None else visible
+                yield a, b, visible
 
-        ring_attention.visible_columns = watched  # in this process, which ends soon
+        ring_attention.visible_pairs = watched  # in this process, which ends soon
         q = torch.zeros(1, 1, length // world, 2)
         ring_attention.ring_attention(q, q, q)
         return hops
