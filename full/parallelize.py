@@ -170,13 +170,13 @@ def shard_model(model, grid) -> None:
     """Cut a whole model by t and e, in place, by the functions of parallel.py."""
     group = grid.group
     factors = {name: p for name, p in model.named_parameters() if lora.is_factor(name)}
-    if grid.plan.tp > 1 and isinstance(model, Transformer):
-        # It computes logits and log-probs itself, in chunks, from a rank's rows.
-        parallel.shard_weights(model, group["t"], grid.sequence)
-        model.shard = dict(group=group["t"], vocab_start=model.model.embed_tokens.first)
-    elif grid.plan.tp > 1:
+    if grid.plan.tp > 1:
         parallel.tensor_parallel(model, group["t"], grid.sequence)
-    if grid.plan.tp > 1:  # where a row enters the model
+        if isinstance(model, Transformer):
+            # It computes logits and log-probs itself, in chunks, from a rank's rows.
+            del model.logits, model.logprobs
+            model.shard = dict(group=group["t"], vocab_start=model.model.embed_tokens.first)
+        # Where a row enters the model.
         model.model.embed_tokens.register_forward_pre_hook(
             lambda _, args: grid.require_cut(args[0].shape[1])
         )
@@ -216,7 +216,7 @@ def recurrent_tensor_parallel(mixer, grid) -> None:
         lambda _, args: (parallel.copy_to_tp_region(args[0], *region), *args[1:])
     )
     for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"):
-        setattr(mixer, name, parallel.ColumnParallelLinear(getattr(mixer, name), group))
+        parallel.shard_rows(getattr(mixer, name), group)
     mixer.out_proj = parallel.RowParallelLinear(mixer.out_proj, *region)
     for owner, name in ((mixer.conv1d, "weight"), (mixer, "A_log"), (mixer, "dt_bias")):
         setattr(owner, name, parallel.parameter_shard(getattr(owner, name), group))

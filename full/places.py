@@ -113,7 +113,9 @@ class Place(NamedTuple):
 
 
 def layout(name, grid):
-    """Return `parallel.layout`, with the heads of recurrent layers distributed over t as well."""
+    """Return `parallel.layout`, with recurrent layers, and a critic's head, which is whole."""
+    if name == "score.weight":
+        name = "model.norm.weight"
     path, is_recurrent, rest = name.partition(".linear_attn.")
     if is_recurrent:
         like = {"out_proj": "o_proj", "norm": "q_norm"}.get(rest.split(".")[0], "q_proj")
@@ -127,7 +129,7 @@ def place_of(name, shape, grid, mode, ends_share_embedding) -> Place:
     ends_share_embedding: bool. The first and the last stage share an embedding, on different ranks.
     """
     plan = grid.plan
-    how = layout(f".{name}", grid)
+    how = layout(name, grid)
     is_expert = ".experts." in name
     mesh = grid.experts if is_expert else grid.dense
     place = Place(mesh, (tuple(map(range, shape)),), holders=plan.world // plan.pp)
