@@ -454,14 +454,15 @@ def layout(name, grid):
     gradients on the ranks of `partial` are partial gradients.
     grid: a Grid, or an object with its `fsdp`, `sequence` and groups t, e, dc, edp, dct and "".
     """
-    *path, module, kind = "", *name.split(".")
+    *path, kind = name.split(".")
+    module = path[-1] if path else ""
     # FSDP cuts a layer by rows, and its backward has summed the gradients already.
     if grid.fsdp and "layers" in path:
         return dict(over="dc", dim=0, replicas="", partial="")
     # If ranks cut weights, a q_proj with another name would be counted once for each t rank.
     is_cut = grid.fsdp or max(dist.get_world_size(grid.group[x]) for x in "te") > 1
     known = ("embed_tokens", "lm_head", "norm") if grid.fsdp else SHARES
-    is_known = module in known and "experts" not in path
+    is_known = module in known and "experts" not in path[:-1]
     require(is_known or not is_cut, f"the name of a parameter of models.py, got {name!r}")
     is_bias = module in ROW_PARALLEL and kind == "bias"
     over, dim, replicas = WHOLE if is_bias else SHARES.get(module, WHOLE)
@@ -608,7 +609,6 @@ def check_loss(model, hidden_BSM, targets_BS, mask_BS, Z):
 def check_share(grid, batch):
     """Return this rank's share of a batch of 8 tokens a row, and the options of `hidden` for it."""
     from ring_attention import ring_attention, zigzag_indices
-
     # d ranks have different rows, and c ranks different tokens of each row, which attend to one
     # another in a ring. Ranks of one t or p group have the same rows and tokens.
     ring = grid.group["c"]
@@ -708,7 +708,6 @@ def check_each(texts, training_class, model):
 def check_plans(plans, training_class, model):
     """Return {plan: its error}. plans: number of ranks -> plans."""
     from ring_attention import launch
-
     if dist.is_initialized():  # by torchrun
         return check_each(plans[dist.get_world_size()], training_class, model)
     # The first AdamW imports a large package. Make one before the processes fork, so all have it.

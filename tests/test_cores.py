@@ -1,5 +1,6 @@
 """Each of the five files notices a slip, in a folder with nothing but the five."""
 
+import collections
 import copy
 import math
 import shutil
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, complaint_of, shortened
+from oracles import bytes_of
 from test_house import FIVE
 from test_ranks import as_script, ranks
 
@@ -144,10 +146,10 @@ def test_the_ring_sends_no_message_that_nobody_needs():
     assert ring_attention.launch(3, dtypes_of_messages) == [sent] * 3
 
 
-# What the file's own check leaves out. Its model fits on 3 ranks by layers alone: ZeRO-1 divides 16
-# entries by d and c. p2d2t2 is the example of the file.
+# What the file's own check leaves out. 3 ranks have unequal rows, layers and shards of a norm's 16
+# entries. p2d2t2 is the example of the file.
 MORE_PLANS = {
-    3: ["p3"],
+    3: ["p3", "d3", "d3 fsdp"],
     4: ["c4", "d2c2", "p2c2", "d2t2 sp", "d4e2", "d4e4", "p2d2e2", "p2d2 fsdp", "c2d2 fsdp"],
     8: ["p2d2t2"],
 }
@@ -179,20 +181,279 @@ def test_ranks_need_not_divide_the_rows_of_a_sharded_layer(tmp_path):
     assert all(max(errors) <= 1e-12 for errors in ranks(tmp_path, 3, sharded_linears))
 
 
+@pytest.fixture
+def sent(monkeypatch):
+    """A list that gets (name, dtype) of every collective."""
+    messages = []
+
+    def listened(name, call):
+        def listening(*given, **options):
+            x = given[0] if name == "all_reduce" else given[1]
+            messages.append((name, (x[0] if isinstance(x, list) else x).dtype))
+            return call(*given, **options)
+
+        return listening
+
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all_single"):
+        monkeypatch.setattr(dist, name, listened(name, getattr(dist, name)))
+    return messages
+
+
+def counted(sent):
+    """{name: how many} of what was sent in bfloat16: sums are float32, the rest is not."""
+    wide = {"all_reduce", "reduce_scatter"}
+    expected = {(name, torch.float32 if name in wide else torch.bfloat16) for name, _ in sent}
+    assert {message for message in sent if message[1] != torch.int64} == expected
+    counts = collections.Counter(name for name, _ in sent)
+    sent.clear()
+    return counts
+
+
+# Of a model with two dense and two sparse layers: in hidden, in log-probs, in the backward.
+MESSAGES = {
+    "t": [dict(all_reduce=1 + 2 * 2 + 2), dict(all_reduce=2), dict(all_reduce=1 + 2 * 2 + 2)],
+    "t sp": [dict(reduce_scatter=1 + 2 * 2 + 2, all_gather=2 * 2 + 2 + 1), dict(all_reduce=2),
+             dict(all_reduce=1, reduce_scatter=2 * 2 + 2, all_gather=2 * 2 + 2 + 1)],
+    "e": [dict(all_to_all_single=2 * 3), {}, dict(all_to_all_single=2 * 2)],
+    "fsdp": [dict(all_gather=4), {}, dict(all_gather=4, reduce_scatter=4)],
+}  # fmt: skip
+
+
 @pytest.mark.quick
-def test_a_sharded_layer_sends_two_all_gathers_and_one_reduce_scatter(process_group, monkeypatch):
-    """However many parameters it has: here 18."""
-    sent = []
+@pytest.mark.parametrize("plan", MESSAGES)
+def test_ranks_send_what_the_tables_say_and_sums_in_float32(process_group, sent, plan):
+    """However many parameters a layer has: here up to 18."""
+    model, group = parallel.check_model(torch.bfloat16), dist.group.WORLD
+    if plan[0] == "t":
+        parallel.tensor_parallel(model, group, plan == "t sp")
+    if plan == "e":
+        parallel.expert_parallel(model, group)
+    for layer in model.model.layers if plan == "fsdp" else ():
+        parallel.fully_shard_layer(layer, group)
+    hidden_NM = model.hidden(torch.arange(8)[None])[0]
+    phases = [counted(sent)]
+    logprobs_N, entropies_N = model.logprobs(hidden_NM, torch.arange(8))
+    phases.append(counted(sent))
+    (logprobs_N + entropies_N).sum().backward()
+    assert [*phases, counted(sent)] == MESSAGES[plan]
 
-    def counted(name, call):
-        return lambda *given, **options: sent.append(name) or call(*given, **options)
 
-    for name in ("all_gather", "reduce_scatter"):
-        monkeypatch.setattr(dist, name, counted(name, getattr(dist, name)))
-    model = parallel.check_model()
-    parallel.fully_shard_layer(model.model.layers[0], dist.group.WORLD)
-    model.hidden(torch.arange(8)[None]).sum().backward()
-    assert sent == ["all_gather", "all_gather", "reduce_scatter"]
+@pytest.mark.quick
+def test_a_step_sends_each_gradient_and_each_weight_once(process_group, sent):
+    """The gradients' sums after which of them there are: not the head's. And the norm."""
+    training = parallel.Training(parallel.check_model(torch.bfloat16), "d1")
+    number = len([*training.model.parameters()])
+    training.model.hidden(torch.arange(8)[None]).sum().backward()
+    sent.clear()
+    parallel.reduce_gradients(training.model, training.grid)
+    assert counted(sent) == dict(all_reduce=1 + number - 1)
+    parallel.clip_grad_norm(training.model, 1.0, training.grid)
+    assert counted(sent) == dict(all_reduce=1)
+    training.optimizer.step()
+    assert counted(sent) == dict(all_gather=number)
+
+
+def sums_in_bfloat16(rank):
+    """Sums of 256, 1 and 1 of three ranks: in bfloat16, 256 + 1 is 256."""
+    mine = torch.tensor([256.0, 1.0, 1.0])[rank].bfloat16()
+    x = mine.expand(3).clone().requires_grad_()
+    yield parallel.all_reduce_sum(x.detach(), None)
+    yield parallel.reduce_scatter(x.detach(), None)
+    parallel.Communicate.apply(x, None, parallel.all_gather, parallel.reduce_scatter).mul(
+        mine).sum().backward()
+    yield x.grad
+    for way in ("d3", "d3 fsdp"):
+        model = torch.nn.ModuleDict(dict(layers=torch.nn.Linear(3, 3, bias=False).bfloat16()))
+        grid = parallel.Grid(way)
+        if grid.fsdp:
+            parallel.fully_shard_layer(model.layers, grid.group["dc"])
+        optimizer = parallel.ZeroAdamW(model, grid, lr=0.001, weight_decay=0.0)
+        model.layers(mine.expand(3)).sum().backward()
+        parallel.reduce_gradients(model, grid)
+        yield model.layers.weight.grad
+        assert parallel.clip_grad_norm(model, 1e9, grid).item() == pytest.approx(258 * 3)
+        before = model.layers.weight.detach().clone()
+        for _ in range(50):
+            optimizer.step()
+        assert ((before - model.layers.weight) - 0.05).abs().max() < 0.002  # a bfloat16
+
+
+def as_floats(rank, function):
+    return [{*x.float().flatten().tolist()} for x in function(rank)]
+
+
+def test_ranks_add_in_float32_and_round_once(tmp_path):
+    assert ranks(tmp_path, 3, as_floats, sums_in_bfloat16) == [[{258.0}] * 5] * 3
+
+
+@pytest.mark.quick
+def test_micro_batches_add_up_in_float32_and_small_steps_too(process_group):
+    model = torch.nn.Linear(1, 1, bias=False).bfloat16()
+    model.weight.data.fill_(1.0)
+    optimizer = parallel.ZeroAdamW(model, parallel.Grid("d1"), lr=0.001, weight_decay=0.0)
+    for _ in range(300):
+        model(torch.ones(1, 1).bfloat16()).sum().backward()
+    assert model.weight.grad.item() == 300
+    for _ in range(100):
+        optimizer.step()
+    assert model.weight.item() == pytest.approx(0.9, abs=0.002)  # and 1 - 0.001 rounds to 1
+
+
+def bytes_of_training(rank):
+    """Bytes a number of a layer of 16 x 16 on four ranks: by AdamW, by ZeRO-1, by FSDP."""
+    for way in ("plain", "d4", "d4 fsdp"):
+        model = torch.nn.ModuleDict(dict(layers=torch.nn.Linear(16, 16, bias=False)))
+        grid = parallel.Grid(way if way != "plain" else "d4")
+        if grid.fsdp:
+            parallel.fully_shard_layer(model.layers, grid.group["dc"])
+        adamw = optimizer = torch.optim.AdamW(model.parameters())
+        if way != "plain":
+            optimizer = parallel.ZeroAdamW(model, grid)
+            adamw = optimizer.inner
+        model.layers(torch.ones(16)).sum().backward()
+        parallel.reduce_gradients(model, grid)
+        optimizer.step()
+        kept = [x for state in adamw.state.values() for x in state.values() if x.dim()]
+        kept += [x for group in adamw.param_groups for x in group["params"]]
+        yield bytes_of([*kept, *model.parameters(), *(p.grad for p in model.parameters())]) / 256
+
+
+def listed(rank, function):
+    return [*function(rank)]
+
+
+def test_memory_is_as_the_table_says(tmp_path):
+    assert ranks(tmp_path, 4, listed, bytes_of_training) == [[16, 10, 4]] * 4
+
+
+def one_of_two_has_a_gradient(rank):
+    """Two steps of 3 matrices: rank 1 alone uses b, and no rank uses c, as on one process."""
+    trained = []
+    for way in ("d2", "plain"):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict({x: torch.nn.Linear(3, 5) for x in "abc"}).double()
+        x = torch.randn(2, 4, 3).double()
+        grid = parallel.Grid("d2")
+        optimizer = torch.optim.AdamW(model.parameters())
+        if way == "d2":
+            optimizer = parallel.ZeroAdamW(model, grid)
+        for _ in range(2):
+            loss = sum(model["a"](x[r]).square().sum() for r in (range(2), [rank])[way == "d2"])
+            if rank == 1 or way == "plain":
+                loss = loss + model["b"](x[1]).square().sum()
+            loss.backward()
+            if way == "d2":
+                parallel.reduce_gradients(model, grid)
+                parallel.clip_grad_norm(model, 1.0, grid)
+            else:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            assert model["c"].weight.grad is None
+            model.zero_grad()
+        trained.append(model)
+    pairs = zip(*(model.parameters() for model in trained), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def test_a_gradient_that_some_ranks_miss_is_zeros_and_one_that_all_miss_is_skipped(tmp_path):
+    assert max(ranks(tmp_path, 2, one_of_two_has_a_gradient)) < 1e-12
+
+
+def most_stored(rank):
+    """The most micro-batches of which a stage of three, whose ranks are all, holds the graph."""
+    weight = torch.tensor(2.0, requires_grad=True)
+    held, most = set(), []
+
+    def forward(n, x):
+        y = weight * (torch.tensor([1.0 + n]) if x is None else x)
+        held.add(n)
+        most.append(len(held))
+        y.register_hook(lambda dy: held.discard(n))
+        return y.sum() if rank == 2 else y
+
+    parallel.run_1f1b(forward, 7, torch.zeros(1), None)
+    assert weight.grad == sum(1 + n for n in range(7)) * 4
+    return max(most)
+
+
+def test_a_stage_stores_as_many_micro_batches_as_stages_follow_and_one(tmp_path):
+    assert ranks(tmp_path, 3, most_stored) == [3, 2, 1]
+
+
+def small_model(**changes):
+    sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=4, head_dim=2, num_experts=4,
+                 num_experts_per_tok=1, moe_intermediate_size=4, sparse_layers=(1,))  # fmt: skip
+    return models.Transformer(models.ModelConfig(**sizes | changes))
+
+
+def renamed(model, path, old, new):
+    """The model, with another name for a child of a module."""
+    owner = model.get_submodule(path)
+    setattr(owner, new, getattr(owner, old))
+    delattr(owner, old)
+    return model
+
+
+RENAMED = [  # a plan of 4 ranks, the module whose child gets another name
+    ("t4", "model.layers.0.self_attn", "q_proj", "wq"),
+    ("t4", "model.layers.0.self_attn", "q_norm", "query_norm"),
+    ("t4", "model.layers.0.mlp", "down_proj", "w2"),
+    ("d4e4", "model.layers.1.mlp", "experts", "pool"),
+    ("d4 fsdp", "model", "layers", "blocks"), ("d4 fsdp", "", "lm_head", "output"),
+]  # fmt: skip
+UNEVEN = [  # the letter, sizes of a model, what is said of 4 ranks
+    ("t", dict(vocab_size=9), "rows for each of 4 t ranks, got a vocabulary of 9"),
+    ("t", dict(vocab_size=5), "got a vocabulary of 5"),
+    ("t", dict(num_key_value_heads=2), "t that divides 2 heads, got 4"),
+    ("t", dict(num_attention_heads=6, num_key_value_heads=6), "t that divides 6 heads, got 4"),
+    ("e", dict(num_experts=6), "e that divides 6 experts, got 4"),
+    ("p", dict(), "a layer for each of 4 stages, got 2 layers"),
+]
+
+
+def refusals(rank):
+    """(what is said, what it must hold) of each model that does not fit 4 ranks."""
+    for letter, changes, why in UNEVEN:
+        split = {"t": parallel.tensor_parallel, "e": parallel.expert_parallel}.get(letter)
+        given = [dist.group.WORLD] if split else [rank, 4]
+        yield complaint_of(split or parallel.keep_stage, small_model(**changes), *given), why
+    for plan, *names in RENAMED:
+        grid, model = parallel.Grid(plan), small_model()
+        if "t" in plan:
+            parallel.tensor_parallel(model, grid.group["t"])
+        parallel.expert_parallel(model, grid.group["e"])
+        for layer in model.model.layers if grid.fsdp else ():
+            parallel.fully_shard_layer(layer, grid.group["dc"])
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        exact = parallel.clip_grad_norm(model, 1e9, grid)
+        assert exact.item() == pytest.approx(sum(p.numel() for p in small_model().parameters())**.5)
+        renamed(model, *names)
+        why = f"models.py, got '{'.'.join([names[0], names[2]]).strip('.')}."
+        yield complaint_of(parallel.clip_grad_norm, model, 1e9, grid), why
+        yield complaint_of(parallel.ZeroAdamW, model, grid), why
+        yield complaint_of(parallel.reduce_gradients, model, grid), why
+    grid, model = parallel.Grid("d4"), renamed(small_model(), *RENAMED[0][1:])
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    assert parallel.clip_grad_norm(model, 1e9, grid) == exact  # d cuts no weights
+    yield complaint_of(parallel.Grid, "d2"), "a plan of 4 ranks"
+    yield complaint_of(parallel.Grid, "d4e3"), "e that divides d c t"
+
+
+def test_what_does_not_divide_or_has_another_name_is_refused_by_all_ranks(tmp_path):
+    first, *others = ranks(tmp_path, 4, listed, refusals)
+    assert all(found == first for found in others)
+    for said, why in first:
+        assert said.startswith("expected ") and why in said
+
+
+@pytest.mark.parametrize("half, missing", [("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")])
+def test_half_of_a_launchers_variables_is_one_line(tmp_path, half, missing):
+    copy_the_five(tmp_path)
+    code, out, err = as_script("parallel.py", cwd=tmp_path, **{half: "2"})
+    assert (code, out, err.count("\n")) == (1, "", 1) and f"variable {missing} expected" in err
 
 
 @pytest.mark.quick
