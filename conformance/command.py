@@ -13,6 +13,8 @@ import sys
 import traceback
 from pathlib import Path
 
+from conformance.definition import CANNOT_SAY
+
 
 def parser(text):
     """Return a parser of arguments that prints a text as it is for --help."""
@@ -27,7 +29,9 @@ def checked(defaults, choices, given):
         if name not in defaults:
             raise ValueError(f"expected a setting of {', '.join(defaults)}, got {name!r}")
         if name in choices and value not in choices[name]:
-            raise ValueError(f"{name}: expected {' | '.join(choices[name])}, got {value!r}")
+            wanted = " | ".join(map(str, choices[name]))
+            reason = f": {CANNOT_SAY[value]}" if value in CANNOT_SAY else ""
+            raise ValueError(f"{name}: expected {wanted}, got {value!r}{reason}")
         of_numbers = isinstance(defaults[name], int | float)
         if of_numbers and not isinstance(value, int | float):
             raise ValueError(f"{name}: expected a number, got {value!r}")

@@ -23,13 +23,16 @@ SAPO, DPPO = dict(objective="sapo"), dict(objective="dppo", clip_low=0.15, clip_
 SEQUENCES = dict(aggregation="sequence_mean")
 
 
+NOTE = "NaN at padding"
+
+
 def verdicts(loss, settings):
-    """Names of the properties that fail; each failure says why and has an example."""
+    """Names of the properties that fail, and of notes; each says why. A failure has an example."""
     rows = kit.conformance(loss, settings)
-    assert len(rows) == 12 and all(row["verdict"] in ("passed", "failed") for row in rows)
+    assert all(row["why"] for row in rows if row["verdict"] != "passed")
     failed = [row for row in rows if row["verdict"] == "failed"]
-    assert all(row["why"] and row["example"] for row in failed)
-    return {row["property"] for row in failed}
+    assert all(row["example"] for row in failed)
+    return {row["property"] for row in failed + [x for x in rows if x["verdict"] == "note"]}
 
 
 # Right losses, as a trainer would write them ---------------------------------------------------
@@ -128,14 +131,10 @@ def needs(name):
     return pytest.mark.skipif(not importlib.util.find_spec(name), reason=f"pip install {name}")
 
 
-NAN = {"padding content": "with lp nan"}  # a mask is multiplied
-MILD = {"padding content": "contents of usual size pass"}
 FAILURES = {  # for each of adapters.CASES, as in the table of full/RESULTS.md
-    adapters.verl: [{}, {}, NAN, NAN, {}, NAN, NAN, NAN, NAN | {
-        "micro-batches": "2.000 times", "order and ranks": "0.750 times",
-        "global count": "in 3 other"}, NAN],
-    adapters.trl: 7 * [MILD] + [MILD | {"empty sequence": "the loss is"}],
-    adapters.openrlhf: 4 * [NAN],
+    adapters.verl: 8 * [{}] + [{"micro-batches": "2.000 times"}, {}],
+    adapters.trl: 7 * [{}] + [{"empty sequence": "the loss is"}],
+    adapters.openrlhf: 4 * [{}],
 }  # fmt: skip
 THEIRS = [
     pytest.param(adapter, settings, failures, marks=needs(adapter.__name__))
@@ -148,22 +147,22 @@ THEIRS = [
 @pytest.mark.parametrize("adapter, settings, failures", THEIRS)
 def test_the_losses_of_other_code_bases_are_what_the_table_says(adapter, settings, failures):
     """Of verl 0.9.1, TRL 1.16.0 and OpenRLHF 0.11.2."""
-    passed, failed = adapters.outcome(adapter, settings)
-    assert failed.keys() == failures.keys() and passed == 12 - len(failed)
+    _, failed = adapters.outcome(adapter, settings)
+    assert failed.keys() == failures.keys()
     for name, words in failures.items():
         assert words in failed[name]
 
 
-MEASURED = {"value", "gradient", "padding content"}
+MEASURED = {"value", "gradient"}
 SUBJECTS = [  # file, package, environment, settings, and the properties that fail
-    ("skyrl_losses", "skyrl", {}, [], {"padding content"}),
-    ("skyrl_losses", "skyrl", dict(COV="clip_cov"), [], {"padding content"}),
+    ("skyrl_losses", "skyrl", {}, [], set()),
+    ("skyrl_losses", "skyrl", dict(COV="clip_cov"), [], set()),
     ("skyrl_losses", "skyrl", dict(COV="kl_cov"), [],
      MEASURED | {"clip edges, signs", "global count"}),
-    ("areal_losses", "areal", {}, ["objective=gspo"], {"padding content"}),
+    ("areal_losses", "areal", {}, ["objective=gspo"], set()),
     ("areal_losses", "areal", dict(M2PO="0.04"), [],
-     MEASURED | {"micro-batches", "order and ranks", "clip edges, signs", "dtype"}),
-    ("ms_swift_losses", "swift", {}, [], {"padding content"}),
+     MEASURED | {"micro-batches", "clip edges, signs"}),
+    ("ms_swift_losses", "swift", {}, [], set()),
     ("ms_swift_losses", "swift", dict(GENERATION="2"), [], MEASURED),
     ("torchtitan_losses", "torchtitan", {}, [], set()),
 ]  # fmt: skip
@@ -345,25 +344,24 @@ def mean_of_rows(batch):
 
 
 OFF = {"value", "gradient"}
-LOCAL = {"micro-batches", "order and ranks", "global count"}
+LOCAL = {"micro-batches"}  # ranks and the count stand on it, and are not judged
 EDGES = {"clip edges, signs"}
-WIDTH = {"micro-batches", "order and ranks", "padding", "masked tokens"}
-SPLIT = {"micro-batches", "order and ranks"}
+WIDTH = {"padding"}  # what stands on it is not judged
+SPLIT = {"micro-batches"}
 WRONG = {  # a loss, its settings, the properties that fail
     "mean of means": (
         lambda batch: mean_over_trained(batch, batch.micro_batches * batch.ranks), CLIP, LOCAL),
     "count of a rank": (
-        lambda batch: clip(batch) * batch.ranks, CLIP, {"order and ranks", "global count"}),
+        lambda batch: clip(batch) * batch.ranks, CLIP, {"order and ranks"}),
     "bounds swapped": (partial(clip, low=0.28, high=0.2), CLIP, OFF | EDGES),
     "dual clip for both signs": (dual_clip_for_both_signs, CLIP | dict(dual_clip=1.2), OFF | EDGES),
-    "multiplied mask": (multiplied_mask, CLIP, {"padding content"}),
+    "multiplied mask": (multiplied_mask, CLIP, {NOTE}),
     "detached ratio": (
         lambda batch: weighted(-gain(ratio(batch).detach(), batch), batch),
-        CLIP, {"gradient", "empty sequence"} | EDGES),
+        CLIP, {"gradient"}),
     "spread of the batch": (spread_of_the_batch, CLIP, OFF | SPLIT),
-    "padding counted": (padding_counted, CLIP, OFF | WIDTH | {"empty sequence"}),
-    "padding trained": (
-        padding_trained, CLIP, OFF | LOCAL | WIDTH | {"padding content", "empty sequence"}),
+    "padding counted": (padding_counted, CLIP, OFF | WIDTH),
+    "padding trained": (padding_trained, CLIP, OFF | WIDTH),
     "only the end masked": (only_the_end_masked, CLIP, {"masked tokens"}),
     "mean of an empty row": (mean_of_an_empty_row, CLIP | SEQUENCES, {"empty sequence"}),
     "no graph without tokens": (no_graph_without_tokens, CLIP, {"empty sequence"}),
@@ -379,7 +377,7 @@ WRONG = {  # a loss, its settings, the properties that fail
     "gradient through the weight": (
         partial(cispo, detach=lambda w: w), CISPO, {"gradient"} | EDGES),
     "one tau": (partial(sapo, tau_neg=1.0), SAPO, OFF | EDGES),
-    "mean of rows": (mean_of_rows, GMPO | SEQUENCES, LOCAL | {"empty sequence"}),
+    "mean of rows": (mean_of_rows, GMPO | SEQUENCES, LOCAL),
     "both directions": (partial(dppo, two_sided=True), DPPO, OFF | EDGES),
 }  # fmt: skip
 
