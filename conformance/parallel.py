@@ -18,7 +18,8 @@ FILE.py has three functions, for example:
 The definition is `loss` of the whole model and the whole batch on one process, its gradient, its
 clip norm and AdamW. The kit runs the same three steps on the ranks, and compares the weights before
 the first step, and the loss, every gradient, the clip norm and the weights of each step. It also
-compares buffers. To show that the comparison would see a wrong gradient, it multiplies the gradient
+compares buffers. Each rank has the environment of a launcher: RANK, LOCAL_RANK, WORLD_SIZE,
+LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. To show that the comparison would see a wrong gradient, it multiplies the gradient
 of each parameter on each rank by 1.001, and compares once more.
 
 FILE.py may have these too, where its parallelism differs from the default:
@@ -51,7 +52,9 @@ import copy
 import datetime
 import itertools
 import math
+import os
 import re
+import socket
 import sys
 import tempfile
 import time
@@ -670,8 +673,15 @@ def mesh_of(subject, world):
     return {**dict.fromkeys(names, 1), names[-1]: world}
 
 
-def _process(rank, world, folder, target, subject, arguments):
+def launcher_variables(rank, world, port):
+    """Return what a launcher such as torchrun sets, for libraries that look there."""
+    return dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world,
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=port)  # fmt: skip
+
+
+def _process(rank, world, port, folder, target, subject, arguments):
     """Run a function in a process, and write its result or its error into the folder."""
+    os.environ.update({k: f"{x}" for k, x in launcher_variables(rank, world, port).items()})
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     try:
@@ -694,8 +704,11 @@ def _process(rank, world, folder, target, subject, arguments):
 
 def launch(world, target, subject, *arguments):
     """Return what a function returned on rank 0 of so many processes."""
+    with socket.socket() as free:  # a port that nobody has
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        given = (world, folder, target, subject, arguments)
+        given = (world, port, folder, target, subject, arguments)
         try:
             # A forked process has imported torch already, and starts in a few tenths of a second.
             start_processes(_process, given, world, start_method="fork")

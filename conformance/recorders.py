@@ -15,6 +15,14 @@ Every rank does it, and rank 0 writes. Rows of `add` are sequences. With attenti
 tokens and 0 for padding, padding on the left is cut off, and padding on the right is known.
 step.py --help says what `add` takes.
 
+Where a function has the whole step inside, and nothing to hook into, `watch` looks at what the
+model gets. The step's sequences are known before:
+
+    sequences = [dict(tokens=prompt + answer, prompt=len(prompt), advantages=A, rewards=R, groups=g)
+                 for prompt, answer, A, R, g in ..]
+    with record(DUMP, ..) as add, watch(model, add, sequences):
+        update_policy(model, optimizer, ..)
+
 TRL's GRPOTrainer and this project's full edition have recorders of their own, `record_trl` and
 `recording`. These commands run each on a tiny random model for a few steps, and record one:
 
@@ -134,6 +142,62 @@ def record(directory, named_parameters, optimizer, *, settings=None, step_number
     parts = parts or [mine]
     rows = [{"rank": rank} | row for rank, (rows, _) in enumerate(parts) for row in rows]
     write_dump(directory, rows, state.tensors, state.optimizer, parts, settings or {})
+
+
+@contextlib.contextmanager
+def watch(model, add, sequences, temperature=1.0):
+    """Call `add` for each forward with a graph inside, with its sequences and their log-probs.
+
+    sequences: for each a dict of `tokens`, a list of all its tokens, and `prompt`, the number of
+        first tokens that were not sampled, or `mask`, a list. What else it has is given to `add`.
+    """
+    forward, left = model.forward, list(range(len(sequences)))
+
+    def find(row):
+        """Return which sequence a row holds, and where it begins. Its last token may be missing."""
+        found = []
+        for n in left:
+            tokens = sequences[n]["tokens"]
+            for at in (0, len(row) - len(tokens), len(row) - len(tokens) + 1):
+                part = row[at : at + len(tokens)] if at >= 0 else []
+                if len(part) >= len(tokens) - 1 and part == tokens[: len(part)]:
+                    found.append((len(part), -n, at))
+        if not found:
+            raise ValueError(f"expected a row of one of `sequences`, got {row}")
+        _, n, at = max(found)  # a shorter sequence may be the beginning of another one
+        left.remove(-n)
+        left[:] = left or range(len(sequences))  # the next step has them once more
+        return sequences[-n], at
+
+    def seen(*args, **options):
+        output = forward(*args, **options)
+        logits = output if torch.is_tensor(output) else output.logits
+        if not logits.requires_grad:  # a reference, or a rollout
+            return output
+        inputs = [*args, *(options[x] for x in ("input_ids", "tokens") if x in options)]
+        rows = [find(row) for row in inputs[0].tolist()]
+        width = max([logits.shape[1], *(at + len(s["tokens"]) for s, at in rows)])
+        shape = len(rows), width
+        columns = dict(tokens=torch.zeros(shape).long(), logprobs=torch.zeros(shape).double(),
+                       mask=torch.zeros(shape).bool(), attention=torch.zeros(shape).long())
+        for b, (s, at) in enumerate(rows):
+            N = len(s["tokens"])
+            tokens = torch.tensor(s["tokens"])
+            own = [n >= s["prompt"] for n in range(N)] if "mask" not in s else s["mask"]
+            lp = D.scores(logits[b, at : at + N - 1].detach(), tokens[1:].tolist(), temperature)[0]
+            columns["tokens"][b, :N], columns["attention"][b, :N] = tokens, 1
+            columns["logprobs"][b, 1:N], columns["mask"][b, :N] = lp.cpu(), torch.tensor(own).bool()
+        columns["logprobs"] = columns["logprobs"].to(lp.dtype)
+        for name in {*sequences[0]} - {"tokens", "prompt", "mask"}:
+            columns[name] = torch.tensor([s[name] for s, _ in rows])
+        add(**columns)
+        return output
+
+    model.forward = seen
+    try:
+        yield
+    finally:
+        model.forward = forward
 
 
 def write_dump(directory, rows, tensors, optimizer, parts, settings):
