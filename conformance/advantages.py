@@ -20,9 +20,9 @@ batch holds all B sequences of a step, of T tokens and less.
     smp, ref     (B, T). Log-probs under the sampler and the reference model, for kl_in="reward".
     settings     ADVANTAGES with all defaults filled in.
 
-Settings, with their defaults: advantage, std_eps and std of the definition, see step.py, and
+Settings, with their defaults: advantage, std_eps and std, as in step.py, and
     kl_in="loss"               reward: the sum over a sequence's tokens of kl_coef times k is taken
-                               off its reward, before the group's mean. kl and kl_coef as in loss.py.
+                               off its reward, before the mean. kl and kl_coef as in loss.py.
     equal_groups="kept"        left_out: groups with equal rewards are not trained on. The adapter
                                returns (advantages, whether each sequence is trained on).
     skip={}                    Properties that do not apply, and why.
@@ -177,8 +177,7 @@ def conformance(adapter, given=None):
         except NotImplementedError as error:
             why = f"{error}"
         except Exception as error:
-            raise ValueError(f"the adapter raised {type(error).__name__}: {error} "
-                             f"({loss.place_of(error)})".replace("\n", " ")) from None  # fmt: skip
+            raise ValueError(f"the adapter raised {loss.text_of(error)}") from None
         if verdict == "failed" and name != "value" and rows["value"]["verdict"] == "failed":
             verdict, why = "not judged", "stands on value"
         rows[name] = dict(property=name, verdict=verdict, why=why, example=[])

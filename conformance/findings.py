@@ -3,6 +3,7 @@
     python conformance/findings.py                       # those whose packages are installed
     python conformance/findings.py auxiliary_loss        # one
     PYTHONPATH=DIR python conformance/findings.py m2po   # DIR: see the first lines of its subject
+    SOURCES=DIR python conformance/findings.py likelihood    # the same
 
 Each function computes a number with a package and by its definition, on tiny random models in
 float64, and gives pairs of a text and a number. The kits use other sizes, so some numbers differ.
@@ -21,6 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from conformance import definition
 
 TINY = dict(
     vocab_size=12, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -286,14 +290,159 @@ def generation_steps():
     return found
 
 
-# A name, the numbers of ranks on which it runs, and the package that it needs.
+# By what subjects/take.py lifts from SOURCES ------------------------------------------------------
+
+
+def zeroed_labels():
+    """Finding 13: the tokens that nano-aha-moment counts before and after the reference's turn."""
+    U = subject("nano_aha").U
+    given = [[1, 2, 3], [4, 5]], [[6, 7], [8]], [[0.5, 0.8], [0.3]]  # its docstring's example
+    batch = U.prepare_model_inputs(*given, "cpu")
+    numbers = [("tokens of answers", (batch["labels"] != -100).sum())]
+    part = {name: x[0:2] for name, x in batch.items()}
+
+    def model(input_ids, **_):
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 10))
+
+    U.compute_token_log_probs(model, part, 1.0)
+    return numbers + [("total_response_len", (batch["labels"] != -100).sum())]
+
+
+def one_ratio():
+    """Finding 14: torchtune's loss of two completions whose ratios are e^.15 and e^-.15."""
+    os.environ["KIND"] = "GRPOCompletionLoss"
+    function = subject("torchtune").L.GRPOCompletionLoss(epsilon=0.2, kl_coeff=0.0)
+    old, now = torch.full((2, 3), -1.0), torch.tensor([[-0.95] * 3, [-1.05] * 3])
+    A, r = torch.tensor([1.0, -1.0]), (now - old).sum(1).exp()
+    right = -torch.minimum(r * A, r.clamp(0.8, 1.2) * A).mean()
+    found = function(old, now, old, A, torch.ones(2, 3).bool())[0]
+    return [("loss, by the docstring", right), ("loss", found)]
+
+
+def luspo():
+    """Finding 15: the gradient of luspo at the first of 2 tokens, in 2 and in 4 columns."""
+    from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction as Liger
+
+    for columns in (2, 4):
+        lp = torch.full((1, columns), -1.0, requires_grad=True)
+        mask = (torch.arange(columns) < 2).long()[None]
+        Liger.ppo_loss_fn(lp, mask, torch.ones(1), mask, old_per_token_logps=lp.detach(), beta=0.0,
+                          loss_type="luspo")[0].backward()  # fmt: skip
+        yield f"gradient in {columns} columns, expected -1", lp.grad[0, 0]
+
+
+def masked_sample():
+    """Finding 16: what slime counts for 4 tokens and a masked sample of 4."""
+    os.environ["PER_TOKEN"] = "1"
+    slime, ones = subject("slime"), torch.ones(2, 4)
+    names = "smp ref entropy value old_value returns reward weight"
+    batch = SimpleNamespace(
+        **dict.fromkeys(names.split()), lp=-ones, old=-ones, advantage=ones, ranks=1,
+        mask=torch.tensor([4 * [True], 4 * [False]]), micro_batches=1, sequences=2,
+        settings=definition.DEFAULTS | dict(kl_coef=0.0))  # fmt: skip
+    return [("count of 4 trained tokens", slime.loss(batch)[1])]
+
+
+def likelihood():
+    """Finding 17: the sum of the gradient of NeMo-RL's likelihood of 4 rows of 3 tokens."""
+    nemo = subject("nemo_rl")
+    settings = definition.DEFAULTS | dict(nll_coef=0.1, aggregation="token_mean")
+    for parts in (1, 2, 4):
+        lp = torch.full((4, 3), -1.0, requires_grad=True)
+        for rows in torch.arange(4).chunk(parts):
+            ones = torch.ones(len(rows), 3)
+            nemo.loss(SimpleNamespace(
+                settings=settings, lp=lp[rows], old=-ones, smp=None, ref=None, ranks=1, tokens=12,
+                mask=ones.bool(), advantage=0 * ones, reward=ones[:, 0], sequences=4)).backward()
+        yield f"{parts} micro-batch(es)", lp.grad.sum()
+
+
+def unmasked_mean():
+    """Finding 18: ROLL's token mean of 1 and 1, where masked tokens have 100 and -50."""
+    x, mask = torch.tensor([[1.0, 100.0], [1.0, -50.0]]), torch.tensor([[1, 0], [1, 0]])
+    return [("mean", subject("roll").R.agg_loss(x, mask, "token-mean", batch_num_tokens=2))]
+
+
+def local_tokens():
+    """Finding 19: AsyncGRPO's gradient of 6 and of 2 tokens, in one micro-batch and in two."""
+    loss, lengths = subject("trl_async").loss, torch.tensor([6, 2])
+    torch.set_default_dtype(torch.float32)  # it adds up in it
+    for parts in (1, 2):
+        lp, mask = -torch.ones(2, 6), torch.arange(6) < lengths[:, None]
+        lp.requires_grad_()
+        for rows in torch.arange(2).chunk(parts):
+            loss(SimpleNamespace(
+                settings=definition.DEFAULTS, lp=lp[rows], old=-torch.ones(len(rows), 6), ranks=1,
+                advantage=torch.ones(len(rows), 6), mask=mask[rows], micro_batches=parts,
+                micro_step_tokens=int(mask[rows].sum()))).backward()  # fmt: skip
+        yield f"{parts} micro-batch(es): at the second row's token", lp.grad[1, 0]
+
+
+def smoothing():
+    """Finding 20: Megatron's smoothed cross-entropy of probabilities .7 .1 .1 .1 on 2 ranks."""
+    os.environ["KIND"] = "megatron_smooth"
+    loss = subject("vocab_parallel").M.vocab_parallel_cross_entropy
+    p, a, y = torch.tensor([0.7, 0.1, 0.1, 0.1]), 0.1, torch.zeros(1).long()
+    right = -((1 - a) * p[0].log() + a / 3 * p[1:].log().sum())
+    part = p.log().chunk(dist.get_world_size())[dist.get_rank()][None].clone()
+    both = [None, None]
+    dist.all_gather_object(both, loss(part, y, a, dist.group.WORLD).item())
+    return [("loss", right), ("rank 0", both[0]), ("rank 1", both[1])]
+
+
+def first_label():
+    """Finding 21: accelerate's count of labels, and the losses that a causal model adds up."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    labels = torch.arange(11).expand(4, 11)  # 4 rows, all labels are trained
+    loss = ForCausalLMLoss(torch.zeros(4, 11, 12), labels, 12, num_items_in_batch=labels.numel())
+    return [("loss, times the mean's", loss / torch.tensor(12.0).log()), ("40 of 44", 40 / 44)]
+
+
+def ignored_factor():
+    """Finding 22: the sum of the gradient of 1 and of 8 times unsloth's loss."""
+    U, mask = subject("unsloth").U, torch.ones(1, 2).long()
+    for k in (1, 8):
+        lp = torch.zeros(1, 2, requires_grad=True)
+        given = lp, torch.zeros(1, 2), None, None, None, mask, mask, torch.ones(1), 0.0, None, 1
+        (k * U.UnslothEfficientGRPO.apply(*given, dict(loss_type="grpo"))[0]).backward()
+        yield f"{k} times the loss", lp.grad.sum()
+
+
+def local_covariances():
+    """Finding 23: how many of 8 tokens verl's kl_cov chooses with a share of 1/8."""
+    kl_cov, lp = subject("verl_terms").kl_cov, -torch.arange(1.0, 9.0).view(4, 2) / 8
+    settings = definition.DEFAULTS | dict(objective="kl_cov", cov_share=1 / 8)
+    for parts in (1, 4):
+        total = 0.0
+        for rows in torch.arange(4).chunk(parts):  # advantages of 0: the loss is the KL's
+            total += kl_cov(SimpleNamespace(
+                settings=settings, lp=lp[rows], old=lp[rows] - 1, advantage=0 * lp[rows], ranks=1,
+                mask=torch.ones(len(rows), 2).bool(), tokens=8, sequences=4))  # fmt: skip
+        yield f"tokens that are chosen in {parts} micro-batch(es)", 8 * total
+
+
+# A name, the numbers of ranks on which it runs, and the package or the clone that it needs.
 FINDINGS = {
     replicated_norms: ((2,), "transformers"), activation: ((2,), "transformers"),
     cut_matrices: ((2,), "transformers"), undivided_kl: ((1,), "skyrl"), m2po: ((1,), "areal"),
     generation_steps: ((1,), "swift"), distillation: ((1, 2, 4), "trl"),
     auxiliary_loss: ((1, 2), "transformers"), generation_tokens: ((1,), "trl"),
     sequence_kl: ((1,), "trl"), bnpo: ((1,), "trl"),
+    zeroed_labels: ((1,), "SOURCES/nano-aha-moment"), one_ratio: ((1,), "SOURCES/torchtune"),
+    luspo: ((1,), "liger_kernel"), masked_sample: ((1,), "SOURCES/slime"),
+    likelihood: ((1,), "SOURCES/RL"), unmasked_mean: ((1,), "SOURCES/ROLL"),
+    local_tokens: ((1,), "trl"), smoothing: ((2,), "SOURCES/Megatron-LM"),
+    first_label: ((1,), "transformers"), ignored_factor: ((1,), "SOURCES/unsloth-zoo"),
+    local_covariances: ((1,), "SOURCES/verl"),
 }  # fmt: skip
+
+
+def is_there(package):
+    """Return whether a package is installed, or a clone is in SOURCES."""
+    if package.startswith("SOURCES/"):
+        return Path(os.environ.get("SOURCES", "."), package.removeprefix("SOURCES/")).is_dir()
+    return importlib.util.find_spec(package) is not None
 
 
 def main(argv) -> int:
@@ -303,8 +452,8 @@ def main(argv) -> int:
         name = finding.__name__
         if argv and name not in argv:
             continue
-        if importlib.util.find_spec(package) is None:
-            print(f"{name}: {package} is not installed")
+        if not is_there(package):
+            print(f"{name}: no {package}")
             continue
         for world in worlds:
             for text, number in on_ranks(world, finding)[0]:

@@ -18,9 +18,9 @@ FILE.py has three functions, for example:
 The definition is `loss` of the whole model and the whole batch on one process, its gradient, its
 clip norm and AdamW. The kit runs the same three steps on the ranks, and compares the weights before
 the first step, and the loss, every gradient, the clip norm and the weights of each step. It also
-compares buffers. Each rank has the environment of a launcher: RANK, LOCAL_RANK, WORLD_SIZE,
-LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. To show that the comparison would see a wrong gradient, it multiplies the gradient
-of each parameter on each rank by 1.001, and compares once more.
+compares buffers. Each rank has a launcher's environment: RANK, LOCAL_RANK, WORLD_SIZE,
+LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. To show that the comparison would see a wrong
+gradient, it multiplies the gradient of each parameter on each rank by 1.001, and compares again.
 
 FILE.py may have these too, where its parallelism differs from the default:
 

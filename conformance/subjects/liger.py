@@ -2,10 +2,10 @@
 
     pip install --no-deps --target DIR liger-kernel
     PYTHONPATH=DIR python conformance/loss.py conformance/subjects/liger.py:loss
-    PYTHONPATH=DIR python conformance/loss.py conformance/subjects/liger.py:loss objective=gspo aggregation=sequence_sum
+    PYTHONPATH=DIR python conformance/loss.py conformance/subjects/liger.py:loss KEY=VALUE ..
 
-The last one is its `luspo`. TRL passes num_items_in_batch, the tokens of the step; Liger divides it
-by the number of ranks.
+aggregation=sequence_sum is its `luspo`; objective=gspo gives it the sequence's ratio.
+TRL passes num_items_in_batch, the tokens of the step. Liger divides it by the number of ranks.
 """
 
 import torch

@@ -1,7 +1,9 @@
-"""open-instruct: compute_grpo_loss and masked_mean of grpo_fast. DeepSpeed takes the mean over ranks.
+"""open-instruct: compute_grpo_loss and masked_mean of grpo_fast. DeepSpeed means over ranks.
 
     SOURCES=DIR python conformance/loss.py conformance/subjects/open_instruct.py:loss
-    SOURCES=DIR python conformance/loss.py conformance/subjects/open_instruct.py:loss aggregation=number loss_denominator=50
+    SOURCES=DIR python conformance/loss.py conformance/subjects/open_instruct.py:loss KEY=VALUE ..
+
+A denominator of its own is aggregation=number loss_denominator=50.
 """
 
 import enum
@@ -32,6 +34,7 @@ def loss(batch):
     new, old = (G.mask_logprobs(x, batch.mask) for x in (batch.lp, batch.old))
     ref = None if batch.ref is None else G.mask_logprobs(batch.ref, batch.mask)
     weights = batch.mask.to(batch.lp.dtype)
-    terms, _, kl = G.compute_grpo_loss(new, torch.exp(new - old), batch.advantage, ref, config, weights)
+    ratio, A = torch.exp(new - old), batch.advantage
+    terms, _, kl = G.compute_grpo_loss(new, ratio, A, ref, config, weights)
     total = terms + c["kl_coef"] * kl
     return R.masked_mean(total, batch.mask, None, batch.Z) * batch.ranks

@@ -1,7 +1,7 @@
 """ROLL: the policy loss of its RLVR worker, and agg_loss. Ranks are added up by `dp_size`.
 
     SOURCES=DIR python conformance/loss.py conformance/subjects/roll.py:loss
-    SOURCES=DIR python conformance/loss.py conformance/subjects/roll.py:loss sample_weights=1 importance_cap=2
+    SOURCES=DIR python conformance/loss.py conformance/subjects/roll.py:loss sample_weights=1
     SOURCES=DIR FILTER=1 python conformance/loss.py conformance/subjects/roll.py:loss
 
 FILTER leaves the advantages of masked tokens as they are, as after the trainer's own filter of

@@ -1,8 +1,8 @@
 """torchtune: the losses of dev/grpo. FSDP2 takes the mean over ranks.
 
-    SOURCES=DIR KIND=GRPOSimpleLoss python conformance/loss.py conformance/subjects/torchtune.py:loss
-    SOURCES=DIR KIND=GRPOCompletionLoss python conformance/loss.py conformance/subjects/torchtune.py:loss
     SOURCES=DIR KIND=GRPOLoss python conformance/loss.py conformance/subjects/torchtune.py:loss
+
+KIND may also be GRPOSimpleLoss and GRPOCompletionLoss.
 """
 
 import os
@@ -10,7 +10,7 @@ import os
 import torch
 from take import take
 
-KIND = os.environ.get("KIND", "GRPOSimpleLoss")
+KIND = os.environ.get("KIND", "GRPOLoss")
 M = take("torchtune/torchtune/rlhf/rewards.py", "masked_mean", "masked_sum")
 L = take("torchtune/torchtune/dev/grpo/loss.py", KIND, rlhf=M, masked_sum=M.masked_sum)
 SETTINGS = dict(ranks="mean", micro_batches="mean", equal_rows=True)

@@ -23,7 +23,8 @@ CHUNKS = int(os.environ.get("CHUNKS", "0"))
 def loss(batch):
     """Call the loss with the options that the trainer gives it."""
     c = batch.settings
-    kind = dict(token_mean="dapo", sequence_mean="grpo", constant="dr_grpo")[c["aggregation"]]
+    kinds = dict(token_mean="dapo", sequence_mean="grpo", constant="dr_grpo", sequence_sum="luspo")
+    kind = kinds[c["aggregation"]]
     kind = c["objective"] if c["objective"] in ("cispo", "sapo") else kind
     options = dict(
         loss_type=kind, epsilon_low=c["clip_low"], epsilon_high=c["clip_high"] + (kind == "cispo"),
@@ -34,6 +35,7 @@ def loss(batch):
         sapo_temperature_pos=c["tau_pos"], sapo_temperature_neg=c["tau_neg"])  # fmt: skip
     mask, A, beta = batch.mask.long(), batch.advantage[:, 0], c["kl_coef"]
     if CHUNKS:
-        return U.UnslothEfficientGRPO.apply(
-            batch.lp, batch.old, batch.ref, None, None, mask, mask, A, beta, None, CHUNKS, options)[0]
-    return U.grpo_compute_loss(batch.ref, batch.lp, batch.old, None, mask, mask, beta, A, **options)[0]
+        given = (batch.lp, batch.old, batch.ref, None, None, mask, mask, A, beta, None)
+        return U.UnslothEfficientGRPO.apply(*given, CHUNKS, options)[0]
+    given = (batch.ref, batch.lp, batch.old, None, mask, mask, beta, A)
+    return U.grpo_compute_loss(*given, **options)[0]
