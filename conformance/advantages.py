@@ -6,12 +6,11 @@
 The file has an adapter that gets a batch and returns advantages, (B,) or (B, T). ADVANTAGES, a
 dict, say what they claim to be:
 
-    ADVANTAGES = dict(advantage="group_std", std="unbiased", std_eps=1e-6)
+    ADVANTAGES = dict(advantage="group_mean", skip=dict(order="groups are consecutive"))
 
     def advantages(batch):
-        groups = batch.rewards.view(-1, 4)  # with skip=dict(order=".."): groups are consecutive
-        mean, std = groups.mean(1, keepdim=True), groups.std(1, keepdim=True)
-        return ((groups - mean) / (std + 1e-6)).flatten()
+        groups = batch.rewards.view(-1, 4)
+        return (groups - groups.mean(1, keepdim=True)).flatten()
 
 batch holds all B sequences of a step, of T tokens and less.
     rewards      (B,). Of a whole sequence.
@@ -79,8 +78,7 @@ def definition(c, batch):
         for b in rows:
             kept[b] = D.is_kept(c, [rewards[row] for row in rows])
     found = D.advantages(c, [[rewards[b] for b in rows] for rows in groups.values()])
-    places = itertools.chain(*groups.values())
-    by_row = dict(zip(places, itertools.chain(*found)))
+    by_row = dict(zip(itertools.chain(*groups.values()), itertools.chain(*found)))
     return [by_row[b] for b in range(len(rewards))], kept
 
 
@@ -91,12 +89,11 @@ def call(c, adapter, batch):
         found, kept = found
         kept = torch.as_tensor(kept).bool().tolist()
     found = torch.as_tensor(found).double()
-    if found.dim() == 2:  # all trained tokens of a sequence have its advantage
+    if found.dim() == 2:
         spread = torch.where(batch.mask, found, found[:, :1]) - found[:, :1]
         if spread.abs().max() > TOLERANCE:
-            raise ValueError("expected one advantage for all tokens of a sequence")
-        found = found[:, 0]
-    return found.tolist(), kept
+            raise ValueError("expected one advantage for all trained tokens of a sequence")
+    return (found if found.dim() == 1 else found[:, 0]).tolist(), kept
 
 
 def compare(c, got, want):

@@ -673,15 +673,11 @@ def mesh_of(subject, world):
     return {**dict.fromkeys(names, 1), names[-1]: world}
 
 
-def launcher_variables(rank, world, port):
-    """Return what a launcher such as torchrun sets, for libraries that look there."""
-    return dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world,
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=port)  # fmt: skip
-
-
 def _process(rank, world, port, folder, target, subject, arguments):
     """Run a function in a process, and write its result or its error into the folder."""
-    os.environ.update({k: f"{x}" for k, x in launcher_variables(rank, world, port).items()})
+    launcher = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world,
+                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port)  # fmt: skip
+    os.environ.update({name: f"{x}" for name, x in launcher.items()})
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     try:

@@ -16,10 +16,8 @@ tokens and 0 for padding, padding on the left is cut off, and padding on the rig
 step.py --help says what `add` takes.
 
 Where a function has the whole step inside, and nothing to hook into, `watch` looks at what the
-model gets. The step's sequences are known before:
+model gets:
 
-    sequences = [dict(tokens=prompt + answer, prompt=len(prompt), advantages=A, rewards=R, groups=g)
-                 for prompt, answer, A, R, g in ..]
     with record(DUMP, ..) as add, watch(model, add, sequences):
         update_policy(model, optimizer, ..)
 
@@ -178,7 +176,8 @@ def watch(model, add, sequences, temperature=1.0):
         rows = [find(row) for row in inputs[0].tolist()]
         width = max([logits.shape[1], *(at + len(s["tokens"]) for s, at in rows)])
         shape = len(rows), width
-        columns = dict(tokens=torch.zeros(shape).long(), logprobs=torch.zeros(shape).double(),
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        columns = dict(tokens=torch.zeros(shape).long(), logprobs=torch.zeros(shape, dtype=wide),
                        mask=torch.zeros(shape).bool(), attention=torch.zeros(shape).long())
         for b, (s, at) in enumerate(rows):
             N = len(s["tokens"])
@@ -187,7 +186,6 @@ def watch(model, add, sequences, temperature=1.0):
             lp = D.scores(logits[b, at : at + N - 1].detach(), tokens[1:].tolist(), temperature)[0]
             columns["tokens"][b, :N], columns["attention"][b, :N] = tokens, 1
             columns["logprobs"][b, 1:N], columns["mask"][b, :N] = lp.cpu(), torch.tensor(own).bool()
-        columns["logprobs"] = columns["logprobs"].to(lp.dtype)
         for name in {*sequences[0]} - {"tokens", "prompt", "mask"}:
             columns[name] = torch.tensor([s[name] for s, _ in rows])
         add(**columns)

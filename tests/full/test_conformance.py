@@ -4,6 +4,8 @@ Other code bases: their losses, and ours in their trainers. Whole steps of TRL's
 """
 
 import importlib.util
+import math
+import os
 import re
 import sys
 from functools import partial
@@ -12,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 import adapters
 import pytest
 import torch
+from conformance import advantages
 from conformance import loss as kit
 from conftest import ROOT
 from test_ranks import as_script
@@ -122,6 +125,137 @@ RIGHT = {
 }  # fmt: skip
 
 
+def numerator(batch, least=0):
+    """The sum over a micro-batch, and its count, as Megatron's schedule gets them."""
+    return weighted(clipped_loss(batch), batch) * batch.Z, batch.mask.sum().clamp(min=least)
+
+
+def surrogate(batch):
+    """A loss whose gradient is the clip's, with a value of its own."""
+    return clip(batch) - 2 * clip(batch).detach()
+
+
+def one_for_each_sequence(batch):
+    """A loss that takes advantages (B,)."""
+    return clip(SimpleNamespace(**vars(batch) | dict(advantage=batch.advantage[:, 0][:, None])))
+
+
+# The terms that trainers add. A slip is named by what is wrong.
+LOW, CAP = 0.5, 2.0
+
+
+def sampler_weight(batch, slip):
+    c, gap = batch.settings, torch.where(batch.mask, batch.old - batch.smp, 0.0)
+    gap = {"smp is old": -gap, "weight of lp": torch.where(
+        batch.mask, batch.lp.detach() - batch.smp, 0.0)}.get(slip, gap)  # fmt: skip
+    if c["importance_of"] != "token":
+        gap = gap.sum(-1, keepdim=True)
+    if c["importance_of"] == "geometric":
+        gap = gap / batch.mask.sum(-1, keepdim=True).clamp(min=1)
+    x, low, cap = gap.exp(), c["importance_low"], c["importance_cap"]
+    if c["importance"] == "mask" and slip != "truncated, not masked":
+        return torch.where((x >= low) & (x <= cap), x, 0.0)
+    return x.clamp(0.0 if slip == "no lower bound" else low, cap)
+
+
+def kl_term(batch, slip):
+    d, kind = torch.where(batch.mask, batch.lp - batch.ref, 0.0), batch.settings["kl"]
+    d = -d if slip == "arguments swapped" else d
+    k3 = (-d).exp() + d - 1
+    kinds = dict(k1=d, k2=d * d / 2, k3=k3, k3_ratio=ratio(batch) * k3,
+                 k3_k2=k3.detach() + d * d / 2 - (d * d / 2).detach())  # fmt: skip
+    k = kinds["k2" if slip == "another kind" else kind]
+    return k.detach() if slip == "no gradient" else k
+
+
+def critic_term(batch, slip):
+    v, old, g, clip = batch.value, batch.old_value, batch.returns, batch.settings["value_clip"]
+    near = old + (v - old).clamp(-clip, clip) if clip else v
+    larger = torch.minimum if slip == "the smaller error" else torch.maximum
+    error = larger((v - g) ** 2, (near - g) ** 2)
+    return error if slip == "not halved" else error / 2
+
+
+def full_loss(batch, slip=""):
+    """A clip with all terms that SETTINGS have."""
+    c = batch.settings
+    l = 0.0 * batch.lp if c["objective"] == "none" else clipped_loss(batch)
+    if c["importance_cap"]:
+        l = l * sampler_weight(batch, slip)
+    if c["sample_weights"]:
+        weight = batch.weight if slip != "squared weights" else batch.weight**2
+        l = l * weight[:, None]
+    if c["kl_coef"]:
+        l = l + c["kl_coef"] * kl_term(batch, slip)
+    if c["entropy_coef"]:
+        l = l - (-1 if slip == "entropy's sign" else 1) * c["entropy_coef"] * batch.entropy
+    if c["value_coef"]:
+        l = l + c["value_coef"] * critic_term(batch, slip)
+    total = weighted(l, batch)
+    if c["aggregation"] == "number" and slip == "number by tokens":
+        total = total * batch.Z / batch.tokens
+    if c["nll_coef"]:
+        right = batch.mask & (batch.reward > 0)[:, None]
+        count = right.sum().clamp(min=1) if slip == "own count" else max(batch.right_tokens, 1)
+        right = batch.mask if slip == "wrong answers too" else right
+        total = total - c["nll_coef"] * torch.where(right, batch.lp, 0.0).sum() / count
+    return total
+
+
+def covariance(batch, slip=""):
+    """kl_cov and clip_cov, right where a step is one micro-batch."""
+    c, on, A = batch.settings, batch.mask, batch.advantage
+    mean = [0.0 if slip == "not centered" else (x * on).sum() / on.sum().clamp(min=1)
+            for x in (batch.lp.detach(), A)]  # fmt: skip
+    cov = torch.where(on, (batch.lp.detach() - mean[0]) * (A - mean[1]), -math.inf)
+    r, d = ratio(batch), log_ratio(batch)
+    if c["objective"] == "kl_cov":
+        count = max(1, int(c["cov_share"] * on.sum()))
+        at = cov.flatten().topk(count, largest=slip != "the smallest").indices
+        chosen = torch.zeros_like(on).flatten().index_fill(0, at, True).view_as(on)
+        return weighted(-r * A + torch.where(chosen, c["cov_coef"] * d.abs(), 0.0), batch)
+    free = r * A <= gain(r, batch).detach()  # of the clip
+    chosen = (cov > c["cov_low"]) & (cov < c["cov_high"]) & free
+    chosen = cov < -c["cov_low"] if slip == "another band" else chosen
+    return weighted(torch.where(chosen, 0.0, clipped_loss(batch)), batch)
+
+
+TIS = CLIP | dict(importance_cap=CAP, importance_low=LOW)
+CRITIC = dict(objective="none", value_coef=0.5, value_clip=0.2)
+LOCAL_COV = dict.fromkeys(("micro-batches", "order and ranks", "global count"), "of a micro-batch")
+COV = dict(cov_low=0.1, cov_share=0.3, skip=LOCAL_COV)
+EVERY_TERM = TIS | dict(kl_coef=0.1, entropy_coef=0.2, nll_coef=0.1, sample_weights=1,
+                        value_coef=0.5, value_clip=0.2)  # fmt: skip
+WITH_TERMS = {
+    **{f"weights: {how}, {of}": (full_loss, TIS | dict(importance=how, importance_of=of))
+       for how in ("truncate", "mask") for of in ("token", "sequence", "geometric")},
+    **{f"KL: {kl}": (full_loss, CLIP | dict(kl=kl, kl_coef=0.3)) for kl in kit.CHOICES["kl"]},
+    "entropy": (full_loss, CLIP | SEQUENCES | dict(entropy_coef=0.1)),
+    "critic": (full_loss, CRITIC),
+    "critic without a clip": (full_loss, CRITIC | dict(value_clip=0.0)),
+    "likelihood": (full_loss, CLIP | dict(nll_coef=0.2)),
+    "sample weights": (full_loss, CLIP | SEQUENCES | dict(sample_weights=1)),
+    "every term": (full_loss, EVERY_TERM), "every term by sequence": (
+        full_loss, EVERY_TERM | SEQUENCES | dict(count_empty=True)),
+    **{f"aggregation {x}": (full_loss, CLIP | dict(aggregation=x, loss_denominator=7.0))
+       for x in ("sequence_sum", "constant", "number")},
+    "kl_cov": (covariance, COV | dict(objective="kl_cov")),
+    "clip_cov": (covariance, COV | CLIP | dict(objective="clip_cov", cov_share=1.0)),
+    "numerator and count": (numerator, CLIP), "another surrogate": (surrogate, CLIP),
+    "one advantage for each sequence": (one_for_each_sequence, CLIP),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_TERMS)
+def test_a_right_loss_with_terms_passes_all(name):
+    """A value of its own is a note."""
+    loss, settings = WITH_TERMS[name]
+    expected = {"value"} if name == "another surrogate" else set()
+    assert verdicts(loss, settings) - {NOTE} == expected
+    terms = {x for x, (setting, *_) in kit.TERMS.items() if (kit.DEFAULTS | settings)[setting]}
+    assert {row["property"] for row in kit.conformance(loss, settings)} >= terms
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_loss_passes_all(name):
     assert verdicts(*RIGHT[name]) == set()
@@ -182,6 +316,54 @@ def test_a_loss_of_the_subjects_is_what_the_table_says(
     )
     assert {name for name in kit.PROPERTIES if re.search(f"{name} +failed", out)} == failed, err
     assert code == bool(failed)
+
+
+SOURCES = [  # kit, subject, environment, settings, the properties that fail, of notes
+    ("loss", "nemo_rl:loss", {}, ["importance_cap=2", "kl_coef=0.1"], set()),
+    ("loss", "nemo_rl:loss", {}, ["importance_cap=2", "importance=mask", "importance_low=0.5"],
+     set()),
+    ("loss", "nemo_rl:loss", {}, ["nll_coef=0.1"], {"micro-batches"}),
+    ("loss", "open_instruct:loss", {}, ["kl_coef=0.1"], set()),
+    ("loss", "open_instruct:loss", {}, ["aggregation=number", "loss_denominator=50"], set()),
+    ("loss", "unsloth:loss", {}, [], set()),
+    ("loss", "unsloth:loss", dict(CHUNKS="1"), [], {"upstream factor"}),
+    ("loss", "unsloth:loss", {}, ["aggregation=sequence_sum"], {"value", "gradient", "padding"}),
+    ("loss", "prime_rl:loss", {}, [], set()),
+    ("loss", "slime:loss", {}, ["importance_cap=2", "kl_coef=0.1", "entropy_coef=0.1"], set()),
+    ("loss", "slime:loss", dict(PER_TOKEN="1"), [], {"empty sequence"}),
+    ("loss", "slime:value_loss", {}, [], set()),
+    ("advantages", "slime:advantages", {}, [], set()),
+    ("loss", "megatron_lm:loss", {}, [], {"empty sequence"}),
+    ("loss", "megatron_lm:loss", dict(MEAN="1"), [], {"micro-batches"}),
+    ("loss", "roll:loss", {}, ["sample_weights=1", "importance_cap=2"], set()),
+    ("loss", "roll:loss", {}, ["aggregation=sequence_sum", "kl_coef=0.1"], set()),
+    ("loss", "roll:loss", dict(FILTER="1"), [], {"value", "gradient", "padding"}),
+    ("loss", "torchtune:loss", dict(KIND="GRPOSimpleLoss"), [], set()),
+    ("loss", "torchtune:loss", {}, [], {"micro-batches"}),
+    ("loss", "nanochat:loss", {}, [], {"micro-batches"}),
+    ("loss", "grpo_zero:loss", {}, [], set()),
+    ("advantages", "grpo_zero:advantages", {}, [], set()),
+    ("advantages", "grpo_zero:advantages", {}, ["std=unbiased"], {"value"}),
+    ("loss", "nano_aha:loss", {}, ["kl_coef=0.1"], set()),
+    ("loss", "verl_terms:kl_cov", {}, [], {"micro-batches"}),
+    ("loss", "verl_terms:clip_cov", {}, [], {"micro-batches"}),
+    ("advantages", "verl_terms:advantages", {}, [], set()),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("SOURCES" not in os.environ, reason="SOURCES: a folder with clones")
+@pytest.mark.parametrize("name, target, environment, settings, failed", SOURCES)
+def test_a_loss_of_a_clone_is_what_the_table_says(
+    name, target, environment, settings, failed, tmp_path
+):
+    """At the commits that conformance/README.md names."""
+    file, function = target.split(":")
+    target = f"{ROOT}/conformance/subjects/{file}.py:{function}"
+    code, out, err = as_script(
+        ROOT / "conformance" / f"{name}.py", target, *settings, cwd=tmp_path, **environment)
+    assert set(re.findall(r"^ *\d+  (.+?) +failed", out, re.M)) == failed, out + err
+    assert code == bool(failed), err
 
 
 # Our loss in other code bases ------------------------------------------------------------------
@@ -343,6 +525,72 @@ def mean_of_rows(batch):
     return (-s * A).mean()
 
 
+def ignored_factor(batch):
+    """A Function that has computed its gradient before, and does not ask what comes back."""
+
+    class Ignores(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, lp, value, gradient):
+            ctx.save_for_backward(gradient)
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return ctx.saved_tensors[0], None, None
+
+    value = clip(batch)
+    (gradient,) = torch.autograd.grad(value, batch.lp)
+    return Ignores.apply(batch.lp, value.detach(), gradient)
+
+
+def with_factor(factor):
+    """A loss whose caller takes means, which `factor` of both numbers undoes."""
+    return lambda batch: clip(batch) * factor(batch.micro_batches, batch.ranks)
+
+
+def sum_or_one(micro_batches, ranks):
+    return micro_batches * ranks if 1 in (micro_batches, ranks) else micro_batches + ranks
+
+
+def first_advantage(batch):
+    return clip(SimpleNamespace(**vars(batch) | dict(advantage=batch.advantage[:, :1])))
+
+
+def own_likelihood(batch):
+    """A term that SETTINGS do not have."""
+    return clip(batch) - 0.1 * torch.where(batch.mask, batch.lp, 0.0).sum() / batch.Z
+
+
+MEANS = CLIP | dict(micro_batches="mean", ranks="mean")
+WRONG_TERMS = {  # a slip of `full_loss` or `covariance`: its settings, the properties that fail
+    "smp is old": (TIS, {"sampler weights"}), "weight of lp": (TIS, {"gradient"} | {"clip edges, signs"}),
+    "no lower bound": (TIS, {"sampler weights"}),
+    "truncated, not masked": (TIS | dict(importance="mask"), {"sampler weights"}),
+    "arguments swapped": (CLIP | dict(kl="k3", kl_coef=0.3), {"KL"}),
+    "another kind": (CLIP | dict(kl="k3", kl_coef=0.3), {"KL"}),
+    "no gradient": (CLIP | dict(kl="k2", kl_coef=0.3), {"KL"}),
+    "entropy's sign": (CLIP | dict(entropy_coef=0.1), {"entropy"}),
+    "not halved": (CRITIC, {"critic"}), "the smaller error": (CRITIC, {"critic"}),
+    "own count": (CLIP | dict(nll_coef=0.2), {"micro-batches"}),
+    "wrong answers too": (CLIP | dict(nll_coef=0.2), {"gradient", "clip edges, signs"}),
+    "squared weights": (CLIP | dict(sample_weights=1), {"sample weights"}),
+    "number by tokens": (CLIP | dict(aggregation="number", loss_denominator=7.0),
+                         {"value", "gradient", "global count"}),
+    "not centered": (COV | dict(objective="kl_cov"), {"value", "gradient"}),
+    "the smallest": (COV | dict(objective="kl_cov"), {"value", "gradient"}),
+    "another band": (COV | CLIP | dict(objective="clip_cov", cov_share=1.0),
+                     {"value", "gradient"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("slip", WRONG_TERMS)
+def test_a_planted_fault_of_a_term_fails_its_property(slip):
+    settings, expected = WRONG_TERMS[slip]
+    loss = covariance if "objective" in settings and "cov" in settings["objective"] else full_loss
+    found = verdicts(partial(loss, slip=slip), settings) - {NOTE}
+    assert expected <= found <= expected | {"value"}, found
+
+
 OFF = {"value", "gradient"}
 LOCAL = {"micro-batches"}  # ranks and the count stand on it, and are not judged
 EDGES = {"clip edges, signs"}
@@ -379,6 +627,12 @@ WRONG = {  # a loss, its settings, the properties that fail
     "one tau": (partial(sapo, tau_neg=1.0), SAPO, OFF | EDGES),
     "mean of rows": (mean_of_rows, GMPO | SEQUENCES, LOCAL),
     "both directions": (partial(dppo, two_sided=True), DPPO, OFF | EDGES),
+    "upstream factor ignored": (ignored_factor, CLIP, {"upstream factor"}),
+    "the larger count": (with_factor(max), MEANS, {"order and ranks"}),
+    "the sum of the counts": (with_factor(sum_or_one), MEANS, {"order and ranks"}),
+    "the first token's advantage": (first_advantage, CLIP, {"token advantages"}),
+    "an empty row counts one": (partial(numerator, least=1), CLIP, {"empty sequence"}),
+    "a term without A": (own_likelihood, CLIP, OFF | EDGES),
 }  # fmt: skip
 
 
@@ -386,6 +640,117 @@ WRONG = {  # a loss, its settings, the properties that fail
 def test_a_planted_fault_fails_the_right_properties(fault):
     loss, settings, expected = WRONG[fault]
     assert verdicts(loss, settings) == expected
+
+
+def test_one_cause_is_one_finding_and_is_named():
+    """The others are not judged. A term that does not depend on A is said to be one."""
+    rows = {row["property"]: row for row in kit.conformance(WRONG["mean of means"][0], CLIP)}
+    unjudged = {name for name, row in rows.items() if row["verdict"] == "not judged"}
+    assert unjudged == {"order and ranks", "global count"}
+    assert rows["global count"]["why"] == "stands on micro-batches"
+    rows = {row["property"]: row for row in kit.conformance(own_likelihood, CLIP)}
+    assert "A term does not depend on A: with all A 0" in rows["gradient"]["why"]
+    rows = {row["property"]: row for row in kit.conformance(first_advantage, CLIP)}
+    assert "the first token's advantage is used for all" in rows["token advantages"]["why"]
+    rows = {row["property"]: row for row in kit.conformance(surrogate, CLIP)}
+    assert rows["value"]["why"].startswith("gradient right, the value is another surrogate")
+
+
+def test_a_row_of_the_clip_is_shown_with_the_unit_alone():
+    """The search begins there: it has 400 rows, and is over in as many calls."""
+    calls = []
+
+    def loss(batch):
+        calls.append(batch)
+        return clip(batch, low=0.3)
+
+    rows = {row["property"]: row for row in kit.conformance(loss, CLIP)}
+    assert len(rows["clip edges, signs"]["example"]) == 2 and len(calls) < 300
+
+
+def test_a_micro_step_counts_its_tokens_on_all_ranks():
+    """A loss that divides by them is a mean of micro-batches, whatever the ranks."""
+    def loss(batch):
+        return weighted(clipped_loss(batch), batch) * batch.Z / max(batch.micro_step_tokens, 1)
+
+    assert verdicts(loss, CLIP | dict(micro_batches="mean")) == {"micro-batches"}
+
+
+ERRORS = """
+import torch
+SETTINGS = dict(objective="clip")
+
+def helper(x):
+    return x.nope
+
+def loss(batch):
+    return helper(batch.lp)
+"""
+
+
+def test_an_error_of_the_adapter_is_one_line_with_its_place(tmp_path, capsys):
+    """As is a batch that it does not find, and what the definition cannot say."""
+    (tmp_path / "mine.py").write_text(ERRORS)
+    assert kit.main([f"{tmp_path}/mine.py:loss"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err == ("loss.py: error: the adapter raised AttributeError: 'Tensor' object "
+                               "has no attribute 'nope' (mine.py, line 6)\n")  # fmt: skip
+    with pytest.raises(ValueError, match=r"clip_cov draws 1 of \d tokens at random"):
+        kit.conformance(covariance, COV | CLIP | dict(objective="clip_cov", cov_share=0.1))
+
+
+# Advantages ------------------------------------------------------------------------------------
+
+
+def group_norm(batch, slip=""):
+    """Normalize within groups, as a trainer would write it."""
+    c, R, kept = batch.settings, batch.rewards.clone(), []
+    if c["kl_in"] == "reward":
+        d = batch.smp - batch.ref
+        R -= c["kl_coef"] * (d if slip == "no mask" else torch.where(batch.mask, d, 0.0)).sum(-1)
+    A = torch.zeros_like(R)
+    for g in batch.group.unique():
+        at = batch.group == g
+        at = torch.arange(len(R)) // 4 == g if slip == "consecutive" else at
+        at = torch.ones_like(at) if slip == "whole batch" else at
+        own = R[at] - R[at].mean()
+        std = R[at].std(correction=0 if slip == "biased" else 1)
+        A[at] = own / (std + (0.0 if slip == "no eps" else c["std_eps"]))
+        kept.append(bool(R[at].max() > R[at].min()) or slip == "kept")
+    if c["equal_groups"] == "left_out":
+        return A, torch.tensor(kept)[batch.group]
+    return A[:, None] * batch.mask if slip == "rows" else A
+
+
+KL_IN = dict(kl_in="reward", kl="k1", kl_coef=0.3)
+SLIPS = {  # of group_norm: a slip, settings, the properties that fail
+    "": ({}, set()), "rows": ({}, set()), "biased": ({}, {"value"}),
+    "consecutive": ({}, {"order"}), "no eps": ({}, {"value"}), "no mask": (
+        KL_IN, {"KL in the reward"}), "whole batch": ({}, {"value"}),
+    "kept": (dict(equal_groups="left_out"), {"value"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_the_kit_of_advantages_names_planted_faults(slip):
+    settings, expected = SLIPS[slip]
+    for with_slip in ("", slip):
+        rows, _ = advantages.conformance(partial(group_norm, slip=with_slip), settings)
+        failed = {row["property"] for row in rows if row["verdict"] == "failed"}
+        assert failed == (expected if with_slip else set())
+    assert slip != "biased" or rows[0]["why"].endswith("the standard deviation is biased")
+    left_out = KL_IN | dict(equal_groups="left_out")
+    assert all(x["verdict"] != "failed" for x in advantages.conformance(group_norm, left_out)[0])
+
+
+def test_the_command_of_advantages(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def advantages(batch):\n    return batch.rewards\n")
+    target = f"{tmp_path}/mine.py:advantages"
+    assert advantages.main([target, "advantage=none"]) == 0
+    assert advantages.main([target]) == 1
+    assert "value               failed" in capsys.readouterr().out
+    assert advantages.main([target, "std=wide"]) == 2
+    assert "std: expected unbiased | biased, got 'wide'" in capsys.readouterr().err
 
 
 def test_the_command_prints_a_row_for_each_property(capsys):
@@ -406,6 +771,7 @@ OURS_FILE = f"{ROOT}/tests/adapters.py"
     ([f"{OURS_FILE}:ours", "objective=clop"], "objective: expected reinforce | clip"),
     ([f"{OURS_FILE}:ours", "clip_low=small"], "clip_low: expected a number, got 'small'"),
     ([f"{OURS_FILE}:ours", "clip_low"], "expected KEY=VALUE, got 'clip_low'"),
+    ([f"{OURS_FILE}:ours", "objective=m2po"], "got 'm2po': its threshold is found by sorting"),
 ])  # fmt: skip
 def test_a_slip_of_the_command_is_one_line(argv, expected, capsys):
     assert kit.main(argv) == 2
