@@ -369,7 +369,7 @@ def test_each_command_of_the_table_names_files_that_exist():
     assert len(COMMANDS) >= 10
     paths = {path for command in COMMANDS for path in re.findall(r"[\w/]+\.py", command)}
     assert [path for path in paths if not (ROOT / path).exists()] == []
-    subjects = {path.name for path in FOLDER.glob("subjects/*.py")}
+    subjects = {path.name for path in FOLDER.glob("subjects/*.py")} - {"take.py"}
     assert {path.split("/")[-1] for path in paths if "/subjects/" in path} >= subjects
 
 
@@ -410,6 +410,24 @@ def test_an_error_of_a_rank_is_shown_with_its_reason(shard, said, tmp_path):
     assert code == 2 and said.split(" on rank")[0] in err, err
 
 
+LAUNCHED = """
+import os
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+found = [os.environ.get(name) for name in names]
+r, w = str(dist.get_rank()), str(dist.get_world_size())
+if found[:4] != [r, r, w, "127.0.0.1"] or not int(found[4]) > 0: raise OSError(found)
+"""
+
+
+def test_a_rank_has_the_environment_of_a_launcher(tmp_path):
+    """Without it a library takes each process for a run of its own."""
+    subject = tmp_path / "launched.py"
+    lines = "\n    ".join(LAUNCHED.strip().split("\n"))
+    subject.write_text(BROKEN.replace("SHARD", lines))
+    code, out, err = as_script(FOLDER / "parallel.py", str(subject), "--ranks", "2", cwd=tmp_path)
+    assert code == 0 and "agrees" in out, err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("file", STATUS)
 def test_a_subject_has_the_result_of_the_table(file):
@@ -438,6 +456,8 @@ def test_the_plans_of_transformers(model, micro_batches, status, text):
     ("trainer_moe.py", "transformers", "2", dict(AUXILIARY="0", MICRO_BATCHES="2"), 0, "agrees"),
     ("trainer_moe.py", "transformers", "1", dict(MICRO_BATCHES="2"), 1, "gradient 2e+00"),
     ("trainer_moe.py", "transformers", "2", {}, 1, "gradient 2e+00"),
+    ("accelerate_accumulation.py", "accelerate", "2", dict(FIRST="0"), 0, "agrees"),
+    ("accelerate_accumulation.py", "accelerate", "2", dict(FIRST="1"), 1, "0.818182 times"),
 ])  # fmt: skip
 def test_the_trainers_of_hugging_face(file, package, number, environment, status, text):
     """Of transformers 5.24.0, TRL 1.16.0 and PEFT 0.21.2."""
@@ -483,7 +503,10 @@ def test_a_gradient_that_is_rounding_is_not_a_difference(tmp_path):
 
 # The last number that conformance/findings.py prints for each; 24 of HRM's 35 parameters are wrong.
 FIGURES = dict(replicated_norms=4e-16, activation=9e-16, cut_matrices=24, distillation=0.143,
-               auxiliary_loss=0.268, generation_tokens=1.6, sequence_kl=0.846, bnpo=2.5)
+               auxiliary_loss=0.268, generation_tokens=1.6, sequence_kl=0.846, bnpo=2.5,
+               local_tokens=-0.25, first_label=0.909)
+IN_CLONES = dict(zeroed_labels=8, one_ratio=0, masked_sample=5, likelihood=-0.4, unmasked_mean=26,
+                 smoothing=0.746, ignored_factor=-1, local_covariances=4)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -494,3 +517,13 @@ def test_a_finding_is_there_without_a_kit(name):
     assert code == 0, err
     number = float(out.split()[-1])
     assert number < 1e-14 if FIGURES[name] < 1e-14 else number == pytest.approx(FIGURES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("SOURCES" not in os.environ, reason="SOURCES: a folder with clones")
+@pytest.mark.parametrize("name", IN_CLONES)
+def test_a_finding_of_a_clone_is_there_without_a_kit(name):
+    """At the commits that conformance/README.md names."""
+    code, out, err = as_script("conformance/findings.py", name, cwd=ROOT)
+    assert code == 0, err
+    assert float(out.split()[-1]) == pytest.approx(IN_CLONES[name], abs=1e-9)
