@@ -40,10 +40,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 # 1. The model -----------------------------------------------------------------------------------
-FULL = "full_attention"
-SLIDING = "sliding_attention"
-GELU_TANH = partial(F.gelu, approximate="tanh")
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": GELU_TANH}
+FULL, SLIDING = "full_attention", "sliding_attention"  # types of layer
+ACTIVATIONS = dict(silu=F.silu, gelu=F.gelu, gelu_pytorch_tanh=partial(F.gelu, approximate="tanh"))
 
 
 @dataclass
@@ -76,14 +74,9 @@ class ModelConfig:
     moe_intermediate_size: int = 0  # width inside an expert
     norm_topk_prob: bool = False  # divide the K weights of (6) by their sum
     sparse_layers: tuple[int, ...] = ()  # the layers with experts
+    max_position_embeddings: int | None = None  # tokens of the longest row. Default: any number
 
     def __post_init__(self):
-        # config.json may have null or "1e-6" for a number, or "false", which Python takes for true.
-        for x in fields(self):
-            kinds = {float: (float, int)}.get(x.type, (x.type,))
-            value = getattr(self, x.name)
-            if x.type in (bool, float, int, str) and type(value) not in kinds:
-                raise ValueError(f"expected {x.name} of type {x.type.__name__}, got {value!r}")
         self.layer_types = tuple(self.layer_types) or (FULL,) * self.num_hidden_layers
         theta = {"rope_theta": 10000.0}
         kinds = sorted(set(self.layer_types))
@@ -118,11 +111,11 @@ class RMSNorm(nn.Module):
         return (weight * wide / (mean_square + self.eps).sqrt()).to(x.dtype)  # (4)
 
 
-def cos_and_sin(positions_BS, f_d, /, dtype=None):
+def cos_and_sin(positions_BS, f_d, dtype, /):
     """Return (cos, cos) and (-sin, sin) of the angles of (5), each (B, S, 1, D)."""
-    # NUMERICS: late positions need float64 angles. Their cos and sin may be of another dtype.
+    # NUMERICS: late positions need float64 angles. Their cos and sin are rounded to dtype.
     angle_BS1d = positions_BS[:, :, None, None] * f_d.to(positions_BS.device)
-    cos_BS1d, sin_BS1d = (x.to(dtype or x.dtype) for x in (angle_BS1d.cos(), angle_BS1d.sin()))
+    cos_BS1d, sin_BS1d = angle_BS1d.cos().to(dtype), angle_BS1d.sin().to(dtype)
     return torch.cat([cos_BS1d, cos_BS1d], -1), torch.cat([-sin_BS1d, sin_BS1d], -1)
 
 
@@ -207,14 +200,12 @@ class Experts(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        E = config.num_experts
-        M = config.hidden_size
-        width = config.moe_intermediate_size
+        E, I, M = config.num_experts, config.moe_intermediate_size, config.hidden_size
         self.act = ACTIVATIONS[config.hidden_act]
         # The matrices of all experts are stacked, so that a rank can keep a part of each stack.
-        self.gate_proj = nn.Parameter(torch.randn(E, width, M) / M**0.5)
-        self.up_proj = nn.Parameter(torch.randn(E, width, M) / M**0.5)
-        self.down_proj = nn.Parameter(torch.randn(E, M, width) / width**0.5)
+        self.gate_proj = nn.Parameter(torch.randn(E, I, M) / M**0.5)
+        self.up_proj = nn.Parameter(torch.randn(E, I, M) / M**0.5)
+        self.down_proj = nn.Parameter(torch.randn(E, M, I) / I**0.5)
 
     def forward(self, x_NM, counts_E, /):
         # Expert 0 gets the first counts_E[0] rows, expert 1 the next counts_E[1], and so on.
@@ -288,6 +279,7 @@ class Transformer(nn.Module):
     """A causal language model: `hidden` runs its layers, `logits` and `logprobs` its head."""
 
     layer_class, norm_class = Layer, RMSNorm
+    chunk = 256  # tokens whose logits are in memory at a time
 
     def __init__(self, config):
         super().__init__()
@@ -329,24 +321,20 @@ class Transformer(nn.Module):
 
     def logprobs(self, hidden_NM, targets_N, /, *, temperature=1.0):
         """Return (8) of the targets and (9), both (N,), given the states before the targets."""
-        return chunked_logprobs(hidden_NM, self.head_weight, targets_N, temperature, 256)
+        # Logits are the largest tensor of training: 5 GB for 8,192 tokens of a vocabulary of
+        # 151,936. Autograd would keep several. A checkpoint computes a chunk's once more instead.
+        chunks = zip(hidden_NM.split(self.chunk), targets_N.split(self.chunk))
+        rest = dict(weight_VM=self.head_weight, temperature=temperature)
+        found = [checkpoint(token_logprobs, *pair, **rest, use_reentrant=False) for pair in chunks]
+        return tuple(torch.cat(parts) for parts in zip(*found))
 
 
 # 2. Training: log-probs and packed documents ----------------------------------------------------
-def token_logprobs(hidden_NM, weight_VM, targets_N, temperature):
+def token_logprobs(hidden_NM, targets_N, weight_VM, temperature):
     """Return (8) of each target and (9) of each distribution, both (N,)."""
     logp_NV = (widen(F.linear(hidden_NM, weight_VM)) / temperature).log_softmax(-1)
     logprobs_N = logp_NV.gather(-1, targets_N[:, None])[:, 0]  # (8)
     return logprobs_N, -(logp_NV.exp() * logp_NV).sum(-1)  # (9)
-
-
-def chunked_logprobs(hidden_NM, weight_VM, targets_N, temperature, chunk):
-    """Return `token_logprobs`, with the logits of one chunk of tokens in memory at a time."""
-    # Logits are the largest tensor of training, 5 GB in float32 for 8,192 tokens and a vocabulary
-    # of 151,936. Autograd would keep several. A checkpoint computes them again in the backward.
-    found = [checkpoint(token_logprobs, h_nM, weight_VM, t_n, temperature, use_reentrant=False)
-             for h_nM, t_n in zip(hidden_NM.split(chunk), targets_N.split(chunk))]  # fmt: skip
-    return tuple(torch.cat(parts) for parts in zip(*found))
 
 
 def packed_attention(doc_ids_BS):
@@ -400,14 +388,14 @@ class KVCache:
 
 
 @torch.no_grad()
-def forward_with_cache(model, cache, tokens_BS, counts, /, **options):
+def forward_with_cache(model, cache, tokens_BS, counts, /):
     """Feed the next tokens of each row, and return the logits (B, V) after each row's last one.
 
-    tokens_BS: int64, (B, S), right-padded. counts: real tokens of each row. options: of `hidden`.
+    tokens_BS: int64, (B, S), right-padded. counts: how many tokens of each row are real.
     """
     length_B1 = torch.tensor(cache.lengths, device=tokens_BS.device)[:, None]
     positions_BS = length_B1 + torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-    x_BSM = model.hidden(tokens_BS, positions=positions_BS, attention=cache.attention, **options)
+    x_BSM = model.hidden(tokens_BS, positions=positions_BS, attention=cache.attention)
     # Lengths move on only now, when all layers have written their keys.
     cache.lengths = [length + count for length, count in zip(cache.lengths, counts)]
     return model.logits(x_BSM[range(len(counts)), [count - 1 for count in counts]])
@@ -464,12 +452,12 @@ def generate(model, rows, *, max_new_tokens, temperature=1.0, end=(), after=None
     after: after(row), called at the end of a turn. If it returns true, the row goes on, with what
         `after` has put into its queue. Default: every row ends with its first turn.
     """
-    fewest = min(len(row.draws) for row in rows)
+    fewest = min((len(row.draws) for row in rows), default=max_new_tokens)
     if temperature > 0 and fewest < max_new_tokens:
         advice = f"Row(prompt, torch.rand({max_new_tokens}).tolist())"
         raise ValueError(f"expected {max_new_tokens} draws for each row, got {fewest}: {advice}")
     fresh = [torch.tensor(row.tokens) for row in rows]  # tokens that the cache does not hold
-    cache = KVCache(len(rows), max(len(tokens) for tokens in fresh) + max_new_tokens)
+    cache = KVCache(len(rows), max(map(len, fresh), default=0) + max_new_tokens)
     while rows:
         tokens_BS = nn.utils.rnn.pad_sequence(fresh, batch_first=True).to(model.head_weight.device)
         counts = [len(tokens) for tokens in fresh]
@@ -493,67 +481,63 @@ def generate(model, rows, *, max_new_tokens, temperature=1.0, end=(), after=None
 
 
 # 4. A released model, in Hugging Face's files ---------------------------------------------------
-# What a config.json means where it does not say it: the values that differ from ModelConfig's
-# defaults, or from the defaults below. Names are those of ModelConfig and of config.json.
+# What a config.json means. transformers has a class for each family, with fields and defaults. What
+# config.json does not say has the default. What is not a field of the class is not read. Below, a
+# family has three parts: what its equations change in the defaults of ModelConfig, the defaults of
+# SIZES, and its own fields with their defaults. All families have the fields of COMMON, too.
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+         "num_attention_heads", "num_key_value_heads", "max_position_embeddings")  # fmt: skip
+COMMON = dict(head_dim=None, hidden_act="silu", rms_norm_eps=1e-6, tie_word_embeddings=False,
+              attention_bias=False, rope_theta=1e4, rope_scaling={}, rope_parameters={})
+LAYERS = dict(use_sliding_window=False, sliding_window=4096, max_window_layers=28, layer_types=[])
 FAMILIES = {
-    "llama": dict(qk_norm=False),
-    "mistral": dict(qk_norm=False, qkv_bias=False, o_bias=False, use_sliding_window=True),
-    "qwen2": dict(qk_norm=False, qkv_bias=True, o_bias=False),
-    "qwen3": dict(head_dim=128),
-    "qwen3_moe": dict(),
-    "gemma3_text": dict(
-        norm_offset=True, post_norms=True, scale_embedding=True, tie_word_embeddings=True,
-        head_dim=256, query_pre_attn_scalar=256, hidden_activation="gelu_pytorch_tanh",
-        rope_theta=1e6, rope_local_base_freq=1e4, use_sliding_window=True),
+    "llama": (dict(qk_norm=False), (32000, 4096, 11008, 32, 32, None, 2048), dict(mlp_bias=False)),
+    "mistral": (dict(qk_norm=False, qkv_bias=False, o_bias=False),
+                (32000, 4096, 14336, 32, 32, 8, 131072), dict(sliding_window=4096, layer_types=[])),
+    "qwen2": (dict(qk_norm=False, qkv_bias=True, o_bias=False),
+              (151936, 4096, 22016, 32, 32, 32, 32768), LAYERS),
+    "qwen3": (dict(), (151936, 4096, 22016, 32, 32, 32, 32768), LAYERS | dict(head_dim=128)),
+    "qwen3_moe": (dict(), (151936, 2048, 6144, 24, 32, 4, 32768), dict(
+        use_sliding_window=False, sliding_window=4096, num_experts=128, num_local_experts=None,
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
+        decoder_sparse_step=1, mlp_only_layers=[])),
+    "gemma3_text": (dict(norm_offset=True, post_norms=True, scale_embedding=True),
+                    (262208, 2304, 9216, 26, 8, 4, 131072), dict(
+        hidden_activation="gelu_pytorch_tanh", head_dim=256, query_pre_attn_scalar=256.0,
+        tie_word_embeddings=True, rope_theta=1e6, rope_local_base_freq=1e4, sliding_window=4096,
+        sliding_window_pattern=6, layer_types=[])),
 }  # fmt: skip
 # Settings that change the numbers, and that no equation above has.
 NOT_HERE = ("quantization_config", "final_logit_softcapping", "attention_dropout",
-            "use_bidirectional_attention")  # fmt: skip
+            "use_bidirectional_attention", "per_layer_config")  # fmt: skip
 
 
-def config_fields(hf_config, family, /):
-    """Return {field of ModelConfig: value} of a config.json's dict. family: its row of FAMILIES."""
-    bias = hf_config.get("attention_bias", False)
-    c = dict(qkv_bias=bias, o_bias=bias, rope_theta=1e4) | family | hf_config
-
-    # A field may be absent or null, or have another name in some families.
-    if c.get("num_key_value_heads") is None:
-        c["num_key_value_heads"] = c["num_attention_heads"]
-    if c.get("head_dim") is None:
-        c["head_dim"] = c["hidden_size"] // c["num_attention_heads"]
-    c["hidden_act"] = c.get("hidden_activation") or c.get("hidden_act", "silu")
-    c["sliding_window"] = c.get("sliding_window", 4096) if c.get("use_sliding_window") else None
-    c["layer_types"] = c.get("layer_types") or default_layer_types(c)
-    c["rope_parameters"] = rope_parameters(c)
-
-    # If decoder_sparse_step is 2, layers 1, 3 and 5 have experts, but for the mlp_only_layers.
-    c["num_experts"] = c.get("num_local_experts") or c.get("num_experts", 0)
-    step, dense = c.get("decoder_sparse_step", 1), c.get("mlp_only_layers") or ()
-    layers = range(c["num_hidden_layers"] if c["num_experts"] else 0)
-    c["sparse_layers"] = tuple(n for n in layers if n not in dense and (n + 1) % step == 0)
-    return {x.name: c[x.name] for x in fields(ModelConfig) if x.name in c}
-
-
-def default_layer_types(c):
-    """Return FULL or SLIDING for each layer, for an older file that does not list them."""
+def config_fields(c, differs, /):
+    """Return {field of ModelConfig: value}, given all fields that a family reads, and `differs`."""
+    heads, bias = c["num_attention_heads"], c.get("attention_bias", False)
+    absent = dict(num_key_value_heads=heads, head_dim=c["hidden_size"] // heads)
+    c = c | {name: value for name, value in absent.items() if c[name] is None}
     # Qwen's layers slide from max_window_layers on. Of Gemma's, every sixth one does not.
-    first = c.get("max_window_layers", 28) if c["model_type"] in ("qwen2", "qwen3") else 0
-    every = 6 if c["model_type"] == "gemma3_text" else 0
-    every = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern") or every
-    slides = [c["sliding_window"] and n >= first and not (every and (n + 1) % every == 0)
-              for n in range(c["num_hidden_layers"])]  # fmt: skip
-    return [SLIDING if yes else FULL for yes in slides]
-
-
-def rope_parameters(c):
-    """Return the RoPE parameters of both types of layer."""
+    layers = range(c["num_hidden_layers"])
+    first, every = c.get("max_window_layers", 0), c.get("sliding_window_pattern", math.inf)
+    window = c.get("sliding_window") if c.get("use_sliding_window", True) else None
+    types = [SLIDING if window and n >= first and (n + 1) % every else FULL for n in layers]
     # transformers 4 writes rope_theta and rope_scaling, and in Gemma another base for SLIDING
     # layers. Version 5 writes rope_parameters, in Gemma a dict for each type of layer.
-    new = c.get("rope_parameters") or {}
-    full = {"rope_theta": c["rope_theta"]} | (c.get("rope_scaling") or new.get(FULL, new))
-    if c["model_type"] != "gemma3_text":
-        return {FULL: full, SLIDING: full}
-    return {FULL: full, SLIDING: {"rope_theta": c["rope_local_base_freq"]} | new.get(SLIDING, new)}
+    old, new = c["rope_scaling"] or {}, c["rope_parameters"] or {}
+    full = local = {"rope_theta": c["rope_theta"]} | (old or new)
+    if "rope_local_base_freq" in c:
+        full = {"rope_theta": c["rope_theta"]} | (new.get(FULL) or {}) | old
+        local = {"rope_theta": c["rope_local_base_freq"]} | (new.get(SLIDING) or {})
+    # If decoder_sparse_step is 2, layers 1, 3 and 5 have experts, but for the mlp_only_layers.
+    E = c.get("num_local_experts") or c.get("num_experts", 0)  # the names in transformers 5 and 4
+    dense, step = c.get("mlp_only_layers") or (), c.get("decoder_sparse_step")
+    c |= dict(
+        qkv_bias=bias, o_bias=bias, hidden_act=c.get("hidden_activation", c["hidden_act"]),
+        layer_types=c.get("layer_types") or types, sliding_window=window, num_experts=E,
+        rope_parameters={FULL: full, SLIDING: local},
+        sparse_layers=tuple(n for n in layers if E and n not in dense and (n + 1) % step == 0))
+    return {x.name: c[x.name] for x in fields(ModelConfig) if x.name in c} | differs
 
 
 def read_config(directory):
@@ -563,26 +547,42 @@ def read_config(directory):
         family = hf_config.get("model_type")
         if family not in FAMILIES:
             raise ValueError(f"expected model_type {' or '.join(FAMILIES)}, got {family!r}")
-        c = ModelConfig(**config_fields(hf_config, FAMILIES[family]))
-        rope_types = set()
-        for kind, rope in c.rope_parameters.items():
-            rope_types |= {rope.get("rope_type", "default"), rope.get("type", "default")}
-            c.frequencies(kind)  # an error unless its base is a number
+        differs, sizes, own = FAMILIES[family]
+        defaults = COMMON | dict(zip(SIZES, sizes)) | own
+        said = {name: hf_config.get(name, default) for name, default in defaults.items()}
+        for name, default in defaults.items():
+            value, kind = said[name], int if default is None else type(default)
+            has_null = name in ("num_key_value_heads", "sliding_window") and "gemma" not in family
+            if value is None and (has_null or default in (None, [], {})):
+                continue
+            # Python takes the string "false" for true, and true for the number 1.
+            if type(value) is not kind and (type(value), kind) != (int, float):
+                wanted, got = f"{name} of type {kind.__name__}", f"{value!r} of {type(value)}"
+                raise ValueError(f"expected {wanted}, got {got}")
+            least = 0 if name in ("max_window_layers", "rms_norm_eps") else 1
+            if kind in (int, float) and not least <= value < math.inf:
+                raise ValueError(f"expected {name} >= {least}, got {value}")
+        c = ModelConfig(**config_fields(said, differs))
+        ropes = c.rope_parameters.values()
+        types = {rope.get(key, "default") for rope in ropes for key in ("rope_type", "type")}
+        finite = [c.frequencies(kind).isfinite().all() for kind in c.rope_parameters]
         unknown = {  # setting -> has it a value that the equations above do not have?
             "is_causal": hf_config.get("is_causal") is False,
             "hidden_act": c.hidden_act not in ACTIVATIONS,
-            "layer_types": {*c.layer_types} - {FULL, SLIDING},
+            "layer_types": {*(hf_config.get("layer_types") or c.layer_types)} - {FULL, SLIDING},
             "num_hidden_layers": c.num_hidden_layers != len(c.layer_types),
+            "sliding_window": SLIDING in c.layer_types and c.sliding_window is None,
             "num_key_value_heads": c.num_attention_heads % c.num_key_value_heads,
+            "num_experts_per_tok": c.num_experts_per_tok > c.num_experts,
             "head_dim": c.head_dim % 2,
-            "rope_parameters": rope_types != {"default"},
+            "rope_parameters": types != {"default"} or not all(finite),
         } | {name: hf_config.get(name) for name in NOT_HERE}
         found = [name for name in unknown if unknown[name]]
         if found:
-            value = getattr(c, found[0], hf_config.get(found[0]))
+            value = hf_config.get(found[0], getattr(c, found[0], None))
             raise ValueError(f"expected a model of the equations above, got {found[0]} {value}")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{directory}/config.json: {error!r}") from error
+        raise ValueError(f"{directory}/config.json: {error}") from error
     return c
 
 
@@ -598,53 +598,53 @@ def load(directory):
     """Load the model of a Hugging Face directory, in float32. ValueError for odd tensors."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
-
     config = read_config(directory)
-    index = Path(directory) / "model.safetensors.index.json"
+    files = sorted(Path(directory).glob("model*.safetensors"))
+    adapters = sorted(Path(directory).glob("adapter_*"))  # transformers adds one to its base
     try:
-        with torch.device("meta"):  # shapes without memory
-            model = Transformer(config)
-        files = {"model.safetensors"}
-        if index.exists():
-            files = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-        present = {path.name for path in Path(directory).glob("model*.safetensors")}
-        if present != files:
-            raise ValueError(f"expected one set of weights, in {files}, got {present}")
-        found = {}
-        for file in files:
-            found |= load_file(Path(directory) / file)
+        tensors = [pair for file in files for pair in load_file(file).items()]
+        found = dict(tensors)
+        if adapters or not 0 < len(found) == len(tensors):
+            names = [file.name for file in files + adapters]
+            raise ValueError(f"expected one set of weights, got {names}")
         # Old files also have the frequencies of (5), and some have a copy of a tied head.
         found = {name: x for name, x in found.items() if not name.endswith("rotary_emb.inv_freq")}
-        copy = found.pop("lm_head.weight", None) if model.config.tie_word_embeddings else None
+        copy = found.pop("lm_head.weight", None) if config.tie_word_embeddings else None
         if copy is not None and not copy.equal(found.get("model.embed_tokens.weight", copy)):
             raise ValueError("expected a tied head, got a lm_head.weight that is not the embedding")
         # Our experts are stacked. torch names tensors that are missing, left over or misshapen.
+        with torch.device("meta"):  # shapes without memory
+            model = Transformer(config)
         for name, p in model.named_parameters():
             if ".experts." in name:
                 found[name] = torch.stack([found.pop(x) for x in stored(name, p)])
         model.load_state_dict(found, assign=True)
+        model.to(torch.float32)
+        wrong = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+        if wrong:
+            raise ValueError(f"expected finite weights, got NaN or infinity in {wrong[0]}")
     except (AttributeError, LookupError, RuntimeError, SafetensorError, ValueError) as error:
         raise ValueError(f"{directory}: {' '.join(str(error).split())[:500]}") from error
-    return model.to(torch.float32)
+    return model
 
 
 def save(weights, directory, source):
-    """Write a directory for `load` and transformers: a model's weights, other files of `source`.
-
-    weights: {name: whole tensor} of a model's parameters.
-    """
+    """Write weights, {name: whole tensor}, and other files of `source` for transformers."""
     from safetensors.torch import save_file
-
+    wrong = [name for name, p in weights.items() if not p.isfinite().all()]
+    if wrong:
+        raise ValueError(f"expected finite weights, got NaN or infinity in {wrong[0]}")
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, p in weights.items():
         tensors |= stored(name, p.detach().cpu().contiguous())
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    # The tokenizer and its template are the source's, and so is the config but for the dtype.
-    for path in Path(source).iterdir():
-        if path.suffix in (".jinja", ".json", ".model", ".txt") and "safetensors" not in path.name:
-            shutil.copy(path, target)
+    # The tokenizer and its template are the source's, and so is the config but for the dtype. Other
+    # files may be of other weights: an adapter, an index, an optimizer's state.
+    names = "config.json generation_config.json tokenizer* *tokens*.json chat_* vocab.* merges.txt"
+    for path in (path for name in names.split() for path in Path(source).glob(name)):
+        shutil.copy(path, target)
     dtype = str(p.dtype).removeprefix("torch.")
     hf_config = json.loads((target / "config.json").read_text("utf-8"))
     hf_config |= dict(dtype=dtype, torch_dtype=dtype)  # the names of transformers 5 and 4
@@ -749,8 +749,9 @@ def check_family(family, temperature):
     definition = Definition(model)
     z = torch.cat([definition.logits(document) for document in documents])
     # Log-probs and entropies in chunks of 4 tokens.
+    model.chunk = 4
     targets = torch.randint(23, (10,))
-    chunked = chunked_logprobs(packed, model.head_weight, targets, 0.7, 4)
+    chunked = model.logprobs(packed, targets, temperature=0.7)
     p = (z / 0.7).softmax(-1)
     found = [model.logits(alone), model.logits(packed), *chunked]
     truth = [z, z, p[range(10), targets].log(), -(p * p.log()).sum(-1)]

@@ -310,12 +310,11 @@ class PromptGroups:
         return out_RnGhY.flatten(0, 1) if self.in_order else out_RnGhY.flatten(0, 1)[self.place_B]
 
 
-def forward_with_cache(model, cache, tokens_BS, /, counts=None, **options):
+def forward_with_cache(model, cache, tokens_BS, /, counts=None):
     """Feed the next tokens of each row, and return the logits (B, V) after each row's last one.
 
     tokens_BS: int64, (B, S), padded on the right.
     counts: list of int. How many tokens of each row are real. Default: S.
-    options: of `hidden`.
 
     ValueError unless each row has a real token.
     """
@@ -324,7 +323,7 @@ def forward_with_cache(model, cache, tokens_BS, /, counts=None, **options):
     if len(counts) != B or not all(0 < count <= S for count in counts):
         raise ValueError(f"counts: expected {B} numbers in 1..{S}, got {counts}")
     cache.counts = counts
-    return models.forward_with_cache(model, cache, tokens_BS, counts, **options)
+    return models.forward_with_cache(model, cache, tokens_BS, counts)
 
 
 # Rows that come and go --------------------------------------------------------------------------
@@ -338,11 +337,10 @@ def cache_of(model):
 
 
 @torch.no_grad()
-def prefill(model, prompts, /, **options):
+def prefill(model, prompts, /):
     """Return a cache with a row for each prompt, and the logits (B, V) after each.
 
     prompts: lists of token ids, of any lengths.
-    options: of `hidden`.
     """
     if not all(prompts):
         raise ValueError("prompts: expected at least one token in each")
@@ -350,7 +348,7 @@ def prefill(model, prompts, /, **options):
     tokens_BS = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
     cache = cache_of(model)(len(prompts), device)
     counts = [len(prompt) for prompt in prompts]
-    return cache, forward_with_cache(model, cache, tokens_BS.to(device), counts, **options)
+    return cache, forward_with_cache(model, cache, tokens_BS.to(device), counts)
 
 
 @torch.inference_mode()

@@ -197,43 +197,36 @@ def require_size(name, size) -> None:
         raise ValueError(f"{name}: expected at most {most}, got {size}")
 
 
-# transformers' defaults for what a config.json may leave out, and models.py does not say.
-QWEN = dict(
-    vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32,
-    num_attention_heads=32, num_key_value_heads=32,
-)  # fmt: skip
-LLAMA = QWEN | dict(
-    vocab_size=32000, intermediate_size=11008, num_key_value_heads=None,
-    max_position_embeddings=2048, eos_token_id=2,
-)  # fmt: skip
+# transformers' defaults for what a config.json may leave out, of most families.
+QWEN = models.COMMON | dict(zip(models.SIZES, models.FAMILIES["qwen2"][1]))
+
+
+def of_the_five(family, **more):
+    """Return what differs in the equations of a family of models.py, and its defaults."""
+    differs, sizes, own = models.FAMILIES[family]
+    return differs, models.COMMON | dict(zip(models.SIZES, sizes)) | own | more
+
 
 FAMILIES = {  # model_type -> (transformers' class, what differs in its equations, defaults)
     # Biases of q, k, v and o, and of the MLP, by the config. RoPE of type llama3.
-    "llama": ("LlamaForCausalLM", models.FAMILIES["llama"], LLAMA | dict(mlp_bias=False)),
+    "llama": ("LlamaForCausalLM", *of_the_five("llama", eos_token_id=2)),
     # No biases. A window in every layer, or none.
-    "mistral": ("MistralForCausalLM", models.FAMILIES["mistral"], LLAMA | dict(
-        intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072)),
+    "mistral": ("MistralForCausalLM", *of_the_five("mistral", eos_token_id=2)),
     # Biases of q, k and v.
-    "qwen2": ("Qwen2ForCausalLM", models.FAMILIES["qwen2"], QWEN),
+    "qwen2": ("Qwen2ForCausalLM", *of_the_five("qwen2")),
     # Norms of q and k, a width of heads of its own.
-    "qwen3": ("Qwen3ForCausalLM", models.FAMILIES["qwen3"], QWEN),
+    "qwen3": ("Qwen3ForCausalLM", *of_the_five("qwen3")),
     # And experts, in all layers or in some.
-    "qwen3_moe": ("Qwen3MoeForCausalLM", models.FAMILIES["qwen3_moe"], QWEN | dict(
-        hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_key_value_heads=4,
-        num_experts=128, num_local_experts=None, num_experts_per_tok=8, moe_intermediate_size=768,
-        norm_topk_prob=False, decoder_sparse_step=1)),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", *of_the_five("qwen3_moe")),
     # Norms with 1 + w, four of them a layer, sqrt(M), two RoPE bases: layers slide, but every 6th.
-    "gemma3_text": ("Gemma3ForCausalLM", models.FAMILIES["gemma3_text"], dict(
-        vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
-        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=131072,
-        eos_token_id=1)),
+    "gemma3_text": ("Gemma3ForCausalLM", *of_the_five("gemma3_text", eos_token_id=1)),
     # Recurrent layers, but every 4th. Norms with 1 + w, gated attention, RoPE on a part of a head.
-    "qwen3_5_text": ("Qwen3_5ForCausalLM", dict(norm_offset=True), dict(
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", dict(norm_offset=True), QWEN | dict(
         vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32,
         num_attention_heads=16, num_key_value_heads=4, head_dim=256, attn_output_gate=True,
         partial_rotary_factor=0.25, full_attention_interval=4, linear_conv_kernel_dim=4,
         linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16,
-        linear_num_value_heads=32)),
+        linear_num_value_heads=32, layer_types=[])),
 }  # fmt: skip
 
 # Fields of the families whose rows have them. In other families transformers ignores them.
@@ -328,7 +321,7 @@ def config_from(raw) -> ModelConfig:
         every = raw["full_attention_interval"]
         raw["layer_types"] = [
             LINEAR if (n + 1) % every else FULL for n in range(raw["num_hidden_layers"])]
-    fields = models.config_fields(raw, differs)
+    fields = models.config_fields({name: raw[name] for name in defaults}, differs)
     turned = 1.0
     if "partial_rotary_factor" in defaults:
         # M-RoPE has three positions a token. In text they are equal, and its sections turn alike.
@@ -338,8 +331,9 @@ def config_from(raw) -> ModelConfig:
         said = rope.pop("partial_rotary_factor", None), raw.pop("partial_rotary_factor")
         turned = next((x for x in said if x is not None), 1.0)
     kinds = tuple(fields["layer_types"])
-    if family in ("mistral", "qwen3_moe") and len({*kinds}) > 1:
-        raise ValueError(f"layer_types {list(kinds)} in {family}: transformers has no mix")
+    listed = raw.get("layer_types") or ()
+    if family in ("mistral", "qwen3_moe") and len({*listed}) > 1:
+        raise ValueError(f"layer_types {listed} in {family}: transformers has no mix")
     if not raw.get("attn_output_gate", True):
         raise ValueError("attn_output_gate false: not implemented here")
 

@@ -107,6 +107,7 @@ class Rope:
             at = positions_BS.device, kind
             if at not in self.moved:
                 self.moved[at] = f_d.to(positions_BS.device)
-            cos_BS1D, sin_BS1D = models.cos_and_sin(positions_BS.to(wide), self.moved[at].to(wide))
+            f_d = self.moved[at].to(wide)
+            cos_BS1D, sin_BS1D = models.cos_and_sin(positions_BS.to(wide), f_d, wide)
             ropes[kind] = cos_BS1D * factor, sin_BS1D * factor
         return ropes
