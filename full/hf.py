@@ -36,7 +36,7 @@ INDEX = "model.safetensors.index.json"
 
 # The files of weights that some program would read: transformers takes model.safetensors before an
 # index, and adds an adapter of PEFT's to its base by itself. vLLM without an index takes all files.
-WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|adapter_model\.(safetensors|bin)")
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|adapter_(config\.json|model\.\w+)")
 
 
 class Stored(NamedTuple):
