@@ -19,7 +19,8 @@ Of softmax(logits / temperature), lp_t is the log-prob now, old_t when sampled, 
 
 What is GRPO (arXiv:2402.03300) here, and what is not:
     (1)  GRPO also divides by the group's standard deviation. Dr. GRPO (2503.20783) does not.
-    (3)  is the clip of PPO (1707.06347). The wider upper bound is from DAPO (2503.14476).
+    (3)  is the clip of PPO (1707.06347), as in GRPO. The wider upper bound is DAPO's (2503.14476).
+    (4)  is the entropy bonus of PPO. GRPO, Dr. GRPO and DAPO have none, and --model sets it to 0.
     (5)  is the token mean of DAPO. GRPO takes the mean of each rollout, then of all rollouts, so a
          token of a long rollout counts less. Dr. GRPO divides by a constant.
     KL   GRPO adds a KL penalty to a reference. DAPO and Dr. GRPO do not. The folder full/ has all.
@@ -59,7 +60,6 @@ def flag(default, text, least=None):
 @dataclass
 class Config:
     """The settings of a run."""
-
     # the run
     seed: int = flag(0, "of weights, data and sampling", least=0)
     steps: int = flag(150, "batches of rollouts", least=1)
@@ -96,16 +96,14 @@ class Config:
     device: str = flag("cpu", "cpu, or cuda: a GPU for each rank")
     # evaluation
     eval_every: int = 10  # steps between evaluations; the last step always evaluates
-    eval_prompts: int = 70  # prompts of one evaluation; guess repeats its few secrets
+    eval_prompts: int = 70  # prompts of one evaluation, if the task has as many
     metrics: str = flag(os.devnull, "gets a JSON line for each step")
 
 
 # A released model has learned already: smaller steps, and fewer and longer rollouts than `guess`.
 RELEASED = dict(lr=1e-5, entropy_coef=0.0, prompts=8, group=8, rows=8, max_new_tokens=128)
-
 # A prompt is drawn by the key (seed, stream, step, group). Training and evaluation are two streams.
-ROLLOUT = 1
-EVALUATION = 2
+ROLLOUT, EVALUATION = 1, 2
 
 
 def uniforms(key, count):
@@ -138,7 +136,7 @@ class Guess:
     """
 
     def __init__(self, config):
-        self.size = config.size
+        self.size = self.held_out = config.size  # held_out: prompts of an evaluation
         self.turns = config.turns
         self.seed = config.seed
         self.names = [str(n) for n in range(self.size)] + ["?", "higher", "lower", "."]
@@ -146,7 +144,7 @@ class Guess:
         self.end = (self.size + 3,)  # `.`, the token that ends a turn
 
     def prompt(self, rng, index, held_out):
-        # There are only 7 secrets, so evaluation plays the training secrets, each equally often.
+        # There are only 7 secrets, so evaluation plays the training secrets.
         secret = index % self.size if held_out else deal(self.seed, index, self.size)
         return (secret, 1, 0, self.size - 1, 0), [self.size]  # the state of `reply`, and `?`
 
@@ -158,7 +156,6 @@ class Guess:
         number = answer[0]
         if low <= number <= high:
             agreeing += 1
-
         if number == secret:
             return state, None, 1.0
         if turn == self.turns:
@@ -178,13 +175,14 @@ TEMPLATE = "Question: {question}\nAnswer:"
 
 def last_number(text) -> Decimal | None:
     """Return the last number of a text, exactly: 1080 of `12 eggs are $1,080.` None without one."""
-    if type(text) in (int, float):  # a number of a JSON file
-        return Decimal(str(text))
+    text = str(text) if type(text) in (str, int, float) else ""  # a JSON file has lists, too
     # The sign of -3 may be U+2212, as in a book, and is not the dash of 7-3. 1,080 is one number,
-    # and 1,2 are two.
-    number = r"(?:(?<!\w)-)?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?"
-    numbers = re.findall(number, str(text).replace("\u2212", "-"))
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    # and 1,2 are two. 1e5 is 100000. A fraction is not a number: 1/2 is neither 1 nor 2.
+    number = r"(?:(?<!\w)-)?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d{1,3}\b)?"
+    fraction = rf"[\xbc-\xbe\u2150-\u215e]|{number}(?:\s*[/\u2044]\s*{number})+"
+    found = re.findall(f"{fraction}|{number}", text.replace("\u2212", "-"))
+    last = found[-1].replace(",", "") if found else ""
+    return Decimal(last) if re.fullmatch(number, last) else None
 
 
 class Questions:
@@ -193,54 +191,59 @@ class Questions:
         {"question": "How many legs do 3 cats have?", "answer": "3 * 4 = 12 #### 12"}
 
     A line's right number is the last one of its answer, in GSM8K what follows `####`. Every tenth
-    line is held out, for evaluation. An answer that reaches the limit of tokens has reward 0.
+    question is held out, for evaluation. An answer that reaches the limit of tokens has reward 0.
     """
 
     def __init__(self, config):
         from tokenizers import Tokenizer
-
-        folder = Path(config.model)
         self.seed = config.seed
-        file = (folder / "tokenizer.json").read_text("utf-8")
+        shape = models.read_config(config.model)
+        V, room, new = shape.vocab_size, shape.max_position_embeddings, config.max_new_tokens
+        ends = []
         try:
-            self.tokenizer = Tokenizer.from_str(file)
+            # config.json and generation_config.json may name end tokens, as a number or a list.
+            for path in Path(config.model).glob("*config.json"):
+                end = json.loads(path.read_text("utf-8")).get("eos_token_id")
+                ends += end if isinstance(end, list) else [end]
+            path = Path(config.model, "tokenizer.json")
+            self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises nothing more special
-            raise ValueError(f"{folder}/tokenizer.json: {error}") from error
+            raise ValueError(f"{path}: {error}") from error
         self.tokenizer.no_truncation()  # a file may ask for both, for batches of equal length
         self.tokenizer.no_padding()
-
-        lines = []
-        for n, text in enumerate(Path(config.data).open(encoding="utf-8-sig"), 1):
-            if not text.strip():
-                continue
-            try:
-                line = json.loads(text)
-                prompt = TEMPLATE.replace("{question}", line["question"])
-                lines.append((last_number(line["answer"]), prompt))
-            except (LookupError, TypeError, ValueError):
-                lines.append((None, text))
-            if lines[-1][0] is None:
-                wanted = '{"question": TEXT, "answer": TEXT WITH A NUMBER}'
-                raise ValueError(f"{config.data}, line {n}: expected {wanted}, got {text[:60]!r}")
-        if len(lines) < 2:
-            raise ValueError(f"{config.data}: expected at least 2 lines, got {len(lines)}")
-        self.lines = {False: [x for n, x in enumerate(lines) if n % 10], True: lines[::10]}
-
-        # Both files may name end tokens, as a number or a list. Chat models often have several.
-        ends = []
-        for path in (folder / "config.json", folder / "generation_config.json"):
-            end = json.loads(path.read_text("utf-8")) if path.exists() else {}
-            end = end.get("eos_token_id") if isinstance(end, dict) else end
-            ends += end if isinstance(end, list) else [end]
         self.end = tuple(end for end in ends if end is not None)
-        if not self.end or any(type(end) is not int for end in self.end):
-            raise ValueError(f"{folder}: expected integers as eos_token_id, got {ends}")
+        if not self.end or any(type(end) is not int or not 0 <= end < V for end in self.end):
+            raise ValueError(f"{config.model}: expected integers as eos_token_id, got {ends}")
+        # All lines are read now, so that a wrong one is named before the training.
+        lines = []
+        numbered = enumerate(Path(config.data).read_bytes().splitlines(), 1)
+        for n, text in (pair for pair in numbered if pair[1].strip()):
+            try:
+                line = json.loads(text.decode("utf-8-sig"))
+                number = last_number(line["answer"])
+                encoded = self.tokenizer.encode(TEMPLATE.replace("{question}", line["question"]))
+                # A tokenizer may put marks around a text. An end mark would leave no answer.
+                own = [n for n, is_mark in enumerate(encoded.special_tokens_mask) if not is_mark]
+                prompt = tuple(encoded.ids[: own[-1] + 1])
+                if number is None or len(prompt) + new > room or max(prompt) >= V:
+                    told = f"{len(prompt)} + {new} of {room} positions, id {max(prompt)} of {V}"
+                    raise ValueError(f"number {number}, {told}")
+            except (LookupError, RecursionError, TypeError, ValueError) as error:
+                wanted = '{"question": TEXT, "answer": TEXT WITH A NUMBER}'
+                got = repr(text.decode("utf-8", "backslashreplace")[:60])
+                raise ValueError(f"{config.data}, line {n}: expected {wanted}, got {got}: {error}")
+            lines.append((number, prompt))
+        # Hold out every tenth of the different prompts. No line trains on one of these.
+        different = list({prompt: (number, prompt) for number, prompt in lines}.values())
+        asked = {prompt for _, prompt in different[::10]}
+        self.lines = {True: different[::10], False: [x for x in lines if x[1] not in asked]}
+        self.held_out = len(asked)
+        if not self.lines[False]:
+            raise ValueError(f"{config.data}: expected at least 2 questions, got {len(different)}")
 
     def prompt(self, rng, index, held_out):
         lines = self.lines[held_out]
-        n = index % len(lines) if held_out else deal(self.seed, index, len(lines))
-        number, text = lines[n]
-        return number, self.tokenizer.encode(text).ids
+        return lines[index % len(lines) if held_out else deal(self.seed, index, len(lines))]
 
     def reply(self, state, answer):
         # A task of one turn. The state is the right number.
@@ -283,7 +286,6 @@ class Episode(models.Row):
         self.reward += float(reward)
         if reply is None:
             return False
-
         # The next turn begins after the reply, which generation appends from the queue.
         self.queue.extend(reply)
         self.turn = len(self.tokens) + len(reply)
@@ -293,7 +295,6 @@ class Episode(models.Row):
 @dataclass
 class Batch:
     """The rollouts of a step."""
-
     groups: dict  # number -> episodes, of the groups that this rank has played
     kept: list  # numbers of the groups to train on, here all. DAPO drops groups of equal rewards
     count: int  # minibatches
@@ -310,7 +311,6 @@ class Batch:
 @dataclass
 class Source:
     """Plays the rollouts of a step, and evaluates."""
-
     config: Config
     task: Guess | Questions
     trainer: "Trainer"
@@ -324,10 +324,12 @@ class Source:
 
     def evaluate(self) -> float:
         """Return the fraction of evaluation prompts that greedy decoding solves."""
-        groups = self.play(EVALUATION, 0, self.config.eval_prompts, 1, 0.0)
+        # Each prompt once, since greedy decoding repeats itself. A task that draws has no held_out.
+        prompts = min(self.config.eval_prompts, getattr(self.task, "held_out", np.inf))
+        groups = self.play(EVALUATION, 0, prompts, 1, 0.0)
         count = len([episode for (episode,) in groups.values() if episode.reward >= 1])
-        self.shown = groups[max(groups)][0]
-        return self.trainer.total(count) / self.config.eval_prompts
+        self.shown = groups[max(groups)][0] if groups else None  # of 1 prompt, d rank 1 has none
+        return self.trainer.total(count) / prompts
 
     def play(self, stream, step, prompts, rollouts, temperature):
         """Play `rollouts` of each prompt. Return {group: episodes} of this rank's groups."""
@@ -340,7 +342,6 @@ class Source:
             rng = np.random.default_rng([seed, stream, step, g])
             state, prompt = self.task.prompt(rng, step * prompts + g, stream == EVALUATION)
             groups[g] = [Episode((seed, step), g, n, state, prompt, limit) for n in range(rollouts)]
-
         # One token of every rollout at a time. A rollout that samples an end token ends its turn.
         models.generate(
             self.trainer.model, sum(groups.values(), []), max_new_tokens=limit, end=self.task.end,
@@ -355,7 +356,6 @@ def advantages(rewards_G):
     # Equal rewards say nothing, and get exact zeros: in floats, the mean of .1 .1 .1 is not .1.
     if (rewards_G == rewards_G[0]).all():
         return np.zeros_like(rewards_G)
-
     # Rewards 1 0 0 1 become .5 -.5 -.5 .5. The mean is a baseline that needs no critic.
     return rewards_G - rewards_G.mean()  # (1)
 
@@ -365,6 +365,8 @@ def grpo_loss(config, episodes, sampled, logprobs_N, entropy_N, Z):
 
     sampled: N pairs (b, t), target t of episodes[b]. logprobs_N and entropy_N are their lp and H.
     Z: sampled tokens of the minibatch on all ranks.
+    If you have tensors: sampled is mask_BS.nonzero(), for bool, True at sampled targets; an episode
+        is types.SimpleNamespace(old=old_BS[b], advantage=advantage_B[b]).
     """
     # `Trainer.prepare` has set `old` and `advantage`. Take one number for each sampled token.
     old_N = logprobs_N.new_tensor([episodes[b].old[t] for b, t in sampled])
@@ -397,11 +399,9 @@ def score_rows(config, model, episodes, ring):
     padded = [e.tokens + [0] * (S + 1 - len(e.tokens)) for e in episodes]
     tokens = torch.tensor(padded, device=device)
     mask_BS = torch.tensor([e.mask + [False] * (S - len(e.mask)) for e in episodes], device=device)
-
     # Keys and values travel around a ring. With one rank, it is plain causal attention.
     def attention(q, k, v, /, *, layer, scale, window=None):
         return ring_attention(q, k, v, group=ring, scale=scale, window=window)
-
     # RoPE needs each token's position in the full row. The head runs only where the policy sampled
     # the target, not at replies or padding.
     inputs_Bs, targets_Bs = tokens[:, positions_s], tokens[:, positions_s + 1]
@@ -418,7 +418,6 @@ def score_tree(config, model, episodes, ring):
     device = model.head_weight.device
     sequences = [torch.tensor(episode.tokens, device=device) for episode in episodes]
     scores = tree_logprobs(model, sequences, temperature=config.temperature)
-
     # The tree scores every token of a rollout. Take those that the policy sampled, in order.
     sampled = [(b, t) for b, e in enumerate(episodes) for t in range(len(e.mask)) if e.mask[t]]
     logprobs_N = torch.cat([lp[e.mask] for e, (lp, _) in zip(episodes, scores, strict=True)])
@@ -438,10 +437,10 @@ class Trainer:
         self.model = model
         parallel.tensor_parallel(model, grid.group["t"])
         self.score = score_tree if config.tree else score_rows
-
         # A part of a minibatch has whole groups, if a group fits, as each part is a tree of its
         # own: 8 rollouts of 4 tokens after a prompt of 20 are 52 tokens in one tree, 72 in two.
         self.rows = config.rows // config.group * config.group or config.rows
+        self.skipped = 0  # updates in a row whose gradient was not finite
         options = dict(lr=config.lr, betas=(0.9, config.beta2), weight_decay=0.0)
         self.optimizer = torch.optim.AdamW(model.parameters(), **options)
 
@@ -500,7 +499,6 @@ class Trainer:
             loss = grpo_loss(self.config, part, *scores, Z)
             loss.backward()
             total += loss.item()
-
         # Sum over d, with different episodes, and c, with different tokens. t ranks have the same.
         return {"loss": self.total(total, "dc")}
 
@@ -510,10 +508,17 @@ class Trainer:
         # With 10 tokens on a rank and 30 on another, a mean of the ranks' means would give a token
         # of the first rank three times the weight of a token of the second.
         parallel.reduce_gradients(self.model, self.grid)
-        norm = parallel.clip_grad_norm(self.model, self.config.max_grad_norm, self.grid)
-        self.optimizer.param_groups[0]["lr"] = lr
-        self.optimizer.step()
-        return {"grad_norm": norm.item()}
+        norm = parallel.clip_grad_norm(self.model, self.config.max_grad_norm, self.grid).item()
+        # An update with NaN would stay in the weights, so skip it. All ranks have the same norm.
+        self.skipped = 0 if np.isfinite(norm) else self.skipped + 1
+        if self.skipped == 1:
+            print(f"skipped an update, because its gradient has the norm {norm}", flush=True)
+        if self.skipped == 3:
+            raise FloatingPointError("expected finite gradients, got 3 updates without: lower --lr")
+        if not self.skipped:
+            self.optimizer.param_groups[0]["lr"] = lr
+            self.optimizer.step()
+        return {"grad_norm": norm}
 
 
 # 6. The loop ------------------------------------------------------------------------------------
@@ -555,7 +560,9 @@ class Log:
         """Log a step: the sum of its updates' losses, and the norm of the last update, if any."""
         line = {"step": step, "loss": sum(update["loss"] for update in updates)}
         line["grad_norm"] = updates[-1]["grad_norm"] if updates else None
-        print(json.dumps(line | metrics | {"solved": solved}), file=self.file, flush=True)
+        line |= metrics | {"solved": solved}
+        line = {name: x if np.isfinite(x or 0) else None for name, x in line.items()}
+        print(json.dumps(line), file=self.file, flush=True)  # JSON has no NaN
         reward = metrics["reward/mean"]
         if solved is not None:
             self.bar.clear()  # so that the line stands above the bar
@@ -587,7 +594,6 @@ def plain_step(config, model, optimizer, batch, updates):
                 clipped = min(max(r, 1 - config.clip_low), 1 + config.clip_high)
                 loss = loss - min(r * A, clipped * A)  # (3)
                 loss = loss + config.entropy_coef * (logp_SV[t].exp() * logp_SV[t]).sum()  # (4)
-
                 # The first minibatch has the weights that sampled. Inverse-CDF sampling: of
                 # p = .2 .5 .3, the draw .6 takes token 1.
                 if update is updates[0]:
@@ -613,8 +619,6 @@ def check():
         episode.hear(*task.reply(episode.state, episode.tokens[episode.turn :]))
     game = "? 3 . lower 1 . higher 1 . higher 4 . <50>"  # token 50 has no name
     errors = [episode.reward - 0.1, task.show([*episode.tokens, 50]) != game]
-    errors += [last_number("7 eggs: $-1,080.50.") != Decimal("-1080.5"), bool(last_number("-"))]
-
     # An attention that drops a layer's window or scale shows, and so does a part of a minibatch.
     family = dict(layer_types=[models.SLIDING], sliding_window=3, query_pre_attn_scalar=3)
     config = Config(seed=8, steps=4, size=2, turns=2, prompts=3, group=6, max_new_tokens=7, rows=5,
@@ -628,7 +632,6 @@ def check():
         record = []
         source = Source(config, Guess(config), trainer)
         train(config, source, trainer, lambda *given: record.append(given))
-
         # Repeat its four steps, given its draws. Steps 2 and 3 evaluate.
         optimizer = torch.optim.AdamW(alone.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
         for step, batch, metrics, updates, solved in record:
@@ -662,7 +665,7 @@ def build_policy(config, task, **family):
 def refuse(reason):
     """End the program before the ranks meet. Rank 0 prints a line; every rank fails."""
     # torchrun ends all ranks when one exits, so the others leave rank 0 the time to print.
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0" and "MASTER_PORT" in os.environ:
         time.sleep(30)
         sys.exit(1)
     sys.exit(f"train_grpo.py: error: {reason}")
@@ -670,8 +673,9 @@ def refuse(reason):
 
 def parse_config(argv):
     """Return the settings of a command line. Refuse what cannot run."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = os.environ.get("WORLD_SIZE", "1")
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    released = RELEASED if any(word.startswith("--model") for word in argv) else {}
     parser = argparse.ArgumentParser(description="Learn a task.", allow_abbrev=False)
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.error = refuse
@@ -681,9 +685,7 @@ def parse_config(argv):
         if x.metadata:
             name, kind = "--" + x.name.replace("_", "-"), kinds.get(x.type, dict(metavar="TEXT"))
             parser.add_argument(name, default=x.default, help=x.metadata["help"], **kind)
-    parser.set_defaults(plan=f"d{world}", device=devices[-1])
-    if any(word.startswith("--model") for word in argv):
-        parser.set_defaults(**RELEASED)
+    parser.set_defaults(plan=f"d{world}", device=devices[-1], **released)
     config = Config(**vars(parser.parse_args(argv)))
     for holds, expected in requirements(config, world, devices):
         if not holds:
@@ -693,6 +695,7 @@ def parse_config(argv):
 
 def requirements(c, world, devices):
     """Yield pairs for the settings c: does it hold? What is expected?"""
+    yield re.fullmatch("[1-9][0-9]*", world), f"a number of ranks as WORLD_SIZE, got {world!r}"
     for x in fields(Config):
         name, least, found = x.name.replace("_", "-"), x.metadata.get("least"), getattr(c, x.name)
         yield least is None or least <= found < 2**63, f"--{name} >= {least}, got {found}"
@@ -700,17 +703,24 @@ def requirements(c, world, devices):
     yield c.device in devices, f"--device {' or '.join(devices)}, got {c.device}"
     yield bool(c.model) == bool(c.data), "--model and --data together"
     yield c.model or not c.save, "--save with --model"
+    in_use = c.save and os.path.exists(c.save) and (os.path.isfile(c.save) or os.listdir(c.save))
+    yield not in_use, f"a new or an empty directory as --save, got {c.save}"
     got = f"got --plan {c.plan} on {world} ranks"
-    is_plan = re.fullmatch(r"(([dtc])(?!\w*\2)[1-9]\d*)+", c.plan)  # \w*\2: the letter again
-    yield is_plan, f"a product of d, t and c such as d2t2, {got}"
+    product = f"a product of d, t and c such as d2t2, {got}"
+    yield not {"p", "e"} & {*c.plan}, f"no p or e, which python -m full has: expected {product}"
+    yield re.fullmatch(r"(([dtc])(?!\w*\2)[1-9]\d*)+", c.plan), product  # \w*\2: a letter again
     degrees = {letter: int(number) for letter, number in re.findall(r"([dtc])(\d+)", c.plan)}
     d, t, ring = (degrees.get(letter, 1) for letter in "dtc")
-    yield d * t * ring == world, f"torchrun --nproc-per-node {d * t * ring}, {got}"
+    yield d * t * ring == int(world), f"torchrun --nproc-per-node {d * t * ring}, {got}"
     most = c.prompts // c.minibatches
     yield d <= most, f"d <= {most}, because each d rank needs a group of a minibatch, {got}"
     heads = models.read_config(c.model).num_key_value_heads if c.model else c.heads // 2
     yield heads % t == 0, f"t that divides the {heads} key heads, {got}"
     yield ring == 1 or not c.tree, f"--tree without c, which cuts rows, {got}"
+    names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    told = {name: os.environ[name] for name in names if name in os.environ}
+    alone = world == "1" and "RANK" not in told
+    yield alone or len(told) == 4, f"all of {', '.join(names)}, as torchrun sets them, got {told}"
 
 
 def main(argv):
@@ -724,23 +734,22 @@ def main(argv):
         model = build_policy(config, task)
         file = open(config.metrics if is_first else os.devnull, "w")
         if config.save and is_first:
-            Path(config.save).mkdir(parents=True)  # now, and not when all is trained
+            Path(config.save).mkdir(parents=True, exist_ok=True)  # now, and not after the training
     except (OSError, ValueError) as error:  # a file is not there, or is not as it should be
-        refuse(error)
+        refuse(re.sub(r"^\[Errno \d+\] ", "", str(error)))
     except ModuleNotFoundError as missing:
         refuse(f"expected the package {missing.name}: pip install {missing.name}")
-    if not config.model:
-        torch.set_num_threads(1)  # more threads do not help a small model
+    threads = torch.get_num_threads() if config.model else 1  # more do not help a small model
+    torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=600 if config.model else 60)  # of waits for other ranks
-
     # Each rank runs the check alone, in a process group of size 1.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     error = check()
     print(f"two runs against loops over tokens: largest error {error:.1e}", flush=True)
     if not error <= 1e-10:  # rounding is below 1e-12, and a mistake far above
         refuse(f"expected an error of at most 1e-10, got {error:.1e}")
-
     # Then the ranks of torchrun meet. One process goes on by itself.
+    torch.set_num_threads(threads)
     dist.destroy_process_group()
     device = parallel.join_ranks(config.device, timeout)
     trainer = Trainer(config, model.to(device), parallel.Grid(config.plan, timeout))
@@ -753,13 +762,12 @@ def main(argv):
     except (BrokenPipeError, KeyboardInterrupt) as error:  # `| head` has read enough, or Ctrl-C
         print(f"\ntrain_grpo.py: ended by {type(error).__name__}", file=sys.stderr)
         os._exit(130)
+    except FloatingPointError as error:
+        refuse(error)
     log.bar.close()
     if config.save:
-        weights = {}
-        for name, p in trainer.model.named_parameters():
-            whole = trainer.whole(name, p)  # every rank calls, and rank 0 keeps it
-            if is_first:
-                weights[name] = whole
+        pairs = ((name, trainer.whole(name, p)) for name, p in trainer.model.named_parameters())
+        weights = {name: whole for name, whole in pairs if is_first}  # all ranks call, 0 keeps them
         if is_first:
             models.save(weights, config.save, config.model)
     print(f"sample: {source.task.show(source.shown.tokens)}\nsolved {solved:.2f}", flush=True)
