@@ -96,7 +96,7 @@ class Config:
     device: str = flag("cpu", "cpu, or cuda: a GPU for each rank")
     # evaluation
     eval_every: int = 10  # steps between evaluations; the last step always evaluates
-    eval_prompts: int = 70  # prompts of one evaluation, if the task has as many
+    eval_prompts: int = 70  # prompts of one evaluation, at most
     metrics: str = flag(os.devnull, "gets a JSON line for each step")
 
 
@@ -136,7 +136,7 @@ class Guess:
     """
 
     def __init__(self, config):
-        self.size = self.held_out = config.size  # held_out: prompts of an evaluation
+        self.size = config.size
         self.turns = config.turns
         self.seed = config.seed
         self.names = [str(n) for n in range(self.size)] + ["?", "higher", "lower", "."]
@@ -144,7 +144,7 @@ class Guess:
         self.end = (self.size + 3,)  # `.`, the token that ends a turn
 
     def prompt(self, rng, index, held_out):
-        # There are only 7 secrets, so evaluation plays the training secrets.
+        # There are only 7 secrets, so evaluation plays the training secrets, each equally often.
         secret = index % self.size if held_out else deal(self.seed, index, self.size)
         return (secret, 1, 0, self.size - 1, 0), [self.size]  # the state of `reply`, and `?`
 
@@ -237,7 +237,7 @@ class Questions:
         different = list({prompt: (number, prompt) for number, prompt in lines}.values())
         asked = {prompt for _, prompt in different[::10]}
         self.lines = {True: different[::10], False: [x for x in lines if x[1] not in asked]}
-        self.held_out = len(asked)
+        self.held_out = len(asked)  # questions of an evaluation
         if not self.lines[False]:
             raise ValueError(f"{config.data}: expected at least 2 questions, got {len(different)}")
 
@@ -324,7 +324,7 @@ class Source:
 
     def evaluate(self) -> float:
         """Return the fraction of evaluation prompts that greedy decoding solves."""
-        # Each prompt once, since greedy decoding repeats itself. A task that draws has no held_out.
+        # Each held-out question of a file is asked once. Other tasks make any number of prompts.
         prompts = min(self.config.eval_prompts, getattr(self.task, "held_out", np.inf))
         groups = self.play(EVALUATION, 0, prompts, 1, 0.0)
         count = len([episode for (episode,) in groups.values() if episode.reward >= 1])

@@ -125,6 +125,7 @@ class Jsonl(Task):
         if all_lines:  # for an evaluation, which trains on none
             every = self.rows[True] + ([] if config.eval_data else self.rows[False])
             self.rows = {False: every, True: every}
+        self.held_out = len(self.rows[True])  # prompts of an evaluation, at most
         self._require_lines(lines)
         self.note = "\n".join(self._notes(all_lines))
 
@@ -256,9 +257,9 @@ class Jsonl(Task):
         held_out = self.rows[True]
         trained = {line.shown for line in self.rows[False]}
         seen = sum(line.shown in trained for line in held_out)
-        if c.eval_prompts != len(held_out):
-            yield (f"{c.eval_data} has {len(held_out)} lines, and an evaluation asks "
-                   f"{c.eval_prompts} prompts: --eval-prompts {len(held_out)} asks each line once")
+        if c.eval_prompts < len(held_out):
+            yield (f"{c.eval_data} has {len(held_out)} lines, and an evaluation asks the first "
+                   f"{c.eval_prompts}: --eval-prompts {len(held_out)} asks all")
         if seen and c.data != c.eval_data:
             yield (f"{seen} of the {len(held_out)} prompts of {c.eval_data} are in {c.data} too, "
                    f"and are trained on")  # fmt: skip

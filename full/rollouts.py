@@ -359,13 +359,19 @@ def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
     return starts
 
 
+def held_out_prompts(config, task) -> int:
+    """Return how many prompts an evaluation plays: those of a file once, at most eval_prompts."""
+    return min(config.eval_prompts, getattr(task, "held_out", config.eval_prompts))
+
+
 def play_held_out(config, task, sampler, *, group=1, temperature=0.0, key=()):
     """Play each held-out prompt `group` times, by default once and greedily. Collective.
 
     key: of the random draws; greedy play has none. Returns the starts of this rank, as of
     `draw_prompts`, and the lists of trajectories.
     """
-    starts = draw_prompts(config, task, EVALUATION, 0, range(config.eval_prompts), held_out=True)
+    groups = range(held_out_prompts(config, task))
+    starts = draw_prompts(config, task, EVALUATION, 0, groups, held_out=True)
     # These rollouts are not trained on, so they do not fork.
     plain = dict(forks=1, fork_turns=0)
     config = dataclasses.replace(config, group=group, temperature=temperature, **plain)
@@ -379,4 +385,4 @@ def evaluate(config, task, sampler):
     # Each rank has played its own prompts; the sum over ranks is of all.
     solved_here = len([group for group in groups if group[0].reward >= 1])
     (solved,) = summed([solved_here], current_device())
-    return solved / config.eval_prompts, groups[0][0] if groups else None
+    return solved / held_out_prompts(config, task), groups[0][0] if groups else None

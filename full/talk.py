@@ -23,7 +23,7 @@ from full.hf import load_hf
 from full.lora import save_factors
 from full.model_config import read_json
 from full.questions import Jsonl, make_task
-from full.rollouts import Sampler, evaluate, play_held_out
+from full.rollouts import Sampler, evaluate, held_out_prompts, play_held_out
 from full.tasks import TASKS
 from full.text import text_of
 from train_grpo import EVALUATION
@@ -211,8 +211,8 @@ def evaluation(argv) -> int:
         raise ValueError(f"--all-lines is for --task jsonl, not {config.task}")
     with one_process("an evaluation", config.device, config.threads) as device:
         task = Jsonl(config, all_lines=True) if options.all_lines else make_task(config)
-        if options.all_lines:
-            config = dataclasses.replace(config, eval_prompts=len(task.rows[True]))
+        prompts = len(task.rows[True]) if options.all_lines else held_out_prompts(config, task)
+        config = dataclasses.replace(config, eval_prompts=prompts)
         which = dict(step=options.step, dtype=options.dtype, device=device)
         model, name = load_policy(options.source, task, **which)
         require_room(config, task, model.config, options.source)

@@ -287,10 +287,10 @@ def test_a_file_of_held_out_lines_leaves_all_of_the_data_to_train_on(task_of):
     assert drawn == {*shown[False]}
 
     # The seventh line of the data is among them. A file that is both is what somebody wants.
-    task = task_of(rows=[*QUESTIONS, HELD_OUT[6]], eval_data="eval.jsonl")
+    task = task_of(rows=[*QUESTIONS, HELD_OUT[6]], eval_data="eval.jsonl", eval_prompts=5)
     assert task.note.splitlines() == [
-        "eval.jsonl has 12 lines, and an evaluation asks 70 prompts: --eval-prompts 12 asks each "
-        "line once", "1 of the 12 prompts of eval.jsonl are in rows.jsonl too, and are trained on"]
+        "eval.jsonl has 12 lines, and an evaluation asks the first 5: --eval-prompts 12 asks all",
+        "1 of the 12 prompts of eval.jsonl are in rows.jsonl too, and are trained on"]
     assert not task_of(eval_data="rows.jsonl", eval_prompts=40).note
 
     # A small file of data is enough then, and an evaluation of every line reads both as well.
