@@ -1,6 +1,7 @@
 """models.load: one line for what it cannot load. What it loads: full/test_transformers.py."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -53,7 +54,42 @@ REFUSED = [  # fields of config.json, and what the error names
     (dict(num_hidden_layers=3), "Unexpected key(s) in state_dict: \"model.layers.3."),
     (dict(vocab_size=24), "size mismatch for model.embed_tokens.weight"),
     (dict(num_key_value_heads=None), "size mismatch for model.layers.0.self_attn.k_proj.weight"),
+    (dict(per_layer_config={"0": {"rms_norm_eps": 0.1}}), "per_layer_config"),
+    (dict(rope_parameters=dict(rope_theta=-1.0)), "rope_parameters {'rope_theta': -1.0}"),
+    *((dict(model_type="gemma3_text", sliding_window=x), "sliding_window") for x in (None, "4")),
+    *((dict(model_type=kind, layer_types=["sliding_attention"] * 4, sliding_window=None),
+       "sliding_window None") for kind in ("qwen3", "mistral")),
+    (dict(model_type="qwen3", use_sliding_window="false"), "use_sliding_window of type bool"),
 ]  # fmt: skip
+
+# Numbers that no model has, of every field that a family reads.
+SIZES = {name: (0, -1, 1.5, True, "4", [4]) for name in (*models.SIZES, "head_dim")}
+SIZES |= dict(rms_norm_eps=(-1e-6, math.nan, math.inf), rope_theta=(0, -1.0, math.nan))
+MOE = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size",
+                     "decoder_sparse_step"), (0, -1, 1.5, None))  # fmt: skip
+IMPOSSIBLE = {
+    "llama": SIZES | dict(num_key_value_heads=(3, 99)),
+    "mistral": dict(sliding_window=(0, -1, 2.5)),
+    "qwen3": dict(sliding_window=(0, -1), max_window_layers=(-1, None)),
+    "qwen3_moe": MOE | dict(num_experts_per_tok=(0, -1, 5, 99), num_local_experts=(0, -1)),
+    "gemma3_text": dict(sliding_window_pattern=(0, -1, None), query_pre_attn_scalar=(0, -1),
+                        rope_local_base_freq=(0, -1.0)),
+}  # fmt: skip
+ROWS = [(family, name, value) for family, fields in IMPOSSIBLE.items()
+        for name, values in fields.items() for value in values]  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("family, name, value", ROWS)
+def test_an_impossible_number_is_refused_by_name(tmp_path, family, name, value):
+    possible = SAID | dict(model_type=family, num_experts=4, num_experts_per_tok=2,
+                           use_sliding_window=True, moe_intermediate_size=8)  # fmt: skip
+    for fields in (possible, possible | {name: value}):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        if fields is possible:
+            models.read_config(tmp_path)
+    said = complaint_of(models.read_config, tmp_path)
+    assert said.startswith(f"{tmp_path}/config.json: expected ") and name in said
 
 
 @pytest.mark.quick
@@ -89,3 +125,57 @@ def test_two_sets_of_weights_in_a_directory_are_refused(altered):
     twice = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}  # as in old files
     save_file(load_file(shard) | twice, shard)
     models.load(folder)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", [
+    "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])  # fmt: skip
+def test_an_adapter_next_to_its_base_is_refused(altered, name):
+    """transformers adds it to the weights, or loads those of another base."""
+    folder = altered()
+    models.load(folder)
+    (folder / name).write_text("{}")
+    assert name in complaint_of(models.load, folder)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.3.mlp.up_proj.weight"])
+def test_weights_that_are_not_finite_are_neither_loaded_nor_saved(altered, tmp_path, name, value):
+    folder = altered()
+    weights = dict(models.load(folder).named_parameters())
+    weights[name].data.view(-1)[-1] = value
+    assert name in complaint_of(models.save, weights, tmp_path / "saved", folder)
+    assert not (tmp_path / "saved").exists()
+    save_file(weights, folder / "model.safetensors")
+    assert name in complaint_of(models.load, folder)
+    large = {key: x.double() for key, x in weights.items()}
+    large[name].data.view(-1)[-1] = 1e300  # infinity in float32
+    save_file(large, folder / "model.safetensors")
+    assert name in complaint_of(models.load, folder)
+
+
+OF_THE_MODEL = {
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "vocab.json", "vocab.txt", "merges.txt",
+}  # fmt: skip
+OF_OTHER_WEIGHTS = {
+    "adapter_config.json", "adapter_model.safetensors", "model.safetensors.index.json",
+    "pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.safetensors",
+    "optimizer.pt", "trainer_state.json", "scheduler.pt", "training_args.bin", "params.json",
+    "quantize_config.json", "quant_config.json", "hf_quant_config.json", "global_step9.json",
+}  # fmt: skip
+
+
+@pytest.mark.quick
+def test_files_of_other_weights_are_not_copied(altered, tmp_path):
+    """To a directory that has the files of the tokenizer, and loads."""
+    folder = altered()
+    weights = dict(models.load(folder).named_parameters())
+    for name in OF_OTHER_WEIGHTS | OF_THE_MODEL - {"config.json"}:
+        (folder / name).write_text("{}")
+    models.save(weights, tmp_path / "saved", folder)
+    assert {x.name for x in (tmp_path / "saved").iterdir()} == {*OF_THE_MODEL, "model.safetensors"}
+    saved = models.load(tmp_path / "saved")
+    assert all(p.equal(weights[name]) for name, p in saved.named_parameters())

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import random
 import re
 
 import pytest
@@ -136,17 +137,23 @@ def hf_config(case):
 EAGER = dict(attn_implementation="eager", experts_implementation="eager")  # grouped: no float64
 
 
-def make(case, directory):
-    """transformers' float64 model of a case, whose files, several for the weights, are there."""
+def model_in_files(config, directory):
+    """transformers' float64 model of a configuration, whose files are there, several of weights."""
     torch.manual_seed(0)
     with float32_is_float64():
         model = transformers.AutoModelForCausalLM.from_config(
-            hf_config(case), dtype=torch.float64, **EAGER)  # fmt: skip
+            config, dtype=torch.float64, **EAGER)  # fmt: skip
     for p in model.parameters():  # numbers of float32, which `models.load` reads them in
         p.data = (p.data + 0.05 * torch.randn_like(p)).float().double()
     model.save_pretrained(directory, max_shard_size="40KB")
+    return model.eval()
+
+
+def make(case, directory):
+    """A case, its model, and the directory."""
+    model = model_in_files(hf_config(case), directory)
     assert (directory / "model.safetensors.index.json").exists()
-    return case, model.eval(), directory
+    return case, model, directory
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -370,6 +377,112 @@ def test_an_absent_field_has_transformers_default():
     for kind in FAMILIES:
         whole = ModelConfig.from_hf(transformers.AutoConfig.for_model(kind).to_dict())
         assert whole == ModelConfig.from_hf({"model_type": kind}), kind
+
+
+# What the five read of a config.json --------------------------------------------------------------
+
+# A field of each family, and two values other than its default. Most families lack most of them.
+FIELDS = dict(
+    vocab_size=(61, 62), hidden_size=(32, 64), intermediate_size=(48, 40), num_hidden_layers=(4, 3),
+    num_attention_heads=(4, 8), num_key_value_heads=(2, 4), max_position_embeddings=(64, 99),
+    head_dim=(8, 12), rms_norm_eps=(1e-5, 1e-2), tie_word_embeddings=(True, False),
+    hidden_act=("gelu", "silu"), hidden_activation=("silu", "gelu"), attention_bias=(True, False),
+    mlp_bias=(True, False), rope_theta=(100.0, 3e3), rope_local_base_freq=(50.0, 700.0),
+    rope_scaling=({"type": "default", "rope_theta": 77.0}, None),
+    rope_parameters=({FULL: {"rope_theta": 30.0}, SLIDING: {"rope_theta": 900.0}},
+                     {"rope_type": "default", "rope_theta": 300.0}),
+    use_sliding_window=(True, False), sliding_window=(3, 5), max_window_layers=(1, 0),
+    layer_types=([FULL, SLIDING, SLIDING, FULL], None), sliding_window_pattern=(2, 3),
+    _sliding_window_pattern=(2, 4), query_pre_attn_scalar=(8, 24),
+    num_experts=(6, 7), num_local_experts=(5, 4), num_experts_per_tok=(2, 3),
+    moe_intermediate_size=(16, 24), norm_topk_prob=(True, False), decoder_sparse_step=(2, 1),
+    mlp_only_layers=([1], [0, 3]),
+)  # fmt: skip
+
+
+def in_our_words(family, theirs):
+    """The fields of `models.read_config`, of transformers' configuration."""
+    L, heads = theirs.num_hidden_layers, theirs.num_attention_heads
+    has_types = theirs.model_type in ("ministral", "qwen2", "qwen3", "gemma3_text")
+    window = None if family == "llama" else theirs.sliding_window
+    types = theirs.layer_types if has_types else [SLIDING if window else FULL] * L
+    bias = {"mistral": False, "qwen2": True}.get(family, getattr(theirs, "attention_bias", False))
+    found = {name: getattr(theirs, name) for name in models.SIZES}
+    found |= dict(
+        head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // heads,
+        rms_norm_eps=theirs.rms_norm_eps, tie_word_embeddings=theirs.tie_word_embeddings,
+        layer_types=tuple(types), qkv_bias=bias, o_bias=bias and family != "qwen2",
+        mlp_bias=family == "llama" and theirs.mlp_bias)  # fmt: skip
+    ropes = theirs.rope_parameters
+    ropes = {kind: ropes[kind] if family == "gemma3_text" else ropes for kind in types}
+    found["thetas"] = {kind: rope["rope_theta"] for kind, rope in ropes.items()}
+    if SLIDING in types:
+        found["sliding_window"] = window
+    if family == "gemma3_text":
+        return found | dict(hidden_act=theirs.hidden_activation,
+                            query_pre_attn_scalar=theirs.query_pre_attn_scalar)  # fmt: skip
+    if family == "qwen3_moe":
+        found |= {name: getattr(theirs, name) for name in (
+            "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")}
+        step, dense = theirs.decoder_sparse_step, theirs.mlp_only_layers
+        layers = [n for n in range(L) if n not in dense and (n + 1) % step == 0]
+        found["sparse_layers"] = tuple(layers)
+    return found | dict(hidden_act=theirs.hidden_act)
+
+
+def tried(call, *args):
+    """The result of a call, or None if transformers cannot have it."""
+    with contextlib.suppress(Exception):
+        return call(*args)
+
+
+def read_by_both(directory, raw):
+    """Write a config.json. Return what transformers and the five read, None where it is refused."""
+    (directory / "config.json").write_text(json.dumps(raw))
+    theirs = tried(transformers.AutoConfig.from_pretrained, directory)
+    return theirs, tried(models.read_config, directory)
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_each_field_and_each_default_is_transformers(tmp_path, family):
+    """Without each field, with another value of it, and without any."""
+    all_given = {name: given for name, (given, _) in FIELDS.items()} | {"model_type": family}
+    cases = [{"model_type": family}, all_given]
+    for name in FIELDS:
+        cases += [{x: y for x, y in all_given.items() if x != name},
+                  all_given | {name: FIELDS[name][1]}]  # fmt: skip
+    read = 0
+    for raw in cases:
+        theirs, ours = read_by_both(tmp_path, raw)
+        if theirs is not None and ours is not None:  # what is refused by name: test_load.py
+            fields = vars(ours) | {"thetas": {
+                kind: rope["rope_theta"] for kind, rope in ours.rope_parameters.items()}}
+            true = in_our_words(family, theirs)
+            assert {name: fields[name] for name in true} == true
+            read += 1
+    assert read > 0.8 * len(cases)
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_random_configs_are_computed_as_transformers_does(tmp_path, family):
+    """Above all: which layers slide, and how far."""
+    rng = random.Random(family)
+    compared = 0
+    for _ in range(12):
+        raw = {name: rng.choice(values) for name, values in FIELDS.items() if rng.random() < 0.7}
+        raw |= {name: FIELDS[name][0] for name in FIELDS if "num_" in name or "_size" in name}
+        theirs, ours = read_by_both(tmp_path, raw | {"model_type": family})
+        model = tried(model_in_files, theirs, tmp_path)
+        if model is None or ours is None:
+            continue
+        tokens = torch.randint(1, 61, (2, 20))
+        with float32_is_float64(), torch.no_grad():
+            truth = model(tokens, use_cache=False).logits
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": family}))
+        core = models.load(tmp_path).double()
+        assert relative(core.logits(core.hidden(tokens)), truth) < 1e-12, raw
+        compared += 1
+    assert compared >= 5
 
 
 # Models of transformers on trees and on a ring: the code of full/RECIPES.md ----------------------
