@@ -17,8 +17,8 @@ FOLDER = sorted(ROOT.glob("full/*.py"))
 MODULES = FIVE + FOLDER
 EVERY = MODULES + sorted(ROOT.glob("tests/**/*.py")) + sorted(ROOT.glob("conformance/**/*.py"))
 TAG = r"# .*(NUMERICS|COMM|DEVIATES):|Pinned"
-MOST_LINES = {"ring_attention": 480, "tree_attention": 520, "models": 799, "parallel": 750}
-MOST_LINES |= {"train_grpo": 771}
+MOST_LINES = {"ring_attention": 480, "tree_attention": 520, "models": 800, "parallel": 750}
+MOST_LINES |= {"train_grpo": 780}
 MOST_LINES_OF_FOLDER = 900
 IN_THE_MODULES = {
     "float64 becomes float32": r"\.float\(\)",
