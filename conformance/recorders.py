@@ -374,9 +374,9 @@ def run_trl(directory, step_number=1, **changes):
 
 def full_settings(config):
     """Return what a Config says that the trainer computes, as settings of step.py."""
-    from full.byhand import settings
+    from full.audit import settings
 
-    given = vars(settings(config))
+    given = D.DEFAULTS | settings(config)
     return {name: given[name] for name in D.LOSS_DEFAULTS | D.STEP_DEFAULTS}
 
 

@@ -104,20 +104,17 @@ def run(
 
 @refusing_exits()
 def audit(
-    run, *, task=None, reward=None, dataset=None, eval_dataset=None, step=None, group=None,
-    tell=lambda line: None,
+    run, *, task=None, reward=None, dataset=None, eval_dataset=None, step=None,
 ) -> Report:  # fmt: skip
     """Repeat a step of a run from its definition. Return the Report of full/audit.py.
 
     run: a Result, or the directory of a run.
     task, reward, dataset, eval_dataset: the objects that the run had, as in `run`. task and reward
         may also be the FILE.py:Class and the FILE.py:function of a run of the command line.
-    step: int. Default: the last that a checkpoint's weights sampled, or 0.
-    group: int. The group to show, spelled out. Default: the first with unequal rewards.
-    tell: function of a line that says how far the audit is.
+    step: int. Default: the last that has a checkpoint before it.
 
-    `Report.verdict` says it in a line, and `as_text` of full/report.py in a table. ValueError if
-    the step cannot be audited.
+    `Report.verdict` says it in a line, and `Report.text` in a table. ValueError if the step cannot
+    be audited.
     """
     files = {name: spec for name, spec in (("task", task), ("reward", reward))
              if isinstance(spec, str)}  # fmt: skip
@@ -126,7 +123,7 @@ def audit(
     given = {name: names[name] for name in ("task", "reward") if name in names} | files
     require_one_process("an audit")
     with joined("cpu"):
-        return audited(Path(run), step, group, **given, tell=tell, make=make)
+        return audited(Path(run), step, **given, make=make)
 
 
 def objects_of(task, reward, dataset, eval_dataset):

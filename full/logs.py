@@ -206,11 +206,12 @@ class RolloutLog:
     def step(self, step, batch, metrics, updates, solved):
         """Write the rollouts of a step that --log-rollouts says, and its sample. Collective."""
         # A step whose sampler had a checkpoint's weights can be audited from that checkpoint: it is
-        # logged whole, and so is the first of a run and of a resumed one. An evaluation shows one
-        # group.
+        # logged whole, and so are the last of a run and the first of a run and of a resumed one. An
+        # evaluation shows one group.
         c = self.config
         sampled_at = step - c.staleness
-        whole = step == 0 or sampled_at == self.source.first_step or c.log_rollouts == "all"
+        whole = step in (0, c.steps - 1) or c.log_rollouts == "all"
+        whole = whole or sampled_at == self.source.first_step
         if c.save_every and sampled_at >= 0:
             whole = whole or sampled_at % c.save_every == 0
         shown = self.source.shown

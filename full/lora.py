@@ -26,7 +26,6 @@ import json
 import math
 import zlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +33,7 @@ from torch import nn
 
 import parallel
 from full.experts import Experts, grouped_linear
-from full.hf import full_definition, in_file_order, rows_in_file, write_tensors
+from full.hf import in_file_order, rows_in_file, write_tensors
 from full.model_config import read_json
 from full.places import Place, local, part_of, place_of, set_tensor, variant_of
 from full.transformer import Transformer
@@ -217,17 +216,6 @@ def merge(model, dtype=None) -> Transformer:
         pair = model.get_parameter(A), model.get_parameter(B)
         p.data = merged(p, *pair, model.lora.scale).to(dtype or p.dtype)
     return whole.to(dtype) if dtype else whole
-
-
-def definition(model, tokens, /):
-    """Return `full_definition` of a model with factors, with W' of (14) for each of its matrices.
-    """
-    weights = dict(model.named_parameters())
-    for name, (A, B) in factors_of(model).items():
-        weights[name] = merged(weights[name], weights.pop(A), weights.pop(B), model.lora.scale)
-    plain = SimpleNamespace(config=model.config, rope=model.rope, named_parameters=weights.items,
-                            named_buffers=model.named_buffers)  # fmt: skip
-    return full_definition(plain, tokens)
 
 
 # Under a plan -----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from full.ranks import (
     Interrupted, Progress, Stop, agree, current_device, errors_on_all_ranks, say,
 )  # fmt: skip
 from full.rollouts import Sampler, Unheard
-from full.saves import Checkpointer
+from full.saves import Checkpointer, audits_in_words
 from full.tasks import read_date
 from full.trainer import Trainer
 
@@ -131,6 +131,7 @@ def run(config, task, trainer, directory, progress, stop, tell=None) -> Ended:
     except Interrupted as interrupted:
         return Ended(directory, None, interrupted.args[0])
     seconds = time.perf_counter() - began
+    say(agree(lambda: audits_in_words(config, directory)))
     say(f"eval/solved {solved:.3f} after {config.steps} steps, {seconds:.0f} s")
     return Ended(directory, solved)
 

@@ -1,12 +1,14 @@
 """When a run is saved: adds checkpoints, and a last step after a signal, to `train_grpo.train`.
 
-directory.py says where a checkpoint is, and checkpoint.py what it is.
+directory.py says where a checkpoint is, and checkpoint.py what it is. Which steps can be audited
+follows from the checkpoints that are there.
 """
 
 import contextlib
 import functools
 import signal
 
+from full.checkpoint import checkpoints
 from full.ranks import Interrupted, agree, say
 from full.rollouts import Unheard
 
@@ -32,7 +34,9 @@ class Checkpointer:
         done = step + 1
         signalled = self.stop.agreed(self.trainer.device)
         is_last = done == c.steps
-        if not (is_last or signalled or (c.save_every and done % c.save_every == 0)):
+        # The state before the last step makes that step auditable, with the one after it.
+        is_due = c.save_every and (done % c.save_every == 0 or done == c.steps - 1)
+        if not (is_last or signalled or is_due):
             return
 
         state = f"saved after {done} steps"
@@ -69,3 +73,37 @@ class Checkpointer:
         save = functools.partial(self.trainer.save_checkpoint, step=step, **extra)
         self.directory.save(step, self.config.keep, save)
         return True
+
+
+def step_of(path) -> int:
+    """Return the number of a checkpoint step-NNNNNNNN."""
+    return int(path.name.removeprefix("step-"))
+
+
+def auditable_steps(config, directory) -> dict:
+    """Return {step: the steps whose checkpoints hold the policy and the sampler's weights}.
+
+    These are the steps with a checkpoint of both, and with all of their rollouts. The weights
+    before step 0 need no checkpoint: the seed or the model determines them.
+    """
+    states = {0, *(step_of(path) for path in checkpoints(directory.path))}
+    groups = {}
+    for line in directory.lines(directory.ROLLOUTS):
+        groups.setdefault(line.get("step"), {}).setdefault(line.get("group"), []).append(line)
+    found = {}
+    for step, rollouts in groups.items():
+        is_whole = all(len(group) == config.group for group in rollouts.values())
+        before = step, max(0, step - config.staleness)
+        if is_whole and len(rollouts) >= config.prompts and states.issuperset(before):
+            found[step] = before
+    return found
+
+
+def audits_in_words(config, directory) -> str:
+    """Say which steps of a finished run can be audited."""
+    steps = sorted(auditable_steps(config, directory))
+    if not steps:
+        return "no step can be audited without log_rollouts and a checkpoint"
+    shown = ", ".join(map(str, steps if len(steps) < 6 else [*steps[:2], "..", *steps[-2:]]))
+    more = "" if config.save_every == 1 else "; save_every 1 and keep for more"
+    return f"`python -m full audit {directory}` can audit step {shown}{more}"

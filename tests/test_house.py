@@ -34,7 +34,7 @@ IN_THE_FOLDER = {  # a run's files are the same wherever it runs
 # Files that a person who types a command reads from. All others know no word of the command line.
 AT_THE_COMMAND_LINE = {
     "__init__", "__main__", "api", "audit", "check", "config", "conflicts", "directory",
-    "equivalence", "export", "flags", "logs", "plot", "questions", "recorded", "report", "run",
+    "equivalence", "export", "flags", "logs", "plot", "questions", "run",
     "steps", "talk", "tasks", "text",
 }  # fmt: skip
 BELOW = [path for path in FOLDER if path.stem not in AT_THE_COMMAND_LINE]

@@ -27,7 +27,7 @@ import pytest
 import torch
 from conformance import definition, loss, parallel, plain_loop, recorders, step
 from conftest import ROOT, installed, shortened
-from full import byhand
+
 from safetensors.torch import load_file, save_file
 
 RANKS, MICROS = 2, 3
@@ -400,7 +400,7 @@ def test_a_process_has_one_definition(tmp_path):
     count = len(loss.PROPERTIES) - len(loss.TERMS)
     assert said(f"{copy}/loss.py", "../mine.py:loss").count("1 definition") == count
     assert "1 definition" in said(f"{copy}/step.py", "dump", "--model", "../mine.py:build")
-    assert {x.D for x in (loss, parallel, step)} == {definition, byhand.definition}
+    assert {x.D for x in (loss, parallel, step)} == {definition}
 
 
 def run(*words, world=1):

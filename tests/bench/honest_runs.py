@@ -4,11 +4,16 @@
     python tests/bench/honest_runs.py FOLDER 40 --first 100    # other ones
 
 Each run has settings drawn by its number: objective, advantage, KL, critic, precisions, trees,
-factors, staleness and ranks. Prints the nearest row of each audit, and the alarms.
+factors, staleness and ranks. Prints the nearest row of each audit, the alarms, and the factor that
+each precision would have needed: how far a row is off beyond its floor, in distances of the twin.
 """
 
 import argparse
+import collections
+import contextlib
+import io
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from full.__main__ import main as full_main
 from full.audit import audited
 from full.export import one_process
 
@@ -42,7 +48,7 @@ CHOICES = [  # of each list one entry
     ["", "", "--dynamic-sampling 2", "--overlong filter --max-new-tokens 6",
      "--temperature 0.7", "--entropy-coef 0.1"],
 ]  # fmt: skip
-RANKS = ["", "", "", "--plan d2", "--plan t2", "--plan c2"]
+RANKS = [*[""] * 21, "--plan d2", "--plan t2", "--plan c2"]
 
 
 def made(folder, number):
@@ -50,17 +56,35 @@ def made(folder, number):
     random = np.random.default_rng(number)
     flags = [TINY.format(seed=number), *(str(random.choice(some)) for some in CHOICES)]
     plan = str(random.choice(RANKS))
-    start = [sys.executable, "-m", "full"]
+    line = " ".join([*filter(None, flags), plan])
+    given = [*shlex.split(line), "--out", str(folder / f"run-{number}")]
+    said = io.StringIO()
     if plan:
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                  "--nproc-per-node", "2", "-m", "full"]  # fmt: skip
-    line = " ".join([*filter(None, flags), plan])
-    given = [*shlex.split(line), "--out", str(folder / f"run-{number}")]
-    done = subprocess.run([*start, *given], capture_output=True, text=True, check=False)
-    if done.returncode:
-        (folder / f"run-{number}.txt").write_text(line + "\n" + done.stderr, encoding="utf-8")
+        done = subprocess.run([*start, *given], capture_output=True, text=True, check=False)
+        code, text = done.returncode, done.stderr
+    else:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = full_main(given)
+        text = said.getvalue()
+    if code:
+        (folder / f"run-{number}.txt").write_text(line + "\n" + text, encoding="utf-8")
         return None
     return line.removeprefix(TINY.format(seed=number)).strip()
+
+
+def precision_of(flags) -> str:
+    """Return the flags of a run that are about precision and factors."""
+    words = flags.split()
+    names = ("--dtype", "--compute-dtype", "--generator-dtype", "--lora-rank")
+    found = [f"{a[2:]} {b}" for a, b in zip(words, words[1:]) if a in names]
+    return ", ".join(found) or "float32"
+
+
+def needed(row) -> float:
+    """Return the factor with which a row would just hold."""
+    return max(0.0, row.difference - row.floor) / row.distance if row.distance else 0.0
 
 
 def main():
@@ -71,18 +95,31 @@ def main():
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     number, runs, audits, alarms = options.first, 0, 0, 0
+    table = collections.defaultdict(list)  # precision -> (factor needed, outside, silent rows)
     while runs < options.runs:
         flags = made(options.folder, number)
+        run = options.folder / f"run-{number}"
         for step in range(3) if flags is not None else ():
-            with one_process("an audit"):
-                report = audited(options.folder / f"run-{number}", step)
-            nearest = max(report.rows, key=lambda row: row.share)
-            audits, alarms = audits + 1, alarms + (report.wrong is not None)
-            print(f"{number} {flags}: step {step}, {nearest.key} {nearest.share:.2f}"
-                  f"{'' if report.wrong is None else '  OUTSIDE'}", flush=True)  # fmt: skip
+            with one_process("an audit"), contextlib.redirect_stderr(io.StringIO()):
+                report = audited(run, step)
+            factor, key = max((needed(row), row.key) for row in report.rows)
+            outside = [row for row in report.rows if not row.ok]
+            silent = sum(not row.is_informative for row in report.rows)
+            table[precision_of(flags)].append((factor, bool(outside), silent, len(report.rows)))
+            audits, alarms = audits + 1, alarms + bool(outside)
+            print(f"{number} {flags}: step {step}, {key} needs {factor:.2f}; {silent} of "
+                  f"{len(report.rows)} say nothing{'  OUTSIDE' if outside else ''}", flush=True)
+            for row in outside:
+                print(f"    {row}", flush=True)
+        if flags is not None and not any(x[1] for x in table[precision_of(flags)][-3:]):
+            shutil.rmtree(run)
         runs += flags is not None
         number += 1
     print(f"{runs} runs, {audits} audits, {alarms} false alarms")
+    for name, found in sorted(table.items()):
+        factors, outside, silent, rows = zip(*found)
+        print(f"| {name} | {len(found)} | {np.quantile(factors, 0.95):.2f} | {max(factors):.2f} | "
+              f"{sum(outside)} | {sum(silent) / sum(rows):.0%} |")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ from full.__main__ import main
 small = "--steps 1 --layers 1 --hidden 32 --heads 2 --prompts 2 --group 2 --eval-prompts 2"
 assert main(f"{{small}} --task task.py:Mine --max-new-tokens 4 --device cpu --out run".split()) == 0
 assert main("eval run --samples 1 --task task.py:Mine".split()) == 0
-assert main("audit run --task task.py:Mine --html page.html".split()) == 0
+assert main("audit run --task task.py:Mine".split()) == 0
 api.run(api.Config.from_file("run/config.json", task="task.py:Mine", out="again"))
 sys.stdout.flush()
 assert sys.stdout.errors == "strict"  # as the program had it

@@ -140,13 +140,13 @@ def forgets(*given, one_chunk=deltanet.one_chunk):
 def test_an_audit_passes_an_honest_run_and_finds_a_planted_slip(
     slip, said, checkpoint, tmp_path, monkeypatch, capsys
 ):
-    """The audit reads token by token; a group is spelled out by the definition."""
+    """The audit reads token by token."""
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as planted:
         if slip:
             planted.setattr(deltanet, "one_chunk", slip)
         assert call(capsys, *RUN.split(), checkpoint)[0] == 0
-    code, out, _ = call(capsys, "audit", "run", "--group", "0")
+    code, out, _ = call(capsys, "audit", "run")
     assert (code, out.splitlines()[-1]) == (int(said != "ok"), f"audit of step 1: {said}")
 
 

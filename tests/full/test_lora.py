@@ -278,7 +278,7 @@ SLIPS = {  # name -> what it does, and the row of the audit that is outside
 def test_the_step_by_hand_has_the_base_and_the_factors(base, process_group, tmp_path, name):
     flags = f"{base[1]} {AUDITED[name]} --log-rollouts all --save-every 1"
     good(tmp_path, f"{flags} --out {tmp_path}/run")
-    report = audited(tmp_path / "run", 1, group=1)  # and the tokens of a group
+    report = audited(tmp_path / "run", 1)
     assert report.wrong is None, [row for row in report.rows if not row.ok]
     assert any(row.key == "parameters" for row in report.rows)
 

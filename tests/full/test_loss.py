@@ -14,20 +14,21 @@ import pytest
 import torch
 from conftest import batch_of
 
-from conformance.definition import Sequence, definition, learning_rate
+from conformance.definition import DEFAULTS, Sequence, definition, learning_rate, scores
+from full import audit
 from full.advantages import gae
 from full.batches import SampledBatch, collect
 from full.build import build
-from full.byhand import read, settings
 from full.config import Config, choices_of
+from full.deltanet import TokenByToken
 from full.metrics import METRICS, Metric
 from full.objectives import LOSS_SETTINGS, critic_loss, grpo_loss, loss_denominator
 from full.packing import pack
 from full.questions import make_task
-from full.recorded import Recorded
 from full.rollouts import Trajectory
 from full.tiny import TINY, tiny_model
 from full.trainer import Trainer
+from full.transformer import causal_attention
 from full.trie import TokenTrie
 
 pytestmark = pytest.mark.quick
@@ -218,17 +219,22 @@ def gradient(trainer, calls, Z):
     )
 
 
+def settings(config):
+    """The definition's settings that are a Config's."""
+    return SimpleNamespace(**DEFAULTS | audit.settings(config))
+
+
 def alone(trainer, t):
     """A trajectory by itself, as the audit has it: log-probs and entropies from the whole model."""
     at = np.flatnonzero(t.mask).tolist()
-    names = dict(A=t.advantages, old=t.old_logprobs, ref=t.ref_logprobs)
+    states = trainer.model.hidden(torch.tensor(t.tokens)[None],
+                                  attention=TokenByToken(causal_attention))  # fmt: skip
+    targets = [t.tokens[place + 1] for place in at]
+    lp, H, _ = scores(trainer.model.logits(states[0, at]), targets, trainer.config.temperature)
+    names = dict(A=t.advantages, old=t.old_logprobs, ref=t.ref_logprobs, smp=t.sampler_logprobs)
     lists = {name: None if x is None else x[at].tolist() for name, x in names.items()}
-    lists |= dict(at=at, smp=t.sampler_logprobs[at].tolist())
-    s = Recorded(group=t.group, number=0, tokens=t.tokens, **lists)
-    lp, H, *_ = read(trainer.model, s, trainer.config.temperature)
-    s.lp, s.H = lp.tolist(), H.tolist()
-    s.old = s.lp if s.old is None else s.old
-    return s, lp, H
+    lists |= dict(lp=lp.tolist(), H=H.tolist(), old=lists["old"] or lp.tolist())
+    return Sequence(**lists), lp, H
 
 
 def gradient_by_definition(trainer, batch, Z):

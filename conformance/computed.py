@@ -1,0 +1,457 @@
+"""Compute an optimizer step by the definition, from what a trainer recorded of it.
+
+`Step` holds both: the recorded numbers, and the definition's. Weights, moments and gradients are
+read one parameter at a time, so a large model never stands in memory a second time.
+
+The twin measures how far rounding goes: it is the same step once more, in the trainer's precision.
+With the definition's loss 0.1000000, the twin's 0.1000003 and FACTOR 8, a recorded loss may be off
+by 2.4e-6 and a floor. Nothing is derived about kernels, models or sums.
+"""
+
+import functools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+from conformance import command
+from conformance import definition as D
+from conformance.sequences import (
+    Gradient, alternating, definition, denominator, furthest, lists_of, own_name, score, terms_of,
+)  # fmt: skip
+
+DEFAULTS = D.DEFAULTS | dict(
+    micro_batches="sum", ranks="sum", decay="groups", tolerance=0.0, compute_dtype="")  # fmt: skip
+CHOICES = D.CHOICES | dict(
+    micro_batches=("sum", "mean"), ranks=("sum", "mean"), decay=("groups", "matrices", "all"),
+    advantage=(*D.CHOICES["advantage"], "none_batch", "gae", "teacher"),
+)  # fmt: skip
+TOLERANCE = {torch.float64: 2e-5, torch.float32: 5e-4}  # relative, without a twin. Others: 3e-2
+FACTOR = 8  # how many times as far as the twin a recorded number may be
+NUDGE = 2.0**-50  # relative: the twin of a float64 trainer has weights that are so far off
+LEAST = 1e-10  # of a floor: what sums of thousands of numbers in another order do in float64
+SMALL = 1e10  # tokens x weights up to which graphs are kept, and mistakes in gradients are tried
+
+# Metrics of the trained tokens: what of a token, see `Step.tokens`, and how it is reduced.
+METRICS = {
+    "logprob_gap/max": ("gap", "max"), "logprob_gap/mean": ("gap", "mean"),
+    "logprob_gap/kl": ("gap_kl", "mean"), "ratio/token_mean": ("r", "mean"),
+    "ratio/max": ("r", "max"), "ratio/clipped_fraction": ("clips", "mean"),
+    "importance/masked_fraction": ("masked", "mean"), "entropy/token_mean": ("H", "mean"),
+    "kl/token_mean": ("k", "mean"), "value/loss": ("critic", "mean"),
+    "loss/policy_token_mean": ("policy", "sum"), "loss/token_mean": ("loss", "sum"),
+}  # fmt: skip
+REDUCE = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax}
+
+
+class Measured(NamedTuple):
+    """A recorded number, the definition's, and how far they are and may be apart."""
+
+    recorded: float
+    expected: float
+    off: float
+    distance: float = 0.0  # of the twin's number from the definition's
+    floor: float = 0.0
+    where: str = ""  # the parameter or the token that is furthest off
+
+    @property
+    def allowed(self):
+        return FACTOR * self.distance + self.floor
+
+    @property
+    def holds(self):
+        return self.off <= self.allowed
+
+    @property
+    def figures(self):
+        """Return the distance and what is allowed, in words."""
+        where = f", furthest in {self.where}" if self.where else ""
+        return f"largest error {self.off:.1e}, allowed {self.allowed:.1e}{where}"
+
+
+def nudge(parameters):
+    """Put each weight off by a few units in the last place of float64."""
+    for p in parameters:
+        p.data.mul_(1 + NUDGE * alternating(p).to(p.dtype))
+
+
+# The step -------------------------------------------------------------------------------------
+
+
+class Step:
+    """A recorded step, and the same by the definition.
+
+    sequences: list of Sequence.
+    kinds: {"before": {name: tensor}, "grad": {..}, ..}. The model gets the weights before.
+    numbers: dict. What step.json holds.
+    model: module. It is changed to `precision`, and gets the weights before.
+    dtype: of the trainer's numbers, if it is coarser than the weights before.
+    twin: a Step of the same sequences in the trainer's precision, which measures what is allowed.
+
+    `make` makes a mapping for a tensor of each parameter. A client may replace it by one on a disk.
+    """
+
+    make = dict
+    noise = 0.0  # of a gradient that AdamW's moment shows, relative
+
+    def __init__(self, sequences, kinds, numbers, model, *, dtype=torch.float64,
+                 precision=torch.float64, twin=None):  # fmt: skip
+        self.sequences, self.kinds, self.numbers, self.twin = sequences, dict(kinds), numbers, twin
+        self.c = SimpleNamespace(**command.checked(DEFAULTS, CHOICES, numbers.get("settings", {})))
+        self.model, self.graph = model.to(precision).eval(), None
+
+        # The model's weights may be rounded. The optimizer's are the recorded ones.
+        own = {own_name(name): p for name, p in self.model.named_parameters()}
+        weights = self.kinds.get("before", {})
+        if unknown := [name for name in weights if name not in own]:
+            raise ValueError(f"expected weights named {', '.join(own)}, got {', '.join(unknown)}")
+        coarse = getattr(torch, self.c.compute_dtype) if self.c.compute_dtype else None
+        self.named = {n: own[n].requires_grad_()
+                      for n in weights or [n for n in own if own[n].requires_grad]}  # fmt: skip
+        dtypes = [dtype, *filter(None, [coarse])]
+        self.stored = {n: p.dtype for n, p in self.named.items()}
+        for name in weights:
+            x = weights[name]
+            own[name].data.copy_(x.to(coarse or x.dtype))
+            self.stored[name] = x.dtype
+            dtypes.append(x.dtype)
+        for p in self.named.values():
+            p.grad = None
+            p.grad_dtype = torch.promote_types(p.dtype, torch.float32)  # sequences add up in it
+        self.kinds.setdefault("before", {n: p.detach() for n, p in self.named.items()})
+
+        self.dtype = max(dtypes, key=lambda x: torch.finfo(x).eps)
+        self.stored_eps = max((torch.finfo(x).eps for x in self.stored.values()), default=0.0)
+        self.sizes = {n: p.numel() for n, p in self.named.items()}
+        self.is_small = precision == torch.float64 and SMALL >= sum(self.sizes.values()) * sum(
+            len(s.tokens) for s in sequences)  # fmt: skip
+        self.ranks = max((s.rank for s in sequences), default=0) + 1
+        self.micro_batches = max((s.micro_batch for s in sequences), default=0) + 1
+
+        # What a recorded number may be off: the twin's distance times FACTOR, and a floor.
+        self.floor = max(8 * torch.finfo(torch.promote_types(self.dtype, torch.float32)).eps, LEAST)
+        if twin is None:
+            self.floor = self.c.tolerance or TOLERANCE.get(self.dtype, 3e-2)
+        self.distances = {}  # quantity: the twin's relative distance
+        self.floors = {}  # quantity: its floor, relative, if it is not `floor`
+        self.measured = {}  # quantity: a Measured
+        self.gradient = self.recorded_gradient()
+
+    @classmethod
+    def read(cls, directory, model, given=None):
+        """Return the Step of a dump. given: settings that replace the recorded ones."""
+        numbers = json.loads(Path(directory, "step.json").read_text(encoding="utf-8"))
+        tensors = load_file(Path(directory, "step.safetensors"))
+        kinds = {}
+        for name, x in tensors.items():
+            kind, dot, name = name.partition(".")
+            if dot:
+                kinds.setdefault(kind, {})[own_name(name)] = x
+        numbers["settings"] = numbers.get("settings", {}) | (given or {})
+        sequences = lists_of(tensors)
+        return cls(sequences, kinds, numbers, model, dtype=tensors["logprobs"].dtype)
+
+    # Tensors, by name
+
+    def has(self, kind):
+        return kind in self.kinds and not self.named.keys() - self.kinds[kind].keys()
+
+    def state(self, kind, name):
+        """Return a recorded tensor in float64. Moments that were not recorded are zeros."""
+        if kind in self.kinds:
+            return self.kinds[kind][name].double()
+        return torch.zeros_like(self.named[name], dtype=torch.float64)
+
+    def can_update(self):
+        optimizer = self.numbers.get("optimizer")
+        return self.has("after") and optimizer and (
+            self.has("exp_avg") or optimizer["step"] == 1)  # fmt: skip
+
+    def recorded_gradient(self):
+        """Return the clipped Gradient that was recorded, or that AdamW's moment shows, or None."""
+        if self.has("grad"):
+            return Gradient(self.named, self.kinds["grad"].__getitem__)
+        if not (self.has("exp_avg_after") and self.can_update()):
+            return None
+
+        # m_after = beta1 m + (1 - beta1) g. With beta1 0.9, m's rounding is 10 times g's. Where the
+        # updates before this one have made m, it is off as far as theirs are.
+        beta1 = self.numbers["optimizer"]["groups"][0]["betas"][0]
+        after = self.kinds["exp_avg_after"]
+        g = Gradient(self.named, lambda n: (after[n].double() - beta1 * self.state("exp_avg", n))
+                     / (1 - beta1))  # fmt: skip
+        eps = max((torch.finfo(after[n].dtype).eps for n in self.named), default=0.0)
+        noise = {n: eps * after[n].double().norm().item() / (1 - beta1) for n in self.named}
+        if self.twin and self.has("exp_avg"):
+            for n in self.named:
+                off = (self.state("exp_avg", n) - self.twin.state("exp_avg", n)).norm().item()
+                noise[n] += FACTOR * beta1 / (1 - beta1) * off
+        self.noise, _ = furthest(noise, g.norms, self.sizes)
+        return g if self.noise < 0.1 else None
+
+    # Forward and backward
+
+    def score(self, s, temperature, model=None):
+        """Run a sequence, and keep its numbers. Return them with a graph."""
+        found = score(model or self.model, s, temperature)
+        s.lp, s.H, *values = [x.tolist() for x in found]
+        s.v = values[0] if values else None
+        return found
+
+    def run_model(self, temperature, model=None):
+        """Compute log-probs, entropies, values. Return log-probs, a list of lists.
+
+        Graphs are kept if the model is small.
+        """
+        with torch.set_grad_enabled(self.is_small):
+            graph = {s.place: self.score(s, temperature, model) for s in self.sequences}
+        self.graph = graph if self.is_small else None
+        return [s.lp for s in self.sequences]
+
+    def solve(self, plan=None):
+        """Return the loss, and its Gradient. plan: what is added up, see mistakes.py."""
+        whole, T = [(1.0, self.c, self.sequences)], self.c.temperature
+        if self.is_small:
+            if self.graph is None:
+                self.run_model(T)
+            loss, slopes = self.add_up(plan or whole)
+            return loss, self.backward(slopes)
+
+        # One sequence after the other: a graph has its memory for one of them only.
+        Z = denominator(self.c, self.sequences)
+        loss, slopes = (0.0, {}) if plan is None else self.add_up(plan)
+        for s in self.sequences:
+            graph = {s.place: self.score(s, T)}
+            if plan is None:
+                part, slopes = self.add_up([(1.0, self.c, [s])], Z)
+                loss += part
+            if pairs := self.outputs(graph, slopes):
+                torch.autograd.backward(*zip(*pairs))
+        parts = self.make()
+        for n, p in self.named.items():
+            parts[n] = torch.zeros_like(p.detach()) if p.grad is None else p.grad
+            p.grad = None
+        return loss, Gradient(self.named, parts.__getitem__)
+
+    def add_up(self, plan, Z=None):
+        """Return a plan's loss, and {place: derivatives in log-prob, entropy, value (3, T)}."""
+        total, found = 0.0, {}
+        for factor, c, sequences in plan:
+            loss, slopes = definition(c, sequences, Z)
+            total += factor * loss
+            for s in sequences:
+                found.setdefault(s.place, torch.zeros(3, len(s.tokens), dtype=torch.float64))
+            for (place, t), slope in slopes.items():
+                found[place][:, t] += factor * torch.tensor(slope, dtype=torch.float64)
+        return total, found
+
+    def outputs(self, graph, slopes):
+        """Return pairs: a model's output that has a graph, and the loss's derivative in it."""
+        return [(x, slope.to(x.dtype)) for place, found in graph.items() if place in slopes
+                for x, slope in zip(found, slopes[place]) if x.requires_grad]  # fmt: skip
+
+    def backward(self, slopes):
+        """Return the Gradient of kept graphs from the derivatives of `add_up`."""
+        outputs, vectors = zip(*self.outputs(self.graph, slopes))
+        found = torch.autograd.grad(outputs, list(self.named.values()), vectors, retain_graph=True,
+                                    allow_unused=True, materialize_grads=True)  # fmt: skip
+        return Gradient(self.named, dict(zip(self.named, found)).__getitem__)
+
+    # AdamW
+
+    def adamw(self, name, g, change=None):
+        """Return a parameter's weight and moments after AdamW's step with its clipped gradient.
+
+        change: gets and returns the arguments of D.adamw: a mistake.
+        """
+        optimizer = self.numbers["optimizer"]
+        group = next(h for h in optimizer["groups"] if name in map(own_name, h["names"]))
+        a = dict(h=group, count=optimizer["step"], weight=self.state("before", name),
+                 m=self.state("exp_avg", name), v=self.state("exp_avg_sq", name), g=g)  # fmt: skip
+        a = a if self.c.decay == "groups" else self.decaying(self.c.decay)(a)
+        return D.adamw(**(change(a) if change else a))
+
+    def decaying(self, which):
+        """Return a `change` of AdamW: which weights decay, all or matrices."""
+        largest = max(group["weight_decay"] for group in self.numbers["optimizer"]["groups"])
+
+        def change(a):
+            decays = which == "all" or a["weight"].dim() >= 2
+            return a | dict(h=a["h"] | dict(weight_decay=largest if decays else 0.0))
+
+        return change
+
+    def next_kinds(self, g, change=None):
+        """Return `kinds` after the step with a clipped gradient, as stored."""
+        made = {kind: self.make() for kind in ("before", "exp_avg", "exp_avg_sq")}
+        for name in self.named:
+            for by, x in zip(made.values(), self.adamw(name, g[name], change)):
+                by[name] = x.to(self.stored[name])
+        return made
+
+    # How far recorded numbers are off, relative
+
+    def may(self, quantity):
+        """Return the relative tolerance of a quantity."""
+        floor = self.floors.get(quantity, self.floor)
+        return FACTOR * self.distances.get(quantity, 0.0) + floor
+
+    def note(self, quantity, off, recorded, expected, size=1.0, where=""):
+        """Keep the Measured of a quantity, and return it. off: relative to `size`."""
+        self.measured[quantity] = Measured(
+            recorded, expected, off * size, self.distances.get(quantity, 0.0) * size,
+            self.floors.get(quantity, self.floor) * size, where)  # fmt: skip
+        return self.measured[quantity]
+
+    def update_error(self, g, change=None, noisy=False):
+        """Return how far recorded new weights are from AdamW's, relative, and in which parameter.
+
+        noisy: g is not the gradient that AdamW got. Where it is rounding, AdamW's step has its full
+            size and any sign, so these entries are left out.
+        """
+        off, norms, storing = {}, {}, {}
+        for n in self.named:
+            before, want = self.state("before", n), self.adamw(n, g[n], change)[0]
+            wrong = self.state("after", n) - want
+            wrong = wrong[g[n].abs() > 1e-5 * g.largest] if noisy else wrong
+            off[n], norms[n] = wrong.norm().item(), (want - before).norm().item()
+            storing[n] = torch.finfo(self.stored[n]).eps * before.norm().item()
+        if "weights" not in self.floors:  # a weight of 1 in float32 has no step under 1e-7
+            storing, _ = furthest(storing, norms, self.sizes)
+            self.floors["weights"] = self.floor + 4 * self.noise + storing
+        return (*furthest(off, norms, self.sizes), math.hypot(*norms.values()))
+
+    def clip(self, g, norm=None):
+        """Return a Gradient, clipped as if its norm was `norm`."""
+        return g.times(D.shrink(self.c, g.norm if norm is None else norm))
+
+    def errors(self, g, norm=None, clipped=None):
+        """Return {quantity: (relative error, parameter)} of what was recorded of a gradient."""
+        norm = g.norm if norm is None else norm
+        clipped = self.clip(g, norm) if clipped is None else clipped
+        result = {}
+        if self.numbers.get("grad_norm") is not None:
+            off = abs(self.numbers["grad_norm"] - norm) / max(norm, 1e-300)
+            result["gradient norm"] = off, ""
+        if self.gradient is not None:
+            distances = clipped.distances(self.gradient)
+            result["gradient"] = furthest(distances, clipped.norms, self.sizes)
+        elif self.can_update():
+            result["weights"] = self.update_error(clipped, noisy=True)[:2]
+        return result
+
+    def fits(self, *given, **options):
+        return all(error <= self.may(quantity)
+                   for quantity, (error, _) in self.errors(*given, **options).items())  # fmt: skip
+
+    @functools.cached_property
+    def size_of_loss(self):
+        """A tenth of the loss if all terms had one sign. Terms may add up to nearly nothing."""
+        terms = [t for row in terms_of(self.c, self.sequences) for t in row]
+        return math.fsum(abs(term.share * term.loss) for term in terms) / 10
+
+    def loss_error(self, loss):
+        """Return how far the recorded loss is from another, relative to the terms' sizes."""
+        return abs(self.numbers["loss"] - loss) / max(self.size_of_loss, abs(loss), 1e-300)
+
+    # What the tokens say, and the twin
+
+    def tokens(self):
+        """Return {name: (N,)}: numbers of all trained tokens, in order."""
+        terms = [t for row in terms_of(self.c, self.sequences) for t in row]
+        names = ("r", "clips", "x", "policy", "loss", "k", "H", "critic", "share")
+        x = {name: torch.tensor([float(getattr(t, name)) for t in terms], dtype=torch.float64)
+             for name in names}  # fmt: skip
+        if self.sequences and self.sequences[0].sampler_logprobs is not None:
+            gap = torch.tensor([s.lp[t] - s.sampler_logprobs[t] for s in self.sequences
+                                for t in s.at], dtype=torch.float64)  # fmt: skip
+            x |= dict(gap=gap.abs(), gap_kl=torch.expm1(gap) - gap)
+        return x | dict(policy=x["policy"] * x["share"], loss=x["loss"] * x["share"],
+                        masked=(x["x"] == 0).double())  # fmt: skip
+
+    def metrics(self):
+        """Return {name: (value, the twin's distance, floor)} of METRICS."""
+        mine, found = self.tokens(), {}
+        its = self.twin.tokens() if self.twin else mine
+        for name, (of, how) in METRICS.items():
+            if of not in mine:
+                continue
+            x, y = (z[of] if len(z[of]) else torch.zeros(1).double() for z in (mine, its))
+            value, size, off = (REDUCE[how](z).item() for z in (x, x.abs(), (x - y).abs()))
+            # The twin's decisions are all turned that may be. A KL is 0 up to the rounding of 1.
+            off = off / FACTOR if of in ("clips", "masked") else off
+            least = self.floor / 8 if of in ("k", "gap_kl") else 0.0
+            found[name] = value, off, self.floor * size + least
+        return found
+
+    def shifts(self):
+        """Return how rounding may move log-probs and old ones: pairs, twice each way."""
+        # Half of FACTOR times the root mean square of the twin's distances, of the log-ratio alone,
+        # and of both log-probs together.
+        pairs = [(s.trained(), x.trained()) for s, x in zip(self.sequences, self.twin.sequences)
+                 if s.lp and x.lp]  # fmt: skip
+        old = [a - b for s, x in pairs for a, b in zip(s.old, x.old)]
+        ratio = [a - b - (c - d) for s, x in pairs
+                 for a, b, c, d in zip(s.lp, s.old, x.lp, x.old)]  # fmt: skip
+        by, both = (FACTOR / 2 * math.hypot(*x) / math.sqrt(max(1, len(x)))
+                    for x in (ratio, old))  # fmt: skip
+        return (by, 0.0), (-by, 0.0), (both, both), (-both, -both)
+
+    def turn(self, c, place, row, terms):
+        """Take the other decision in the twin's terms wherever rounding may turn it."""
+        # Decisions are the clips of (3) and the masks of (4). With a bound of 1.2, a ratio of 1.199
+        # is clipped in no trainer in float64 and in some in bfloat16, and a token's gradient is at
+        # stake. So the twin of a token near the bound is on its other side.
+        (s,) = (s for s in self.sequences if s.place == place)
+        decided = [(t.clips, t.x == 0) for t in D.terms_of(self.c, s.trained())]
+        for by, old_by in self.shifts():
+            moved = replace(row, lp=[x + by for x in row.lp], old=[x + old_by for x in row.old])
+            for n, other in enumerate(D.terms_of(c, moved)):
+                if (other.clips, other.x == 0) != decided[n]:
+                    terms[n] = replace(other, share=terms[n].share)
+
+    def measure(self, g, loss):
+        """Measure what is allowed by the twin. g, loss: the definition's.
+
+        Return the clipped Gradient of the twin, for its update.
+        """
+        # The twin's gradient is off in a random direction, and so is its update. The sizes of these
+        # are what the trainer's own rounding may do.
+        twin = self.twin
+        twin.c.mistake = self.turn
+        _, other = twin.solve()
+        mine, its = self.clip(g), self.clip(other)
+        apart = mine.distances(its)
+        size = max(g.norm, 1e-300)
+        self.distances["gradient norm"] = max(
+            math.hypot(*apart.values()) / max(mine.norm, 1e-300), abs(g.norm - other.norm) / size)
+        self.distances["gradient"], _ = furthest(apart, mine.norms, self.sizes)
+        self.floors["gradient"] = self.floor + self.noise
+        drift = (self.tokens()["loss"] - twin.tokens()["loss"]).abs().sum().item()
+        self.distances["loss"] = drift / max(self.size_of_loss, abs(loss), 1e-300)
+
+        # AdamW turns a small gradient's rounding into a step of full size. So it is not enough to
+        # multiply what the twin's step is off: each entry is put off by half of FACTOR times what
+        # the entries of its tensor usually are.
+        def shaken(n):
+            x = mine[n]
+            is_used = (x != 0) | (its[n] != 0)  # by a token of the step
+            by = FACTOR / 2 * apart[n] / math.sqrt(x.numel())
+            return x + by * is_used * alternating(x)
+
+        shaken = Gradient(self.named, shaken)
+        if self.can_update():
+            # If the recorded gradient is known, the weights have no part of its rounding.
+            used, its_used = (self.gradient or x for x in (mine, shaken))
+            off, norms = {}, {}
+            for n in self.named:
+                after = self.adamw(n, used[n])[0]
+                off[n] = (after - twin.adamw(n, its_used[n])[0]).norm().item()
+                norms[n] = (after - self.state("before", n)).norm().item()
+            self.distances["weights"], _ = furthest(off, norms, self.sizes)
+        return shaken
