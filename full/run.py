@@ -111,7 +111,7 @@ def close_groups(trainer):
     groups = {*trainer.grid.made.values(), getattr(sampler, "group", None)}
     if isinstance(sampler, Sampler):
         groups |= {*sampler.model.part.grid.made.values()}
-    for group in groups - {None}:  # of other ranks
+    for group in groups - {None, dist.group.WORLD}:  # of other ranks, of all
         dist.destroy_process_group(group)
 
 
