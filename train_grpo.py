@@ -698,7 +698,8 @@ def requirements(c, world, devices):
     yield re.fullmatch("[1-9][0-9]*", world), f"a number of ranks as WORLD_SIZE, got {world!r}"
     for x in fields(Config):
         name, least, found = x.name.replace("_", "-"), x.metadata.get("least"), getattr(c, x.name)
-        yield least is None or least <= found < 2**63, f"--{name} >= {least}, got {found}"
+        limit = np.inf if x.type is float else 2**63
+        yield least is None or least <= found < limit, f"--{name} >= {least}, got {found}"
     yield c.dtype in ("float32", "float64"), f"--dtype float32 or float64, got {c.dtype}"
     yield c.device in devices, f"--device {' or '.join(devices)}, got {c.device}"
     yield bool(c.model) == bool(c.data), "--model and --data together"

@@ -4,6 +4,7 @@ import collections
 import copy
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -555,6 +556,62 @@ def test_greedy_decoding_needs_no_draws_and_sampling_says_how_many():
     rows = [models.Row([1], [0.5] * 4), models.Row([1], [0.5] * 3)]
     assert "expected 4 draws for each row, got 3" in complaint_of(
         models.generate, model, rows, max_new_tokens=4)
+
+
+@pytest.mark.quick
+def test_no_rows_are_generated_at_once():
+    """As of a d rank without a prompt."""
+    model = models.Transformer(models.ModelConfig(5, 4, 4, 1, 2, 1, 2))
+    models.generate(model, [], max_new_tokens=4)
+
+
+@pytest.mark.quick
+def test_an_update_that_is_not_finite_changes_nothing(process_group, capsys):
+    """Neither the weights nor AdamW's averages; the third in a row is an error."""
+    config = train_grpo.Config()
+    model = train_grpo.build_policy(config, train_grpo.Guess(config))
+    trainer = train_grpo.Trainer(config, model, parallel.Grid("d1"))
+
+    def update(value):
+        before = copy.deepcopy([*model.parameters()]), copy.deepcopy(trainer.optimizer.state_dict())
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.01)
+        p.grad[0] = value
+        norm = trainer.optim_step(1e-3)["grad_norm"]
+        changed = not all(map(torch.equal, before[0], model.parameters()))
+        assert changed or str(before[1]) == str(trainer.optimizer.state_dict())
+        return changed, norm
+
+    assert update(0.02)[0] and trainer.skipped == 0
+    for value in (math.nan, math.inf):
+        changed, norm = update(value)
+        assert not changed and not math.isfinite(norm)
+    assert update(0.02)[0] and trainer.skipped == 0  # not in a row
+    said = capsys.readouterr().out
+    assert said == "skipped an update, because its gradient has the norm nan\n"
+    update(math.nan), update(-math.inf)
+    with pytest.raises(FloatingPointError, match="expected finite gradients, got 3"):
+        update(math.nan)
+
+
+@pytest.mark.quick
+def test_the_loss_takes_tensors_as_its_docstring_says():
+    torch.manual_seed(0)
+    config = train_grpo.Config(clip_low=0.1, clip_high=0.2, entropy_coef=0.3)
+    old_BS, entropy_BS = -torch.rand(3, 5).double(), torch.rand(3, 5).double()
+    lp_BS = (old_BS + 0.5 * torch.randn(3, 5)).requires_grad_()
+    advantage_B = torch.randn(3).double()
+    mask_BS = torch.rand(3, 5) < 0.6
+    episodes = [SimpleNamespace(old=old, advantage=A) for old, A in zip(old_BS, advantage_B)]
+    loss = train_grpo.grpo_loss(
+        config, episodes, mask_BS.nonzero(), lp_BS[mask_BS], entropy_BS[mask_BS], 9)
+    ratio_BS = (lp_BS - old_BS).exp()
+    gains = ratio_BS * advantage_B[:, None], ratio_BS.clamp(0.9, 1.2) * advantage_B[:, None]
+    true = -((torch.minimum(*gains) + 0.3 * entropy_BS) * mask_BS).sum() / 9
+    assert loss.item() == pytest.approx(true.item(), rel=1e-14)
+    (found,), (grad,) = (torch.autograd.grad(x, lp_BS) for x in (loss, true))
+    torch.testing.assert_close(found, grad, rtol=1e-13, atol=0)
+    assert found.abs().sum() > 0.1
 
 
 @pytest.mark.quick

@@ -112,7 +112,10 @@ REFUSED = [  # ranks, a command line, and the end of the line that refuses it
     (15, "--tree", "because each d rank needs a group of a minibatch, got --plan d15 on 15 ranks"),
     (30, "--plan d15t2", "expected d <= 14, because each d rank needs a group of a minibatch, "
                          "got --plan d15t2 on 30 ranks"),
-    (1, "--plan d", D_T_C + "d on 1 ranks"), (1, "--plan p1", D_T_C + "p1 on 1 ranks"),
+    (1, "--plan d", D_T_C + "d on 1 ranks"), (1, "--plan x1", D_T_C + "x1 on 1 ranks"),
+    *((ranks, f"--plan {plan}", f"expected no p or e, which python -m full has: {D_T_C}{plan} on "
+                                f"{ranks} ranks")
+      for ranks, plan in ((1, "p1"), (2, "e2"), (4, "d2e2"), (4, "p2d2"), (2, "d2,pp"))),
     (4, "--plan d2d2", D_T_C + "d2d2 on 4 ranks"), (1, "--plan d01", D_T_C + "d01 on 1 ranks"),
     (2, "--plan=d2 fsdp", D_T_C + "d2 fsdp on 2 ranks"),
     (1, "--plan d2", "on 1 ranks"), (3, "--plan d2", "on 3 ranks"),
@@ -144,6 +147,56 @@ def test_what_cannot_run_is_refused_in_one_line(monkeypatch, tmp_path, world, wo
     with pytest.raises(SystemExit) as refused:
         train_grpo.main([words] if "=" in words else words.split())
     assert re.fullmatch(f"train_grpo.py: error: .*{re.escape(text)}", refused.value.code)
+
+
+LAUNCHED = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+HALVES = [{name: LAUNCHED[name] for name in names.split()} for names in (
+    "WORLD_SIZE", "RANK", "RANK WORLD_SIZE", "RANK WORLD_SIZE MASTER_ADDR", "RANK MASTER_PORT",
+    "WORLD_SIZE MASTER_ADDR MASTER_PORT")]  # fmt: skip
+HALVES += [{"RANK": "1"}, {"RANK": "1", "WORLD_SIZE": "2"}]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("told", HALVES)
+def test_a_half_of_a_launcher_is_refused_at_once(monkeypatch, told):
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # other ranks than the first replace it
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits"))
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as refused:
+        train_grpo.main([])
+    said = "train_grpo.py: error: expected all of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, "
+    assert refused.value.code == f"{said}as torchrun sets them, got {told}"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("world", ["two", "0", "-1", "", "2.0"])
+def test_a_number_of_ranks_is_a_number(monkeypatch, world):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(SystemExit, match=f"a number of ranks as WORLD_SIZE, got '{world}'"):
+        train_grpo.main([])
+
+
+def not_json(word):
+    raise ValueError(f"{word} is not JSON")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradients_that_are_not_finite_are_skipped_said_and_end_the_run(folder, dtype):
+    """In float64 the rate that breaks the weights is larger."""
+    rate = dict(float32="1e30", float64="1e280")[dtype]
+    words = "--steps", "4", "--lr", rate, "--metrics", "nan.jsonl", "--dtype", dtype
+    command = [sys.executable, "-c", PROGRAM, *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 1 and "solved" not in done.stdout
+    assert done.stdout.count("skipped an update, because its gradient has the norm nan") == 1
+    assert done.stderr == (
+        "train_grpo.py: error: expected finite gradients, got 3 updates without: lower --lr\n")
+    lines = (folder / "nan.jsonl").read_text().splitlines()
+    (line,) = [json.loads(line, parse_constant=not_json) for line in lines]
+    assert line["loss"] is None and line["grad_norm"] is None and line["reward/mean"] >= 0
 
 
 def test_a_refusal_does_not_wait_for_the_other_ranks(folder):
