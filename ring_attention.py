@@ -55,10 +55,10 @@ def attention_definition(q_BHqD, k_BGkD, v_BGkD, visible_BHqk, /, scale=None):
     return torch.einsum("bhqk,bhkd->bhqd", p_BHqk, v_BHkD), torch.logsumexp(s_BHqk, -1)
 
 
-# The next two functions alone compute scores, (B, H, q, k) of one block. A flash kernel can replace
-# them on a GPU. Its forward must return out and lse over this block: the natural logarithm, in
-# float32, -inf where a query sees no key. Its backward must take the out and lse over all blocks.
-# Neither may round what it returns to bfloat16, because the ring still adds up these parts.
+# The next two functions alone compute scores, (B, H, q, k) of one block. On a GPU, a flash kernel
+# can replace them. Its forward must return out and lse of the block: a natural logarithm in
+# float32, -inf where a query sees no key. Its backward must take the out and lse of all blocks, and
+# return the block's parts of dq, dk, dv. Round no part to bfloat16: the ring adds the parts up.
 
 
 def block_attention(q_BHqD, k_BHkD, v_BHkD, visible_qk, scale):
@@ -144,7 +144,6 @@ def zigzag_indices(length, rank, world, device=None):
     if length % (2 * world) or not 0 <= rank < world:
         raise ValueError(f"expected a length divisible by 2 * world = {2 * world} and a rank of 0 "
                          f"to {world - 1}, got length {length} and rank {rank}")  # fmt: skip
-
     # 8 tokens on 2 ranks: rank 0 holds 0 1 6 7, and rank 1 holds 2 3 4 5.
     chunks = torch.arange(length, device=device).chunk(2 * world)
     return torch.cat([chunks[c] for c in zigzag_chunks(rank, world)])
@@ -166,7 +165,7 @@ def visible_pairs(rank, owner, world, n, window, device):
     for a, i in enumerate(zigzag_chunks(rank, world)):
         for b, j in enumerate(zigzag_chunks(owner, world)):
             # Chunk 5 starts 2 n tokens after chunk 3. So its queries are 2 n - (n - 1) to
-            # 2 n + (n - 1) tokens after those keys. Visible are the distances 0 to window - 1.
+            # 2 n + (n - 1) tokens after the keys. A query sees distances of 0 to window - 1.
             nearest, farthest = (i - j) * n - (n - 1), (i - j) * n + (n - 1)
             if farthest < 0 or nearest >= window:
                 continue
@@ -195,7 +194,7 @@ def shift(x, group):
     Returns the tensor that receives, and a function that waits until both messages are done.
     """
     # COMM: every rank posts both messages before it waits, so no circle of ranks can deadlock.
-    # Two ranks match messages in the order of posting, the same on both. NCCL would ignore tags.
+    # All ranks post in the same order, and messages match in that order: NCCL ignores tags.
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if world == 1:  # the neighbor is this rank itself
         return x, lambda: None
@@ -210,7 +209,7 @@ def traveling_blocks(block, group):
     """Yield (owner, block) of every rank, one per hop. The first block is this rank's own."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     for hop in range(world - 1):
-        next_block, wait_for_next = shift(block, group)  # it travels while the caller computes
+        next_block, wait_for_next = shift(block, group)  # travels while the caller computes
         yield (rank - hop) % world, block
         wait_for_next()
         block = next_block
@@ -233,7 +232,7 @@ class RingAttention(torch.autograd.Function):
 
         # NUMERICS: out and lse of the keys so far are float32 or better. out is rounded at the end.
         out_2BHnD = torch.zeros_like(widen(q_2BHnD))
-        lse_2BHn = torch.full_like(out_2BHnD[..., 0], -math.inf)
+        lse_2BHn = torch.full_like(out_2BHnD[..., 0], -math.inf)  # of no keys
         for owner, kv_22BGnD in traveling_blocks(block_22BGnD, group):
             for a, b, visible_nn in visible_pairs(rank, owner, *layout):
                 # Only now copy each key head for the query heads that read it. No copy travels.
@@ -283,16 +282,17 @@ class RingAttention(torch.autograd.Function):
 
 def checked_options(q_BHsD, k_BGsD, v_BGsD, group, scale, window):
     """Return scale and window as numbers; raise ValueError, before any message, for wrong input."""
-    (_, H, s, D), G = q_BHsD.shape, k_BGsD.shape[1]
-    if k_BGsD.shape != v_BGsD.shape or q_BHsD[:, 0].shape != k_BGsD[:, 0].shape or H % G or s % 2:
-        shapes = [tuple(x.shape) for x in (q_BHsD, k_BGsD, v_BGsD)]
+    q, k, v = (tuple(x.shape) for x in (q_BHsD, k_BGsD, v_BGsD))
+    fits = len(q) == 4 and k == v and q[:1] + q[2:] == k[:1] + k[2:]
+    if not fits or q[1] % k[1] or q[2] % 2:
         raise ValueError("expected q (B, H, s, D) and k, v (B, G, s, D), H divisible by G and s "
-                         f"even, got {shapes}")  # fmt: skip
+                         f"even, got {q}, {k} and {v}")  # fmt: skip
     if window is not None and window < 1:
         raise ValueError(f"expected a window of at least 1 token, got {window}")
     if dist.get_rank(group) < 0:
         raise ValueError(f"expected a group with rank {dist.get_rank()}, got one without it")
-    return D**-0.5 if scale is None else scale, math.inf if window is None else window
+    scale = q_BHsD.shape[-1] ** -0.5 if scale is None else scale
+    return scale, math.inf if window is None else window
 
 
 def ring_attention(q_BHsD, k_BGsD, v_BGsD, /, *, group=None, scale=None, window=None):
@@ -351,7 +351,7 @@ def allgather_attention(q_BHsD, k_BGsD, v_BGsD, /, *, group=None, scale=None, wi
     rank, world = dist.get_rank(group), dist.get_world_size(group)
 
     # An all-gather is an all-to-all in which all ranks get the same: W copies of our tokens.
-    # NUMERICS: in bfloat16 the keys travel, but their gradients add up and return in float32.
+    # NUMERICS: keys travel in their own dtype. Their gradients return and add up in float32.
     copies_BXsD = widen(torch.cat((k_BGsD, v_BGsD), 1)).repeat(world, 1, 1, 1)
     k_BGSD, v_BGSD = AllToAll.apply(copies_BXsD, 0, 2, group, k_BGsD.dtype).chunk(2, 1)
 
@@ -376,7 +376,7 @@ def ulysses_attention(q_BHsD, k_BGsD, v_BGsD, /, *, group=None, scale=None, wind
     if H % world:
         raise ValueError(f"expected query heads in a multiple of the {world} ranks, got {H}")
 
-    # If W does not divide G, repeat key heads until it does: 2 on 4 ranks become 4, 6 become 12.
+    # W must divide G. If not, repeat key heads: 2 heads on 4 ranks become 4, and 6 become 12.
     copies = math.lcm(G, world) // G
     kv = [x_BGsD.repeat_interleave(copies, 1) for x_BGsD in (k_BGsD, v_BGsD)]
     q_BhSD, k_BgSD, v_BgSD = (AllToAll.apply(x, 1, 2, group, x.dtype) for x in (q_BHsD, *kv))
@@ -412,9 +412,9 @@ def run_rank(rank, folder, world, function, args):
 
 
 def check(group=None, device="cpu"):
-    """Return this rank's largest errors of all three ways, in float64 and in bfloat16.
+    """Return the largest errors of all three ways on this rank, in float64 and in bfloat16.
 
-    In float64 relative to the truth, in bfloat16 to the error of torch's SDPA on one process.
+    In float64 relative to the truth, in bfloat16 as a multiple of SDPA's error on one process.
     """
     world = dist.get_world_size(group)
     length = 16 * world

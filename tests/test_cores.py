@@ -53,6 +53,7 @@ SLIPS = [  # a line of a file, and a wrong one
     ("tree_attention", "v, near_NN, scale=scale,", "v, visible_NN, scale=scale,"),
     ("tree_attention", "before_Gr = lse_Gr", "before_Gr = 0 * lse_Gr"),
     ("train_grpo", "group=ring, scale=scale, window=window", "group=ring, window=window"),
+    ("ring_attention", "x.to(torch.promote_types(x.dtype, torch.float32))", "x"),  # in bfloat16
 ]
 
 
@@ -460,11 +461,12 @@ def test_half_of_a_launchers_variables_is_one_line(tmp_path, half, missing):
 @pytest.mark.quick
 @pytest.mark.parametrize("way", ["ring", "allgather", "ulysses"])
 @pytest.mark.parametrize("shapes, options, why", [
-    (((1, 4, 3, 2), (1, 2, 3, 2), (1, 2, 3, 2)), {}, "s even, got [(1, 4, 3, 2),"),
+    (((1, 4, 3, 2), (1, 2, 3, 2), (1, 2, 3, 2)), {}, "s even, got (1, 4, 3, 2), (1, 2, 3, 2) and (1, 2, 3, 2)"),
     (((1, 3, 4, 2), (1, 2, 4, 2), (1, 2, 4, 2)), {}, "H divisible by G"),
     (((1, 4, 4, 2), (1, 2, 4, 2), (1, 1, 4, 2)), {}, "expected q (B, H, s, D)"),
     (((2, 4, 4, 2), (1, 2, 4, 2), (1, 2, 4, 2)), {}, "expected q (B, H, s, D)"),
     (((1, 4, 4, 2), (1, 2, 2, 2), (1, 2, 2, 2)), {}, "expected q (B, H, s, D)"),
+    (((4, 4, 2),) * 3, {}, "expected q (B, H, s, D)"),
     (((1, 4, 4, 2),) * 3, {"window": 0}, "a window of at least 1 token, got 0"),
     (((1, 4, 4, 2),) * 3, {"window": -1}, "a window of at least 1 token, got -1"),
     (((1, 4, 4, 2),) * 3, {"group": dist.GroupMember.NON_GROUP_MEMBER}, "a group with rank 0"),
