@@ -8,8 +8,8 @@
 A run is the command line's: the same settings, directory and metrics, bit for bit, in one process,
 in a notebook, or in a script under torchrun. Every rank gives objects where a flag names a file. No
 command can read a run of objects. Its config.json says so, and its task is `python:MyTask`. A wrong
-setting is a ValueError, an error in a task is raised as it is, no call ends the process. After a
-call, signal handlers, threads and process groups are as they were before.
+setting is a ValueError, and so is an error in a reward; an error in a task is raised as it is. No
+call ends the process. After it, signal handlers, threads and process groups are as before.
 """
 
 import contextlib

@@ -73,8 +73,9 @@ class Jsonl(Task):
         {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "answer": "7"}
 
     --template says how a question is put. `chat`: the user's turn, in the checkpoint's own chat
-    template, is the question and on the next line --instruction. The system may speak before it.
-    `raw`: the same two lines as plain text. A text with {question}: that is the whole prompt.
+    template, is the question and on the next line --instruction. A system message may precede it,
+    see --template-args. `raw`: the same two lines as plain text. A text with {question}: that is
+    the whole prompt.
 
     Messages are said as they stand, in the chat template. The policy answers the last message, and
     where two of the user's messages follow each other, the first of the two. The second message is
