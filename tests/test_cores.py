@@ -288,6 +288,24 @@ def test_ranks_add_in_float32_and_round_once(tmp_path):
     assert ranks(tmp_path, 3, as_floats, sums_in_bfloat16) == [[{258.0}] * 5] * 3
 
 
+class ByTorch(parallel.Training):
+    """One process, by torch's own clip and AdamW."""
+
+    def __init__(self, model, text):
+        self.model, self.grid = model, parallel.Grid(text)
+        self.optimizer = torch.optim.AdamW(model.parameters(), **parallel.ADAMW)
+
+    def reduce_and_clip(self, max_norm):
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+
+@pytest.mark.quick
+def test_d1_whose_error_is_the_checks_unit_is_as_good_as_torch_in_bfloat16(process_group):
+    model = parallel.check_model(torch.bfloat16)
+    ours, plain = (parallel.check_plan("d1", x, model) for x in (parallel.Training, ByTorch))
+    assert 1e-4 < ours <= 1.3 * plain
+
+
 @pytest.mark.quick
 def test_micro_batches_add_up_in_float32_and_small_steps_too(process_group):
     model = torch.nn.Linear(1, 1, bias=False).bfloat16()

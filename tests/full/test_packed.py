@@ -4,6 +4,7 @@ One process computes the truth sequence by sequence, from logits. The runs of
 full/equivalence.py hold packed batches under plans to it.
 """
 
+import copy
 import re
 
 import numpy as np
@@ -48,14 +49,16 @@ def user_loss(weights_B, mask_BT, logprobs_BT, entropies_BT):
     return (weights_B * mean_B.square() - 0.1 * entropies_BT.sum(-1)).sum() / len(LENGTHS)
 
 
-def truth_of(kind):
+def truth_of(kind, model=None):
     """Loss, gradients by name, and scores of each sequence, by the definition."""
-    model = build(kind, torch.float64)
+    model = model or build(kind, torch.float64)
     sequences, masks, weights = draw()
     loss, scores = 0.0, []
     for i, (tokens, mask) in enumerate(zip(sequences, masks, strict=True)):
         tokens, mask = torch.tensor(tokens), torch.tensor(mask, dtype=torch.bool)
-        logp = (model(tokens[None])[0, :-1] / TEMPERATURE).log_softmax(-1)
+        logits = model(tokens[None])[0, :-1]
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        logp = (logits.to(wide) / TEMPERATURE).log_softmax(-1)
         logprobs = logp.gather(-1, tokens[1:, None])[:, 0] * mask
         entropies = -(logp.exp() * logp).sum(-1) * mask
         loss = loss + user_loss(weights[i], mask[None], logprobs[None], entropies[None])
@@ -97,6 +100,22 @@ def test_an_unsplit_model_needs_no_group(micro_tokens):
     assert max(errors(model, truth, micro_tokens).values()) < 1e-12
     # Nothing has zeroed .grad: twice the gradient is as wrong as none, and is seen.
     assert errors(model, truth, micro_tokens)["gradient"] == pytest.approx(1.0)
+
+
+@pytest.mark.quick
+def test_in_bfloat16_a_row_is_as_good_as_its_sequences():
+    """Gradients: root mean square over parameters and three models."""
+    squares = np.zeros(2)
+    for seed in range(3):
+        model = build("dense", torch.bfloat16).init_weights(seed)
+        exact, alone = (truth_of("", copy.deepcopy(model).to(x))[1]
+                        for x in (torch.float64, torch.bfloat16))  # fmt: skip
+        errors(model, (0, alone, truth_of("", copy.deepcopy(model))[2]), 12)
+        packed = {name: p.grad for name, p in model.named_parameters()}
+        for name, truth in exact.items():
+            both = [(x[name].double() - truth).norm() / truth.norm() for x in (packed, alone)]
+            squares += np.square(both)
+    assert squares[0] <= 1.3**2 * squares[1]
 
 
 def _refused_batches(rank):

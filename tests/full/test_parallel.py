@@ -4,6 +4,7 @@ That every plan is one process is in test_equivalence.py.
 """
 
 import collections
+import copy
 import functools
 import gc
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from plan_training import ROWS, batch, build
+from plan_training import ROWS, Training, backward, batch, build, read_cases
 from oracles import bytes_of
 from test_ranks import ranks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -174,6 +175,35 @@ def _evaluated(rank):
 
 def test_a_forward_before_the_step_loses_no_gradient_of_fsdp(tmp_path):
     assert all(ranks(tmp_path, 2, _evaluated))
+
+
+def _bf16_errors(rank):
+    """{plan: squared errors of gradients in bfloat16: under the plan, and on one process}."""
+    found, whole = {}, batch(is_packed=False)
+    cases = read_cases("d2 dense fsdp, t2 dense, t2 deep, t2 bias, t2 tied, c2 dense, p2 deep")
+    for text, kind, options in cases.values():
+        model = build(kind, torch.bfloat16)
+        gradients = []
+        for dtype in (torch.float64, torch.bfloat16):
+            alone = copy.deepcopy(model).to(dtype)
+            backward(alone, [whole], [None], whole.tokens_BS.numel())
+            gradients.append(dict(alone.named_parameters()))
+        training = Training(model, Grid(Plan.parse(text)), whole, **options)
+        training.backward()
+        squares = found.setdefault(text, torch.zeros(2))
+        for name, p in training.model.named_parameters():
+            truth, plain = (x[name].grad.double() for x in gradients)
+            mine = full(p.grad, training.model.part.places[name]).double()
+            errors = torch.stack([(x - truth).norm() / truth.norm() for x in (mine, plain)])
+            squares += errors.square()
+    return found
+
+
+def test_gradients_in_bfloat16_are_as_good_as_those_of_one_process(tmp_path):
+    first, second = ranks(tmp_path, 2, _bf16_errors)
+    for plan in first:
+        ours, plain = (first[plan] + second[plan]).sqrt().tolist()
+        assert ours <= 1.3 * plain, plan
 
 
 @pytest.mark.parametrize("ac", ["full", "op"])
