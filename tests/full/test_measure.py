@@ -6,7 +6,8 @@ import math
 import measure
 import pytest
 import torch
-from conftest import shortened
+from conftest import ROOT, installed, shortened
+from test_ranks import as_script
 from torch.utils.flop_counter import FlopCounterMode
 
 from full.hf import save_hf
@@ -70,6 +71,16 @@ def test_flops_are_those_that_torch_counts(process_group):
     parts = counter.get_flop_counts()["Global"]
     matrices = sum(n for op, n in parts.items() if "attention" not in str(op))
     assert flat == tree and abs(matrices / (flat - pairs) - 1) < 0.02
+
+
+@pytest.mark.slow
+def test_nothing_in_bfloat16_is_1_3_times_worse_than_the_plain_way(tmp_path):
+    installed("transformers")
+    code, out, err = as_script(ROOT / "tests" / "bench" / "precision.py", cwd=tmp_path)
+    assert code == 0, err
+    rows = [line.strip("| ").split(" | ") for line in out.splitlines()[2:]]
+    times = {row[0]: [float(x) for x in row[3::3] if x.strip()] for row in rows}
+    assert len(times) > 30 and max(max(x) for x in times.values()) <= 1.3, times
 
 
 @pytest.mark.quick
