@@ -5,6 +5,7 @@ conflicts.py says what cannot be combined.
 """
 
 import dataclasses
+import difflib
 import itertools
 import os
 import tomllib
@@ -184,7 +185,9 @@ class Config(train_grpo.Config):
     ZERO = "lr_warmup", "save_every"  # may be 0
 
     def __new__(cls, *args, **given):
-        """Remember the names that were given, for `given`."""
+        """Remember the names that were given, for `given`. ValueError if one is not a field."""
+        if wrong := not_fields(given):
+            raise ValueError("; ".join(wrong))
         self = super().__new__(cls)
         self._named = frozenset(given)
         return self
@@ -204,6 +207,8 @@ class Config(train_grpo.Config):
         # is its own old policy. With older weights the sampler's log-probs correct for their age.
         if self.proximal is None:
             self.proximal = self.rounds_apart and self.minibatches > 1 and not self.staleness
+        if wrong := self._wrong_choices():
+            raise ValueError("; ".join(wrong))
 
     @classmethod
     def from_file(cls, path, **given) -> "Config":
@@ -306,20 +311,22 @@ class Config(train_grpo.Config):
 
     def _wrong_values(self) -> list[str]:
         """Return an error for each field whose value is wrong whatever the other fields are."""
+        # A field may have been assigned, and misspelled.
+        assigned = [name for name in vars(self) if name != "_named" and not hasattr(Config, name)]
+        wrong = not_fields(assigned) + self._wrong_choices()
+
         # One error a field: the type first, since the comparisons need numbers. An int given for a
         # float is stored as a float.
-        wrong = []
         at_most = dict(timeout=self.YEAR, reply_timeout=self.YEAR, staleness=MAX_STALENESS)
         for f in dataclasses.fields(self):
             flag = _flag(f.name)
             value = getattr(self, f.name)
-            choices = choices_of(f)
+            if choices_of(f):
+                continue
             if f.type is float and type(value) is int and abs(value) <= self.LARGEST[float]:
                 value = float(value)
                 setattr(self, f.name, value)
-            if choices and value not in choices:
-                wrong.append(f"{flag} must be one of {_shown(choices)}, got {value!r}")
-            elif not choices and type(value) is not f.type:
+            if type(value) is not f.type:
                 wrong.append(f"{flag} must be {f.type.__name__}, got {value!r}")
             elif f.type in (int, float) and not 0 <= value <= self.LARGEST[f.type]:
                 wrong.append(f"{flag} must be finite and at least 0, got {value}")
@@ -328,6 +335,26 @@ class Config(train_grpo.Config):
             elif value > at_most.get(f.name, value):
                 wrong.append(f"{flag} must be at most {at_most[f.name]}, got {value}")
         return wrong
+
+    def _wrong_choices(self) -> list[str]:
+        """Return an error for each field whose value is not among the values that it may have."""
+        pairs = [(f, choices_of(f)) for f in dataclasses.fields(self)]
+        return [
+            f"{_flag(f.name)} must be one of {_shown(choices)}, got {getattr(self, f.name)!r}"
+            for f, choices in pairs if choices and getattr(self, f.name) not in choices
+        ]  # fmt: skip
+
+
+def not_fields(names) -> list[str]:
+    """Return an error for each name that is not a field of Config. It says the nearest field."""
+    fields = [f.name for f in dataclasses.fields(Config)]
+    wrong = []
+    for name in names:
+        if name not in fields:
+            nearest = difflib.get_close_matches(name, fields, 1)
+            advice = f", which is near {nearest[0]}" if nearest else ""
+            wrong.append(f"expected a field of Config, got {name}{advice}")
+    return wrong
 
 
 # The flags whose values are the names of a table.
@@ -362,10 +389,9 @@ def read_settings(path, given=()) -> dict:
 
     # Every key that is wrong is named. What a number may be, `Config.check` says later.
     fields = {f.name: f for f in dataclasses.fields(Config)}
-    wrong = []
+    wrong = not_fields(found)
     for name, value in found.items():
         if name not in fields:
-            wrong.append(f"expected a field of Config, got {name}")
             continue
         kind, choices = fields[name].type, choices_of(fields[name])
         is_number = kind is float and type(value) is int and value <= Config.LARGEST[float]
@@ -427,8 +453,11 @@ def resumed_config(path, given) -> Config:
             raise ValueError(f"the {name} of this run is a file's; give it again, as --{name} "
                              f"FILE.py:{called} (the run had {spec!r})")  # fmt: skip
         stored[name] = given[name]
-    if wrong := Config(**stored)._wrong_values():
-        raise ValueError(f"{path}: {'; '.join(wrong)}")
+    try:
+        if wrong := Config(**stored)._wrong_values():
+            raise ValueError("; ".join(wrong))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
     # The rates depend on the last step if they decay, or if the old or the new number of steps is
     # shorter than the warm-up, which then ends with the run. `steps` is free only if they do not.

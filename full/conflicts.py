@@ -5,7 +5,7 @@ a file refuses by itself is not repeated. If no command of yours was refused, sk
 """
 
 from full.advantages import compared_by
-from full.objectives import OBJECTIVE_FLAGS, OBJECTIVES, READS
+from full.objectives import OBJECTIVE_FLAGS, READS
 from full.ranks import PYTHON
 from full.tasks import TEXT_FLAGS, read_arguments, read_date
 
@@ -113,8 +113,10 @@ def of_objectives(c) -> list:
     """Return the pairs about the loss."""
     wrong = []
     for name in OBJECTIVE_FLAGS:
-        readers = [x for x in OBJECTIVES if name in READS.get(x, OBJECTIVE_FLAGS)]
-        wrong += needs(c, c.objective in readers, f"--objective {' or '.join(readers)}", name)
+        # An objective of your own may read all flags. No sentence names it for those of others.
+        readers = [x for x in READS if name in READS[x]]
+        is_there = c.objective in readers or c.objective not in READS
+        wrong += needs(c, is_there, f"--objective {' or '.join(readers)}", name)
     old_is_own = c.proximal or (c.minibatches == 1 and not c.staleness)
     return wrong + [
         *needs(c, c.kl_coef, "--kl-coef", "kl", "kl_in"),
