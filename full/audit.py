@@ -398,6 +398,7 @@ def audited(
     config, number, intro = files.config, files.chosen_step(step), []
     files.directory.require_noted("base.json", config)
     task, line = make(config), files.metrics[number]
+    files.directory.require_noted("data.json", config, task)
     with tempfile.TemporaryDirectory() as room:
         case = Case(files, task, number, Path(room), say=intro.append)
         case.find_states()

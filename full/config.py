@@ -437,6 +437,12 @@ def resumed_config(path, given) -> Config:
     if stored.keys() != {f.name for f in dataclasses.fields(Config)}:
         raise ValueError(f"{path} is not of this version of Config: start a new run")
 
+    # Rows are known by what they say, see `RunDirectory.require_noted`. They may come from another
+    # file, or from a program that has read them.
+    of_rows = {"jsonl", f"{PYTHON}jsonl"}
+    if {f"{stored['task']}", given.get("task")} <= of_rows:
+        stored["task"] = given["task"]
+
     # Objects of a Python program are nowhere: only the program can give them again.
     if f"{stored['task']}".startswith(PYTHON) and given.get("task") != stored["task"]:
         raise ValueError(f"the task of this run is {stored['task']}: full.api has made it with "
@@ -462,7 +468,9 @@ def resumed_config(path, given) -> Config:
     # The rates depend on the last step if they decay, or if the old or the new number of steps is
     # shorter than the warm-up, which then ends with the run. `steps` is free only if they do not.
     # An engine may have moved, but this process draws other numbers than an engine does.
-    free = set(Config.FREE)
+    free = {*Config.FREE, "teacher"}
+    if stored["task"] in of_rows:
+        free |= {"data", "eval_data"}
     if stored["engine"] and given.get("engine"):
         free.add("engine")
     fewest = min(stored["steps"], given.get("steps", stored["steps"]))

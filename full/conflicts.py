@@ -4,6 +4,8 @@ One list for all settings, so that no file below knows how a flag is typed. What
 a file refuses by itself is not repeated. If no command of yours was refused, skip this file.
 """
 
+import re
+
 from full.advantages import compared_by
 from full.objectives import OBJECTIVE_FLAGS, READS
 from full.ranks import PYTHON
@@ -149,7 +151,11 @@ def of_tasks(c) -> list:
     is_jsonl = c.task.removeprefix(PYTHON) == "jsonl"
     lacks = ["--data FILE.jsonl"] * (not c.data)
     lacks += ["--model DIR with a tokenizer.json"] * (not c.model)
+    # A shell passes on bytes that are not UTF-8 as lone surrogates.
+    spoken = [name for name in ("template", "instruction", "system")
+              if re.search("[\ud800-\udfff]", getattr(c, name))]  # fmt: skip
     return [
+        *((True, f"expected {typed(name)} in UTF-8, got {getattr(c, name)!r}") for name in spoken),
         *needs(c, c.reads_text, "--task jsonl", *TEXT_FLAGS),
         *needs(c, c.task != "guess", "--task jsonl or FILE.py:Class", "reply_timeout"),
         *needs(c, c.template in ("", "chat"), "--template chat", "system", "template_args"),

@@ -351,13 +351,24 @@ def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
     return starts
 
 
+def prompts_of_evaluation(config, task) -> int:
+    """Return how many prompts an evaluation asks: --eval-prompts, but each prompt equally often."""
+    # With 15 held-out lines, 70 prompts would be ten lines five times and five lines four times.
+    # A line is asked once. `guess` has few secrets, and asks each of 7 ten times.
+    asked = config.eval_prompts
+    if isinstance(task, train_grpo.Guess):
+        return asked // task.size * task.size or asked
+    return min(asked, getattr(task, "held_out", None) or asked)
+
+
 def play_held_out(config, task, sampler, *, group=1, temperature=0.0, key=()):
     """Play each held-out prompt `group` times, by default once and greedily. Collective.
 
     key: of the random draws; greedy play has none. Returns the starts of this rank, as of
     `draw_prompts`, and the lists of trajectories.
     """
-    starts = draw_prompts(config, task, EVALUATION, 0, range(config.eval_prompts), held_out=True)
+    prompts = range(prompts_of_evaluation(config, task))
+    starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
     # These rollouts are not trained on, so they do not fork.
     plain = dict(forks=1, fork_turns=0)
     config = dataclasses.replace(config, group=group, temperature=temperature, **plain)
@@ -371,4 +382,4 @@ def evaluate(config, task, sampler):
     # Each rank has played its own prompts; the sum over ranks is of all.
     solved_here = len([group for group in groups if group[0].reward >= 1])
     (solved,) = summed([solved_here], current_device())
-    return solved / config.eval_prompts, groups[0][0] if groups else None
+    return solved / prompts_of_evaluation(config, task), groups[0][0] if groups else None

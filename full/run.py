@@ -66,7 +66,7 @@ def start_run(config, progress=None, *, make=make_task, log=None, goes_on=False)
         trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
         # All that can be refused has been: only now is a directory claimed.
         # Rank 0 alone looks and writes, and holds the lock: the other ranks get the path.
-        directory = RunDirectory(agree(lambda: RunDirectory.claim(config, stack).path))
+        directory = RunDirectory(agree(lambda: RunDirectory.claim(config, stack, task).path))
         if config.engine:
             generator.begin(directory.engine)
             stack.callback(generator.worker.shutdown, wait=False, cancel_futures=True)

@@ -23,7 +23,7 @@ from full.hf import load_hf
 from full.lora import save_factors
 from full.model_config import read_json
 from full.questions import Jsonl, make_task
-from full.rollouts import Sampler, evaluate, play_held_out
+from full.rollouts import Sampler, evaluate, play_held_out, prompts_of_evaluation
 from full.tasks import TASKS
 from full.text import text_of
 from train_grpo import EVALUATION
@@ -224,7 +224,8 @@ def evaluation(argv) -> int:
     if getattr(task, "note", ""):
         print(task.note)
     which = "prompts" if options.all_lines else "held-out prompts"
-    print(f"{name}: {config.task}, {config.eval_prompts} {which}, {different} different; "
+    print(f"{name}: {config.task}, {prompts_of_evaluation(config, task)} {which}, "
+          f"{different} different; "
           f"{options.samples} samples each at temperature {config.temperature:g}, "
           f"seed {config.seed}\n{'':24}   95 % interval over prompts")  # fmt: skip
     for name, (value, low, high) in figures.items():
