@@ -7,7 +7,6 @@ meta device; and what does not fit a model, refused before anything is written.
 import dataclasses
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,6 +16,7 @@ from full.lora import add_factors
 from full.model_config import LINEAR, ModelConfig, read_json
 from full.questions import make_task
 from full.ranks import warn
+from full.rollouts import prompt_rng
 from full.trainer import keep_wide, plan_of
 from full.transformer import Transformer
 from train_grpo import EVALUATION, ROLLOUT
@@ -115,9 +115,12 @@ def prepare(config, make=make_task):
     # A teacher scores the run's prompts and answers under the run's plan, so it must fit as well.
     shape = shape_of(config, task)
     teacher = build_teacher(config, task)
-    for one in [shape] if teacher is None else [shape, teacher.config]:
+    models = {"the model": shape}
+    if teacher is not None:
+        models[f"the model of --teacher {config.teacher}"] = teacher.config
+    for what, one in models.items():
         require_plan(config, one)
-        require_room(config, task, one.max_position_embeddings)
+        require_room(config, task, one.max_position_embeddings, what)
     tell_of_router_loss(config, shape)
     return task, teacher
 
@@ -141,13 +144,14 @@ def tell_of_router_loss(config, shape):
 
 def require_room(config, task, positions, what="the model"):
     """Raise ValueError if a prompt and an answer are longer than a model or an engine can take."""
-    # `generate` refuses too, but in the middle of a step. These are the first prompts, one to train
-    # on and one held out.
+    # `generate` refuses too, but in the middle of a step. A task may know its longest prompt. These
+    # are the first prompts, one to train on and one held out.
+    longest = getattr(task, "longest", 0)
     for stream, held_out in ((ROLLOUT, False), (EVALUATION, True)):
-        rng = np.random.default_rng([config.seed, stream, 0, 0])
-        _, prompt = task.prompt(rng, 0, held_out)
-        if len(prompt) + config.max_new_tokens > positions:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens and --max-new-tokens {config.max_new_tokens} "
-                f"exceed the {positions} positions of {what}"
-            )
+        _, prompt = task.prompt(prompt_rng(config.seed, stream, 0, 0), 0, held_out)
+        longest = max(longest, len(prompt))
+    if longest + config.max_new_tokens > positions:
+        raise ValueError(
+            f"a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} "
+            f"exceed the {positions} positions of {what}"
+        )

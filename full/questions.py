@@ -121,6 +121,7 @@ class Jsonl(Task):
         self.lines = {"data": lines, "eval_data": held_out}
         self.rows = self._split(all_lines)  # by held out
         self.held_out = len(self.rows[True])  # see `Task`
+        self.longest = max((len(line.prompt) for line in [*lines, *held_out]), default=0)
         self._require_lines(lines)
         self.note = "\n".join(self._notes(all_lines))
 

@@ -46,6 +46,7 @@ class Task:
     vocab_size: int
     end: tuple[int, ...]  # tokens that end a turn
     held_out: int | None = None  # how many held-out prompts there are; None: they are drawn
+    longest: int = 0  # tokens of the longest prompt; 0: unknown
 
     def __init__(self, config=None):
         """Make the task. It is called as Class(config)."""

@@ -127,7 +127,7 @@ thoughtful.special_tokens = True
 FILES = {
     "rewards.py": REWARDS, "one.py": "def one(text):\n    return 1.0\n",
     "none.py": "import nothing_of_this_name", "empty.jsonl": "\n", "list.jsonl": "[1]\n",
-    "latin.jsonl": '{"question": "?", "answer": "1"}\n{"question": "é", "answer": "1"}\n'.encode("l1"),
+    "latin.jsonl": '{"question": "?", "answer": "1"}\n{"question": "é"}\n'.encode("latin-1"),
     "rows.parquet": b"PAR1\x15\x04\xff\xfe\n\x15PAR1", "rows.jsonl.gz": b"\x1f\x8b\x08\x00",
     "wide.jsonl": '{"question": "?"}'.encode("utf-16"),
     "asks.jsonl": '{"question": "?"}\n', "good.jsonl": '{"question": "?", "answer": "1"}',
@@ -197,7 +197,8 @@ def function(name, **more):
 
 
 TOOLS = [function("add"), function("here the answer stands", strict=True)]
-READ = """{%- for d in documents or [] %}<|im_start|>{{ d.title }}: {{ d.text }}<|im_end|>{% endfor %}
+READ = """{%- for d in documents or [] %}<|im_start|>{{ d.title }}: {{ d.text }}<|im_end|>
+{%- endfor %}
 {%- if tools %}<|im_start|>tools {{ tools | tojson }}<|im_end|>{% endif %}
 {%- if style is defined %}<|im_start|>{{ style }}<|im_end|>{% endif %}
 {%- for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{{ tone }}{% endfor %}
@@ -347,7 +348,8 @@ def test_lines_of_one_prompt_are_held_out_together_and_asked_once(task_of):
         assert len({*asked}) == len(asked) == task.held_out
 
 
-@pytest.mark.parametrize("count, size, asked", [(70, 15, 15), (70, 70, 70), (70, 200, 70), (4, 15, 4)])
+@pytest.mark.parametrize("count, size, asked", [
+    (70, 15, 15), (70, 70, 70), (70, 200, 70), (4, 15, 4)])  # fmt: skip
 def test_an_evaluation_asks_each_line_equally_often(task_of, process_group, count, size, asked):
     rows = [{"question": f"{n} and 1?", "answer": "1"} for n in range(size)]
     how = dict(eval_data="rows.jsonl", template="{question}", max_new_tokens=4)
@@ -646,7 +648,7 @@ EDITS = {  # what changes before a run goes on, the settings then, and what is s
     "nothing": (lambda: None, {}, ""),
     "names": (lambda: [rename("rows.jsonl", "a"), rename("eval.jsonl", "b")],
               dict(data="a", eval_data="b"), ""),
-    "layout": (lambda: [edit(name, settings()) for name in ("tokenizer.json", "config.json")], {}, ""),
+    "layout": (lambda: [edit(x, settings()) for x in ("tokenizer.json", "config.json")], {}, ""),
     "place": (lambda: [Path("DIR/chat_template.jinja").write_text(
         json.loads(Path("DIR/tokenizer_config.json").read_text())["chat_template"])], {}, ""),
     "name of the teacher": (lambda: Path("TEACHER").rename("T"), dict(teacher="T"), ""),
@@ -658,9 +660,10 @@ EDITS = {  # what changes before a run goes on, the settings then, and what is s
     "another file": (lambda: None, dict(eval_data="rows.jsonl"),
                      "--resume cannot change --eval-data 'rows.jsonl' (the run has 'eval.jsonl', "
                      "which says something else)"),
-    "no file": (lambda: None, dict(eval_data=""), "cannot change --eval-data '' (the run has 'eval."),
+    "no file": (lambda: None, dict(eval_data=""), "cannot change --eval-data '' (the run has 'eva"),
     "template": (template(lambda x: x + " "), {}, f"the chat template of DIR (--model) {CHANGED}"),
-    "tokenizer": (lambda: edit("tokenizer.json", mask), {}, f"the tokenizer of DIR (--model) {CHANGED}"),
+    "tokenizer": (lambda: edit("tokenizer.json", mask), {},
+                  f"the tokenizer of DIR (--model) {CHANGED}"),
     "marks": (lambda: edit("tokenizer_config.json", settings(pad_token="<|im_end|>")), {},
               "the tokenizer of DIR (--model) is not"),
     "ends": (lambda: edit("generation_config.json", settings(eos_token_id=[3])), {},
@@ -670,7 +673,7 @@ EDITS = {  # what changes before a run goes on, the settings then, and what is s
     "teacher": (lambda: nudge("TEACHER"), {}, f"TEACHER (--teacher) {CHANGED}"),
     "shape of the teacher": (lambda: edit("../TEACHER/config.json", settings(rms_norm_eps=0.1)), {},
                              f"TEACHER (--teacher) {CHANGED}"),
-    "another teacher": (lambda: None, dict(teacher="DIR"), "cannot change --teacher 'DIR' (the run"),
+    "another teacher": (lambda: None, dict(teacher="DIR"), "cannot change --teacher 'DIR' (the "),
 }  # fmt: skip
 
 
