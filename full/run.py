@@ -174,8 +174,8 @@ def introduce(config, task, trainer, directory, first_step, origin):
         f"{trainer.device.type}, {dtype}")  # fmt: skip
     say(f"out {directory}: `python -m full plot {directory}` draws it; Ctrl-C saves, "
         f"{directory.flags_to_resume} goes on")  # fmt: skip
-    if c.dtype == "bfloat16":
-        share = lost_to_rounding(trainer.model, c.lr)
+    share = lost_to_rounding(trainer.model, c.lr) if c.dtype == "bfloat16" else 0.0
+    if share > 0.001:
         warn(f"--dtype bfloat16 has no finer masters: rounding undoes a step of --lr {c.lr:g} in "
              f"{share:.1%} of the weights; set --dtype float32 --compute-dtype bfloat16")
     if c.proximal and c.rounds_apart:
