@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 
 
-# Values of --task that name no file: `make_task` of text.py makes them.
+# Values of --task that name no file: `make_task` of questions.py makes them.
 TASKS = "guess", "jsonl"
 
 # The flags that only the task jsonl reads.

@@ -118,8 +118,8 @@ def test_weights_that_are_too_coarse_for_a_step_are_said(tmp_path, monkeypatch, 
     assert lost_to_rounding(model, 1e-6) > 0.99 > lost_to_rounding(model.float(), 1e-6) == 0
 
     monkeypatch.chdir(tmp_path)
-    said = ("--dtype bfloat16 has no finer masters: rounding undoes a step of --lr 1e-05 in 84.5% of "
-            "the weights; set --dtype float32 --compute-dtype bfloat16\n")  # fmt: skip
+    said = ("--dtype bfloat16 has no finer masters: rounding undoes a step of --lr 1e-05 in 84.5% "
+            "of the weights; set --dtype float32 --compute-dtype bfloat16\n")  # fmt: skip
     for n, (flags, says) in enumerate({
         "--dtype bfloat16 --lr 1e-5": said, "--dtype bfloat16": "",  # with a rate of 0.01
         "--compute-dtype bfloat16 --lr 1e-5": "",
