@@ -143,7 +143,7 @@ class Config(train_grpo.Config):
     device: Literal["", "cpu", "cuda"] = flag("", "empty: cuda where there is one")
 
     eval_every: int = flag(CORE.eval_every, "steps between evaluations, and the last", "evaluation")
-    eval_prompts: int = flag(CORE.eval_prompts, "prompts of one evaluation; guess repeats secrets")
+    eval_prompts: int = flag(CORE.eval_prompts, "most prompts of one; each is asked equally often")
     eval_data: str = flag("", "jsonl: file of held-out lines; empty: every tenth line of --data")
 
     save_every: int = flag(50, "steps between checkpoints; 0: only the last", "output")

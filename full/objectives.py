@@ -185,7 +185,7 @@ def divergence(d, /, kind):
     """Return k of (5), an estimate of KL(p, reference) from d = log p - log reference.
 
     d is taken at tokens drawn from p. The KL is the mean of both kinds (Schulman 2020). k3 is never
-    negative, and has less noise than k1.
+    negative, and has less noise than k1 while p is near the reference.
     """
     return d if kind == "k1" else torch.exp(-d) + d - 1
 

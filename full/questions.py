@@ -83,6 +83,9 @@ class Jsonl(Task):
 
         system  user  assistant  user  [the policy]  user  [the policy]
 
+    The row's `tools`, `documents` and `chat_template_kwargs` go to the chat template. Its other
+    fields are for the reward, and one that the template reads is refused.
+
     An assistant's message at the end is left out. Only the last answer is rewarded. --reward names
     a function(text, row). Without it, an answer has reward 1 if it ends in `####` and a number or
     text equal to what follows `####` in the line's answer (equal to the whole answer, if nothing
@@ -90,8 +93,8 @@ class Jsonl(Task):
     0.
 
     The lines of --eval-data are held out, in their order, and all of --data is trained on. Without
-    --eval-data every tenth prompt of --data, by its hash, is held out. With all_lines every prompt
-    of the one file is, for an evaluation that trains on none.
+    --eval-data every tenth prompt of --data, by its hash, is held out, with all lines that have it.
+    With all_lines every prompt of the one file is, for an evaluation that trains on none.
 
     A state is (line, texts of the policy's answers so far).
     """
