@@ -18,7 +18,7 @@ from oracles import LiveBytes
 from test_ranks import ranks, read_metrics
 from test_run import SAVING, TINY, good
 
-from full.__main__ import main
+from full.api import run
 from full.audit import audited
 from full.config import Config, _flag
 from full.flags import parse_config
@@ -124,7 +124,7 @@ def test_weights_that_are_too_coarse_for_a_step_are_said(tmp_path, monkeypatch, 
         "--dtype bfloat16 --lr 1e-5": said, "--dtype bfloat16": "",  # with a rate of 0.01
         "--compute-dtype bfloat16 --lr 1e-5": "",
     }.items()):  # fmt: skip
-        assert main(f"{TINY} --out {n} --steps 1 {flags}".split()) == 0
+        run(parse_config(f"{TINY} --out {n} --steps 1 {flags}".split()))
         assert capsys.readouterr().err == says
 
 
