@@ -6,7 +6,7 @@
            * G / (G - 1)                  `leave_one_out` (RLOO)
        A_i = R_i                          `none` (REINFORCE), or `none_batch` (REINFORCE++):
              (R_i - mean R) / (std R + 1e-8) over the step's sampled tokens
-       A_t = sum_n lambda^n (u_(t+n) + v_(t+n+1) - v_(t+n))    `gae` (PPO), then
+       A_t = sum_n lambda^n (u_(t+n) + v_(t+n+1) - v_(t+n))    `gae` (PPO) of discount 1, then
              (A_t - mean A) / (std A + 1e-8) over the step's sampled tokens; u the rewards, v the
              critic's values; t + 1 is the next sampled token, whatever stands in between
        A_t = tch_t - smp_t                `teacher`: tch is its log-prob (distillation)
@@ -27,7 +27,7 @@ import torch
 
 import train_grpo
 from full.objectives import divergence, entry_of
-from full.ranks import current_device, summed
+from full.ranks import current_device, errors_on_all_ranks, summed
 
 # DEVIATES: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); a truncated
 # trajectory ends with value 0; `none_batch` has a biased variance (verl: unbiased). Pinned by
@@ -172,6 +172,12 @@ def teacher_advantages(trainer, batch) -> dict:
     # A token that the teacher gives a higher log-prob than the sampler did should become likelier.
     # The mean of A is -KL(sampler, teacher).
     everyone = batch.trained()
+    positions = trainer.teacher.config.max_position_embeddings
+    with errors_on_all_ranks():
+        longest = max((len(t.tokens) for t in everyone), default=0)
+        if longest > positions:
+            raise ValueError(f"a rollout of {longest} tokens exceeds the {positions} positions of "
+                             f"the model of --teacher {trainer.config.teacher}")  # fmt: skip
     for t, teacher in zip(everyone, trainer.forward_only(everyone, trainer.teacher)):
         t.advantages = np.where(t.sampled, teacher - t.sampler_logprobs, 0.0)  # (1)
     return {}

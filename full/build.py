@@ -7,7 +7,6 @@ meta device; and what does not fit a model, refused before anything is written.
 import dataclasses
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,6 +17,7 @@ from full.lora import add_factors
 from full.model_config import ModelConfig, read_json
 from full.questions import make_task
 from full.ranks import warn
+from full.rollouts import prompt_rng
 from full.trainer import keep_wide, plan_of
 from full.transformer import Transformer
 from train_grpo import EVALUATION, ROLLOUT
@@ -123,13 +123,13 @@ def require_room(config, task, shape, source):
     """
     if task.vocab_size > shape.vocab_size:
         raise ValueError(f"the task has {task.vocab_size} tokens, {source} {shape.vocab_size}")
-    # `generate` refuses too, but in the middle of a step. These are the first prompts, one to train
-    # on and one held out.
+    # `generate` refuses too, but in the middle of a step. A task may know its longest prompt. These
+    # are the first prompts, one to train on and one held out.
+    longest, positions = getattr(task, "longest", 0), shape.max_position_embeddings
     for stream, held_out in ((ROLLOUT, False), (EVALUATION, True)):
-        rng = np.random.default_rng([config.seed, stream, 0, 0])
-        _, prompt = task.prompt(rng, 0, held_out)
-        positions = shape.max_position_embeddings
-        if len(prompt) + config.max_new_tokens > positions:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens and {config.max_new_tokens} max_new_tokens "
-                f"exceed the {positions} positions of {source or 'the model'}")
+        _, prompt = task.prompt(prompt_rng(config.seed, stream, 0, 0), 0, held_out)
+        longest = max(longest, len(prompt))
+    if longest + config.max_new_tokens > positions:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {config.max_new_tokens} max_new_tokens exceed the "
+            f"{positions} positions of {source or 'the model'}")

@@ -32,7 +32,7 @@ def write_checkpoint(path, tensors, state) -> None:
     """Collective. Write `tensors` by DCP and `state` as JSON into the directory `path`.
 
     tensors: {name: tensor}, DTensors where they are sharded. All or nothing: a temporary directory
-    is renamed once every byte and its checksum are on disk. Raises on every rank: ValueError for a
+    is renamed once every byte and its checksum are written. Raises on every rank: ValueError for a
     state that is not finite JSON, before anything is touched, and OSError if writing fails.
     """
     path = Path(path)

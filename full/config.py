@@ -150,7 +150,7 @@ class Config(train_grpo.Config):
     device: Literal["", "cpu", "cuda"] = flag("", "empty: cuda where there is one")
 
     eval_every: int = flag(CORE.eval_every, "steps between evaluations, and the last", "evaluation")
-    eval_prompts: int = flag(CORE.eval_prompts, "prompts of one evaluation; guess repeats secrets")
+    eval_prompts: int = flag(CORE.eval_prompts, "most prompts of one; each is asked equally often")
     eval_data: str = flag("", "jsonl: file of held-out lines; empty: every tenth line of --data")
 
     save_every: int = flag(50, "steps between checkpoints; 0: only the last", "output")
@@ -191,7 +191,9 @@ class Config(train_grpo.Config):
     ZERO = "lr_warmup", "save_every"  # may be 0
 
     def __new__(cls, *args, **given):
-        """Remember the names that were given, for `given`."""
+        """Remember the names that were given, for `given`. ValueError if one is not a field."""
+        if wrong := not_fields(given):
+            raise ValueError("; ".join(wrong))
         self = super().__new__(cls)
         self._named = frozenset(given)
         return self
@@ -211,6 +213,9 @@ class Config(train_grpo.Config):
         # is its own old policy. With older weights the sampler's log-probs correct for their age.
         if self.proximal is None:
             self.proximal = self.rounds_apart and self.minibatches > 1 and not self.staleness
+        chosen = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if choices_of(f)}
+        if wrong := wrong_values(chosen):
+            raise ValueError("; ".join(wrong))
 
     @classmethod
     def from_file(cls, path, **given) -> "Config":
@@ -309,9 +314,11 @@ class Config(train_grpo.Config):
 
     def check(self) -> "Config":
         """Raise ValueError for settings that cannot run, before anything is built or written."""
-        # Values first: the combinations compute with them. An int for a float becomes a float.
+        # Values first: the combinations compute with them. An int for a float becomes a float. A
+        # field may have been assigned, and misspelled.
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        require((True, text) for text in wrong_values(values))
+        assigned = [name for name in vars(self) if name != "_named" and not hasattr(Config, name)]
+        require((True, text) for text in not_fields(assigned) + wrong_values(values))
         for f in dataclasses.fields(self):
             if f.type is float:
                 setattr(self, f.name, float(values[f.name]))
@@ -322,6 +329,13 @@ class Config(train_grpo.Config):
     def defaults_of(cls, name):
         """Return the defaults of a field: one, or one for each start."""
         return cls.BY_START.get(name, {"always": getattr(cls, name)}).values()
+
+
+def not_fields(names) -> list[str]:
+    """Return an error for each name that is not a field of Config. It says the nearest field."""
+    fields = [f.name for f in dataclasses.fields(Config)]
+    return [f"expected a field of Config, got {name}{nearest(name, fields)}"
+            for name in names if name not in fields]  # fmt: skip
 
 
 # The flags whose values are the names of a table.
@@ -389,9 +403,8 @@ def read_settings(path, given=()) -> dict:
     found = read_toml(path) if path.suffix == ".toml" else read_json(path)
 
     # Every key that is wrong is named.
-    fields = [f.name for f in dataclasses.fields(Config)]
-    wrong = [f"expected a field of Config, got {name}{nearest(name, fields)}"
-             for name in found if name not in fields]  # fmt: skip
+    fields = {f.name for f in dataclasses.fields(Config)}
+    wrong = not_fields(found)
     wrong += wrong_values({name: x for name, x in found.items() if name in fields})
     if wrong:
         raise ValueError(f"--config {path}: {'; '.join(wrong)}")
@@ -443,6 +456,12 @@ def resumed_config(path, given) -> Config:
     if stored.keys() != {f.name for f in dataclasses.fields(Config)}:
         raise ValueError(f"{path} is not of this version of Config: start a new run")
 
+    # Rows are known by what they say, see `RunDirectory.require_noted`. They may come from another
+    # file, or from a program that has read them.
+    of_rows = {"jsonl", f"{PYTHON}jsonl"}
+    if {f"{stored['task']}", given.get("task")} <= of_rows:
+        stored["task"] = given["task"]
+
     # Objects of a Python program are nowhere: only the program can give them again.
     if f"{stored['task']}".startswith(PYTHON) and given.get("task") != stored["task"]:
         raise ValueError(f"the task of this run is {stored['task']}: full.api has made it with "
@@ -455,7 +474,9 @@ def resumed_config(path, given) -> Config:
     # The rates depend on the last step if they decay, or if the old or the new number of steps is
     # shorter than the warm-up, which then ends with the run. `steps` is free only if they do not.
     # An engine may have moved, but this process draws other numbers than an engine does.
-    free = set(Config.FREE)
+    free = {*Config.FREE, "teacher"}
+    if stored["task"] in of_rows:
+        free |= {"data", "eval_data"}
     if stored["engine"] and given.get("engine"):
         free.add("engine")
     fewest = min(stored["steps"], given.get("steps", stored["steps"]))

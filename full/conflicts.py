@@ -4,9 +4,11 @@ One list for all settings, so that no file below knows how a flag is typed. What
 a file refuses by itself is not repeated. If no command of yours was refused, skip this file.
 """
 
+import re
+
 from full.advantages import compared_by
 from full.model_config import LINEAR
-from full.objectives import OF_OBJECTIVES, OBJECTIVES, READS
+from full.objectives import OF_OBJECTIVES, READS
 from full.ranks import PYTHON
 
 # What only the task jsonl reads.
@@ -123,8 +125,10 @@ def of_objectives(c) -> list:
     """Return the pairs about the loss."""
     wrong = []
     for name in OF_OBJECTIVES:
-        readers = [x for x in OBJECTIVES if name in READS.get(x, OF_OBJECTIVES)]
-        wrong += needs(c, c.objective in readers, f"--objective {' or '.join(readers)}", name)
+        # An objective of your own may read all flags. No sentence names it for those of others.
+        readers = [x for x in READS if name in READS[x]]
+        is_there = c.objective in readers or c.objective not in READS
+        wrong += needs(c, is_there, f"--objective {' or '.join(readers)}", name)
     old_is_own = c.proximal or (c.minibatches == 1 and not c.staleness)
     return wrong + [
         *needs(c, c.kl_coef, "--kl-coef", "kl", "kl_in"),
@@ -155,7 +159,11 @@ def of_tasks(c) -> list:
     is_jsonl = c.task.removeprefix(PYTHON) == "jsonl"
     lacks = ["--data FILE.jsonl"] * (not c.data)
     lacks += ["--model DIR with a tokenizer.json"] * (not c.model)
+    # A shell passes on bytes that are not UTF-8 as lone surrogates.
+    spoken = dict(template=c.template, instruction=c.instruction, template_args=c.system)
+    spoken = {name: x for name, x in spoken.items() if re.search("[\ud800-\udfff]", f"{x}")}
     return [
+        *((True, f"expected {typed(name)} in UTF-8, got {x!r}") for name, x in spoken.items()),
         *needs(c, c.reads_text, "--task jsonl", *OF_TEXT),
         *needs(c, c.task != "guess", "--task jsonl or FILE.py:Class", "reply_timeout"),
         *needs(c, c.template in ("", "chat"), "--template chat", "template_args"),

@@ -17,9 +17,9 @@ tokens t = 1, 2, .. of a document, per head, with x the layer's input and |k| = 
          and it returns [o0 R] and [B A], since every column of S goes its own way
 
 As with attention, the layer does not know which tokens come before which: the caller says so. A
-recurrent layer calls two more methods of the object that `attention` is, see `Documents`. (5) costs
-C times fewer steps than (3), and 2 C (K + V) + C^2 flops a token and head more. Every fourth layer
-is softmax attention, `GatedAttention`. Not here: the fused kernels of flash-linear-attention.
+recurrent layer calls two more methods of the object that `attention` is, see `Documents`. (5) has C
+times fewer steps than (3), and products of (C, C) matrices in addition. Every fourth layer is
+softmax attention, `GatedAttention`. Not here: the fused kernels of flash-linear-attention.
 
 Letters:  B rows   S tokens   M width   H heads, G = H / r of keys   K width of a key   V of a value
 X = 2 G K + H V channels of the convolution   C chunk   c = C + 1   k kernel   D width of a head

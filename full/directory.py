@@ -2,7 +2,7 @@
 
     config.json                  the settings; a directory that has them is a run's
     lock                         held by the process that runs
-    data.json, base.json         checksums of the data files, and of the frozen base of factors
+    data.json, base.json         digests of what is trained on, and of the frozen base of factors
     metrics.jsonl                a line a step
     samples.jsonl, rollouts.jsonl
     step-NNNNNNNN                a checkpoint after so many steps
@@ -13,8 +13,10 @@
 whole gets its name last: until then it is NAME.tmp, which is never read.
 """
 
+import codecs
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -24,11 +26,12 @@ import sys
 import zlib
 from pathlib import Path
 
-from full.checkpoint import (
-    Damaged, checkpoints, read_checkpoint, sums_of_share, write_checkpoint,
-)  # fmt: skip
+import torch
+
+from full.checkpoint import Damaged, checkpoints, read_checkpoint, write_checkpoint
 from full.config import _flag
-from full.model_config import read_json
+from full.hf import open_checkpoint
+from full.model_config import OF_NO_NUMBER, ModelConfig, read_json
 from full.optimizer import tensors_of
 from full.places import local
 from full.ranks import PYTHON, agree, say, warn
@@ -54,7 +57,8 @@ def read_json_lines(path, *, skip_torn_last=False) -> list:
     is damaged and no newline ends it, as a kill or a full disk leaves a file.
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")  # JSON strings may hold other line breaks
+        # JSON strings may hold other line breaks.
+        lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except FileNotFoundError as error:
         raise ValueError(f"no {path}; expected a file of JSON lines") from error
     except OSError as error:
@@ -79,22 +83,49 @@ def read_json_lines(path, *, skip_torn_last=False) -> list:
 # What a run is a function of, in addition to its settings --------------------------------------
 
 
-def sums_of_data(config) -> dict:
-    """Return {field of Config: checksum} of the data files that the settings name."""
-    if config.task != "jsonl":
-        return {}
-    paths = {field: getattr(config, field) for field in ("data", "eval_data")}
-    return {field: zlib.crc32(Path(path).read_bytes()) for field, path in paths.items() if path}
+def digest(value) -> str:
+    """Return a digest of a JSON value, which equal values share."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def sums_of_base(config) -> dict:
-    """Return {name: [size, checksum]} of the files that say what the base of factors computes."""
-    # A base of random weights is drawn by the seed. Two bases of the same weights differ if their
-    # config.json has another epsilon, for example.
+def shape_in(directory) -> dict:
+    """Return what the config.json of a checkpoint says of the numbers that its model computes."""
+    shape = dataclasses.asdict(ModelConfig.from_hf(directory))
+    return {name: x for name, x in shape.items() if name not in OF_NO_NUMBER}
+
+
+def digest_of_model(directory) -> str:
+    """Return a digest of a checkpoint's shape and weights, whatever its files are called."""
+    total = zlib.crc32(digest(shape_in(directory)).encode())
+    for name, stored in sorted(open_checkpoint(directory)[0].items()):
+        x = stored.part[:].contiguous()
+        total = zlib.crc32(f"{name} {x.dtype} {[*x.shape]}".encode(), total)
+        total = zlib.crc32(x.view(torch.uint8).numpy(), total)
+    return f"{total:08x}"
+
+
+def digests_of_data(config, task) -> dict:
+    """Return {what: digest} of all that a run is trained on, by what it says.
+
+    A key is a field of Config, or a part of --model.
+    """
+    found = {what: digest(x) for what, x in getattr(task, "contents", dict)().items()}
+    for field in ("data", "eval_data"):
+        # A task of a file may read these by itself.
+        if field not in found and Path(path := getattr(config, field)).is_file():
+            found[field] = zlib.crc32(Path(path).read_bytes())
+    if config.teacher:
+        found["teacher"] = digest_of_model(config.teacher)
+    if config.model and config.lora is None:  # the weights are the checkpoint's
+        found["shape"] = digest(shape_in(config.model))
+    return found
+
+
+def digests_of_base(config, task=None) -> dict:
+    """Return {"model": digest} of the frozen base of factors. Random weights follow from --seed."""
     if config.lora is None or not config.model:
         return {}
-    files = sorted(file.name for file in Path(config.model).glob("*.safetensors"))
-    return sums_of_share(config.model, ["config.json", *files], alone=True)
+    return {"model": digest_of_model(config.model)}
 
 
 # The directory ----------------------------------------------------------------------------------
@@ -109,7 +140,7 @@ class RunDirectory:
     METRICS = "metrics.jsonl"
     SAMPLES = "samples.jsonl"
     ROLLOUTS = "rollouts.jsonl"
-    NOTES = {"data.json": sums_of_data, "base.json": sums_of_base}
+    NOTES = {"data.json": digests_of_data, "base.json": digests_of_base}
 
     def __init__(self, path):
         self.path = Path(path)
@@ -264,7 +295,7 @@ class RunDirectory:
     # A claim -------------------------------------------------------------------------------------
 
     @classmethod
-    def claim(cls, config, stack):
+    def claim(cls, config, stack, task=None):
         """Choose, lock (until `stack` is closed) and fill the directory of a run, or refuse."""
         # A directory is looked at twice: before the lock's file is written into it, because a
         # stranger's directory must not get that file, and under the lock, because only then no
@@ -278,7 +309,7 @@ class RunDirectory:
             directory.refuse_unless_free(config.resume)
             if config.resume and not directory.config.exists():
                 say(f"{directory} holds no run to resume: one begins")
-            directory.fill(config)
+            directory.fill(config, task)
         return directory
 
     def refuse_unless_free(self, resume):
@@ -312,37 +343,48 @@ class RunDirectory:
                 print(text, file=sys.stderr)
             yield
 
-    def fill(self, config):
+    def fill(self, config, task=None):
         """Write the settings, and note or compare what else the run is a function of."""
         # The settings get their name last: a directory that has them is a run's. Until then
-        # config.tmp says that the checksums are a start's, and not a stranger's.
+        # config.tmp says that the digests are a start's, and not a stranger's.
         stored = dataclasses.asdict(config) | {"resume": False, "out": str(self)}
         partial = self.config.with_suffix(".tmp")
         partial.write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
         try:
-            for name, sums_of in self.NOTES.items():
+            for name, digests_of in self.NOTES.items():
                 if config.resume and self.config.exists():
-                    self.require_noted(name, config)
-                elif sums := sums_of(config):
-                    text = json.dumps(sums) + "\n"
+                    self.require_noted(name, config, task)
+                elif digests := digests_of(config, task):
+                    text = json.dumps(digests) + "\n"
                     (self.path / name).write_text(text, encoding="utf-8")
         except ValueError:  # a run that goes on, with other files
             partial.unlink()
             raise
         partial.replace(self.config)
 
-    def require_noted(self, name, config):
-        """Raise ValueError unless the run's files have the checksums that data or base.json has."""
-        # A step draws lines of data by their number, and factors mean nothing without the very
-        # base that they were trained beside. With other files a run would go on as if nothing had
-        # happened: neither the run that began, nor a run that anybody could repeat.
-        sums = self.NOTES[name](config)
-        noted = read_json(self.path / name, what="checksums of a run's files") if sums else {}
-        for file in sorted(sums.keys() | noted.keys()):
-            field = file if file in ("data", "eval_data") else "model"
-            if noted.get(file) != sums.get(file):
-                raise ValueError(f"{getattr(config, field)} ({_flag(field)}) is not what it was "
-                                 f"when {self} began: put the old files back, or start a new run")
+    def require_noted(self, name, config, task=None):
+        """Raise ValueError unless the run has the digests that data.json or base.json has."""
+        # A step draws lines of data by their number, a prompt is what a chat template makes of a
+        # line, and factors mean nothing without the very base that they were trained beside. With
+        # others a run would go on as if nothing had happened: neither the run that began, nor a run
+        # that anybody could repeat. Files and objects of another name may say the same.
+        found = self.NOTES[name](config, task)
+        noted = read_json(self.path / name, what="digests of a run's files") if found else {}
+        began = read_json(self.config)
+        for what in sorted(found.keys() | noted.keys()):
+            if noted.get(what) == found.get(what):
+                continue
+            field = what if hasattr(config, what) else "model"
+            value, flag = getattr(config, field), _flag(field)
+            if value != began[field]:
+                raise ValueError(f"--resume cannot change {flag} {value!r} (the run has "
+                                 f"{began[field]!r}, which says something else)")  # fmt: skip
+            of_python = config.task.startswith(PYTHON) and field in ("data", "eval_data")
+            thing = value if of_python else f"{value} ({flag})"
+            thing = thing if what == field else f"the {what} of {thing}"
+            advice = "give the old rows again" if of_python else "put the old files back"
+            raise ValueError(f"{thing} is not what it was when {self} began: {advice}, or start a "
+                             f"new run")  # fmt: skip
 
 
 def first_free(config) -> Path:

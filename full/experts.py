@@ -160,7 +160,7 @@ class ExpertLoads:
         self.parts = []
 
     def of_micro_batch(self, held_N) -> RoutingCounts:
-        """Return the callback of a micro-batch's sparse layers; see `PackedBatches.routing`."""
+        """Return the callback of a micro-batch's sparse layers; see `RoutingCounts`."""
         self.parts.append(RoutingCounts(held_N))
         return self.parts[-1]
 

@@ -45,10 +45,11 @@ def require_one_process(command):
         raise ValueError(f"{command} is one process: start it without torchrun")
 
 
-def policy_in(path, config, task, dtype, alone=False, merged=True):
+def policy_in(path, config, task, dtype, alone=False, merged=True, base=""):
     """Return the policy of a checkpoint, whole, on the CPU, without gradients.
 
     alone: no other rank calls it. merged: as one model, if --lora-rank trains factors of it.
+    base: str. The dtype of the frozen base of these factors. Default: the one it had in the run.
     """
     # The run has checked that the task fits. Where the model is from a directory, there may be no
     # task here.
@@ -56,7 +57,7 @@ def policy_in(path, config, task, dtype, alone=False, merged=True):
     if config.lora is None:
         model = empty_policy(config, shape).to_empty(device="cpu")
     else:
-        model = empty_model(config, shape, config.compute).to_empty(device="cpu")
+        model = empty_model(config, shape, base or config.compute).to_empty(device="cpu")
         if config.model:
             load_hf(config.model, model=model)
         else:
@@ -74,16 +75,22 @@ def policy_in(path, config, task, dtype, alone=False, merged=True):
     return keep_wide(config, model.to(dtype).requires_grad_(False))
 
 
+def of_export(config) -> dict:
+    """Return the dtypes of an exported policy, as keyword arguments of `policy_in`."""
+    # The generator's dtype, or in mixed precision the masters', which is finer. Factors were
+    # trained beside a base that --compute-dtype had rounded. They are exported on the base as it is
+    # stored: a rounded one would write its rounding down as if it had been trained.
+    dtype = config.dtype if config.is_mixed else config.rollout_dtype
+    return dict(dtype=dtype, base=config.dtype)
+
+
 def export_last(config, task, directory):
     """Write the last weights to OUT/hf for transformers and --model, on rank 0 alone."""
     if config.router_bias_rate:
         say(f"{directory.hf} is not written: its format has no --router-bias-rate")
         return
 
-    # The weights of the last checkpoint in the generator's dtype, or in mixed precision the
-    # masters, which are finer.
-    dtype = config.dtype if config.is_mixed else config.rollout_dtype
-    model = policy_in(directory.newest(), config, task, dtype, alone=True)
+    model = policy_in(directory.newest(), config, task, alone=True, **of_export(config))
     with writing(directory.hf, directory.advice):
         write_hf(model, directory.hf, config.model)
 

@@ -39,7 +39,8 @@ Papers and their settings. The rest stays at its default, and each paper has its
                            --entropy-coef 0
   DPPO         2602.04879  --objective dppo --clip-low 0.15 --clip-high 0.15
                            --advantage group_std --entropy-coef 0
-  decoupled PPO  2110.00641  --proximal --importance-cap 2: truncated importance sampling
+  decoupled PPO  2110.00641  --proximal --importance-cap 1e9: the paper's weights have no bound
+  TIS            1802.01561  --proximal --importance-cap 2: the same weights, truncated as V-trace's
   IcePop         2510.18855  --proximal --importance mask --importance-low 0.5 --importance-cap 5
   sequence mask  TRL         --proximal --importance mask --importance-of sequence
                              --importance-cap 3

@@ -14,8 +14,9 @@ and a few inputs. A chunk reads both from leaves: the state at a fork is one mor
 have no state to begin with. But a state is affine in the state S_0 before the stretch: by (6) of
 deltanet.py one run gives A, B, R and o0 with S = A S_0 + B and o_i = R_i S_0 + o0_i. The ranks
 gather all [B A], K (K + V) numbers for each head, and follow the states from stretch to stretch.
-That costs 1 + K / V times the recurrence, and a zigzag costs no more than contiguous shares, which
-flash-linear-attention and Megatron-LM have.
+The recurrence then has K more columns than its V. A zigzag has two stretches a rank. It runs as
+many tokens as the contiguous shares of flash-linear-attention and Megatron-LM, and gathers twice as
+many states.
 
 Not here: a kernel for all pieces of a tree at once; each is a call of `by_chunk`.
 

@@ -1,9 +1,9 @@
 """Generation: adds a cache for rows that come and go, and shared prompts, to `models.generate`.
 
 The cache has memory that grows with need, sliding layers that forget, rows that leave and enter
-without a copy of the others, and prompts whose keys several rows share. It holds 2 G D numbers per
-token and layer, in sliding layers for about one and a half windows at most, and in recurrent layers
-H K V numbers per row, whatever its length.
+without a copy of the others, and prompts whose keys several rows share. It has 2 G D numbers per
+token and layer and room to grow, in sliding layers for the tokens that a window may reach, and in
+recurrent layers H K V numbers per row, whatever its length.
 
 Letters:  B rows   S new tokens of a row   C room of the cache   R prompts, L slots of a prompt   H
 query heads   G key heads   D width of a head   V words   h query heads of a key head times new

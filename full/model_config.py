@@ -364,12 +364,15 @@ def read_rope(rope, raw) -> dict:
     return rope | {"rope_theta": float(rope["rope_theta"])}
 
 
+OF_NO_NUMBER = "initializer_range", "eos_token_id"  # fields that no trained model computes with
+
+
 def require_same_numbers(config, other, where) -> None:
     """Raise a ValueError if a model of the other configuration would compute something else."""
     for f in dataclasses.fields(config):
         mine = getattr(config, f.name)
         theirs = getattr(other, f.name)
-        if f.name not in ("initializer_range", "eos_token_id") and mine != theirs:
+        if f.name not in OF_NO_NUMBER and mine != theirs:
             raise ValueError(f"{where} has {f.name} {mine}, the model {theirs}")
 
 

@@ -12,7 +12,7 @@ frozen reference, smp of the sampler; H_t the entropy, sg: no gradient:
            cispo      -sg(min(r, cispo_bound)) A lp
            sapo       -4 f A / tau            f = sigmoid(tau (r - 1)), tau 1 if A > 0, else 1.05
            gmpo       -s A                    s of d that is clipped on the side that A asks for
-           dppo       -sg(w) A lp             w = min(r, 20) where the token's probability has
+           dppo       -sg(b) A lp             b = min(r, 20) where the token's probability has
                                               moved little, else 0
   (4)  l_t <- sg(x_t) l_t      x = exp(old - smp) of the token or sequence, truncated or masked
   (5)  l_t <- l_t + kl_coef k(d) - entropy_coef H_t               d = lp_t - ref_t
@@ -185,7 +185,7 @@ def divergence(d, /, kind):
     """Return k of (5), an estimate of KL(p, reference) from d = log p - log reference.
 
     d is taken at tokens drawn from p. The KL is the mean of both kinds (Schulman 2020). k3 is never
-    negative, and has less noise than k1.
+    negative, and has less noise than k1 while p is near the reference.
     """
     return d if kind == "k1" else torch.exp(-d) + d - 1
 

@@ -89,7 +89,7 @@ class Place(NamedTuple):
     def gather(self, x, kept=0):
         """Undo all cuts of this rank's entries x but the first `kept`. Collective.
 
-        It takes no more memory than the result, this rank's entries and a copy of them.
+        It holds the result of one cut at a time, what this was gathered from, and a copy of that.
         """
         # 13 rows under t2, and then FSDP over d2:
         #

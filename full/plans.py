@@ -5,6 +5,7 @@ arXiv:2205.05198), experts are GShard's and folded (arXiv:2006.16668, arXiv:2504
 """
 
 import dataclasses
+import math
 import re
 import textwrap
 from typing import NamedTuple
@@ -140,8 +141,9 @@ class Plan:
         product = "d * c * t" if self.etp == 1 else "d * c"
         ranks = self.dp * self.cp * self.tp // self.etp
         if ranks % self.ep:
-            raise ValueError(
-                f"plan {self}: expected e to divide {product} = {ranks}, got {self.ep}")
+            enough = dataclasses.replace(self, dp=math.lcm(ranks, self.ep) // ranks * self.dp)
+            raise ValueError(f"plan {self}: expected e to divide {product} = {ranks}, got "
+                             f"{self.ep}. Experts add no ranks: {enough} has {enough.world}")
 
     @property
     def world(self) -> int:

@@ -17,7 +17,7 @@ import train_grpo
 from full.config import Config
 from full.directory import read_json_lines
 from full.tasks import TASKS, Task, bare, from_file, is_finite_number, is_held_out, require_code
-from full.text import text_of
+from full.text import naming, text_of
 
 
 def require_task(config):
@@ -56,6 +56,7 @@ class Line(NamedTuple):
     messages: list  # the prompt's messages
     prompt: list  # the prompt's tokens
     later: list  # the user's messages after the policy's first, second, .. answer
+    arguments: dict  # what the row gives the chat template besides messages, such as tools
 
     def conversation(self, answers) -> list:
         """Return the messages so far: the prompt's, and after each answer the user's next."""
@@ -83,6 +84,9 @@ class Jsonl(Task):
 
         system  user  assistant  user  [the policy]  user  [the policy]
 
+    The row's `tools`, `documents` and `chat_template_kwargs` go to the chat template. Its other
+    fields are for the reward, and one that the template reads is refused.
+
     An assistant's message at the end is left out. Only the last answer is rewarded. --reward names
     a function(text, row). Without it, an answer has reward 1 if it ends in `####` and a number or
     text equal to what follows `####` in the line's answer (equal to the whole answer, if nothing
@@ -90,8 +94,8 @@ class Jsonl(Task):
     0.
 
     The lines of --eval-data are held out, in their order, and all of --data is trained on. Without
-    --eval-data every tenth prompt of --data, by its hash, is held out. With all_lines every prompt
-    of the one file is, for an evaluation that trains on none.
+    --eval-data every tenth prompt of --data, by its hash, is held out, with all lines that have it.
+    With all_lines every prompt of the one file is, for an evaluation that trains on none.
 
     A state is (line, texts of the policy's answers so far).
     """
@@ -117,16 +121,11 @@ class Jsonl(Task):
 
         # Every line is encoded and checked now, so that a bad one is named before the run starts.
         lines = self._lines(config.data, data)
-        self.rows = {False: [], True: []}  # by held out
-        if config.eval_data:
-            self.rows = {False: lines, True: self._lines(config.eval_data, eval_data)}
-        else:
-            for line in lines:
-                self.rows[is_held_out(line.shown.encode())].append(line)
-        if all_lines:  # for an evaluation, which trains on none
-            every = self.rows[True] + ([] if config.eval_data else self.rows[False])
-            self.rows = {False: every, True: every}
-        self.held_out = len(self.rows[True])  # prompts of an evaluation, at most
+        held_out = self._lines(config.eval_data, eval_data) if config.eval_data else []
+        self.lines = {"data": lines, "eval_data": held_out}
+        self.rows = self._split(all_lines)  # by held out
+        self.held_out = len(self.rows[True])  # see `Task`
+        self.longest = max((len(line.prompt) for line in [*lines, *held_out]), default=0)
         self._require_lines(lines)
         self.note = "\n".join(self._notes(all_lines))
 
@@ -141,12 +140,19 @@ class Jsonl(Task):
         text = self.text.decode(answer[:-1], special=self.special)
         answers = (*answers, text)
         if len(answers) <= len(line.later):
-            said = self.text.next_turn(line.conversation(answers), answer[-1])
+            said = self.text.next_turn(line.conversation(answers), answer[-1], line.arguments)
             return (line, answers), said, 0.0
         return (line, answers), None, self._reward(line, text)
 
     def where(self, state):
         return state[0].where
+
+    def contents(self):
+        said = {name: [line.row for line in lines] for name, lines in self.lines.items() if lines}
+        said |= self.text.contents()
+        if self.template != "chat":
+            del said["chat template"]
+        return said
 
     def show(self, tokens):
         return self.text.decode(tokens, special=True)
@@ -158,7 +164,7 @@ class Jsonl(Task):
         lines = []
         for number, row in read_json_lines(file) if rows is None else enumerate(rows, 1):
             where = f"{file} line {number}"
-            with naming_the_line(where):
+            with naming(where):  # a complaint of the chat template's too
                 lines.append(self._line(where, row))
         return lines
 
@@ -181,8 +187,12 @@ class Jsonl(Task):
         # Only `####` could equal an empty one.
         if not self.config.reward and answer_in(row) is None:
             raise ValueError("it holds no answer, a text or a number, and there is no --reward")
-        if not self.config.reward and not gold_of(answer_in(row)):
+        gold = "" if self.config.reward else gold_of(answer_in(row))
+        if not self.config.reward and not gold:
             raise ValueError("its answer is empty, so nothing says what is right")
+        if "\n" in gold:
+            raise ValueError(f"its answer has several lines and no ####, so no line equals it: "
+                             f"{gold!r:.80}")  # fmt: skip
 
         # Files for supervised training end in an answer, which the policy has to give by itself.
         if messages[-1]["role"] == "assistant":
@@ -190,17 +200,49 @@ class Jsonl(Task):
         shown = json.dumps(messages, sort_keys=True) if "messages" in row else row["question"]
         first, later = played_turns(messages)
 
+        # What the chat template would read of the row must reach it.
+        arguments = arguments_in(row)
+        if arguments and self.template != "chat":
+            raise ValueError(f"it holds {next(iter(arguments))}, which only --template chat can "
+                             f"say")  # fmt: skip
+        if self.template == "chat":
+            self.text.require_read(arguments)
+            for name in sorted(self.text.variables(arguments) & row.keys() - {*ARGUMENTS}):
+                raise ValueError(f"it holds {name}, which the chat template reads: put it into "
+                                 f"chat_template_kwargs")  # fmt: skip
+
         # The chat template writes the marks of turns, and BOS if it should be there. Plain text
         # begins with BOS if this checkpoint's texts do.
         if self.template == "chat":
             if self.config.system and first[0]["role"] != "system":
                 first = [{"role": "system", "content": self.config.system}, *first]
-            prompt = self.text.prompt(first)
+            prompt = self.text.prompt(first, arguments)
         else:
             prompt = self.text.encode(plain_prompt(self.config, shown), bos=True)
-        line = Line(where, row, shown, first, prompt, later)
+        line = Line(where, row, shown, first, prompt, later, arguments)
         self._require_room(line)
         return line
+
+    def _split(self, all_lines) -> dict:
+        """Return {False: the lines to train on, True: the lines that are held out}."""
+        rows = {False: self.lines["data"], True: self.lines["eval_data"]}
+        if not self.config.eval_data:
+            # Lines of one prompt are held out together, although they may ask it in other words.
+            held = {}
+            for line in self.lines["data"]:
+                held.setdefault(tuple(line.prompt), is_held_out(line.shown.encode()))
+            rows = {is_out: [line for line in self.lines["data"]
+                             if held[tuple(line.prompt)] == is_out] for is_out in rows}  # fmt: skip
+        if all_lines:  # for an evaluation, which trains on none
+            every = rows[True] + ([] if self.config.eval_data else rows[False])
+            rows = {False: every, True: every}
+
+        # An evaluation asks once what stands in several lines.
+        asked = {}
+        for line in rows[True]:
+            answer = f"{line.row.get('answer')}"
+            asked.setdefault((tuple(line.prompt), f"{line.later}", answer), line)
+        return rows | {True: [*asked.values()]}
 
     def _require_known(self, tokens):
         """Raise a ValueError if the model has no row for one of the tokens."""
@@ -222,7 +264,8 @@ class Jsonl(Task):
         # an answer says changes none of these messages.
         said = 0
         for n in range(len(line.later)):
-            tokens = self.text.next_turn(line.conversation([""] * (n + 1)), self.end[0])
+            said_so_far = line.conversation([""] * (n + 1))
+            tokens = self.text.next_turn(said_so_far, self.end[0], line.arguments)
             self._require_known(tokens)
             said += len(tokens)
         if said + len(line.later) + 1 > limit:
@@ -256,11 +299,11 @@ class Jsonl(Task):
 
         # What makes the figure of --eval-data another one than a reader would think.
         held_out = self.rows[True]
-        trained = {line.shown for line in self.rows[False]}
-        seen = sum(line.shown in trained for line in held_out)
+        trained = {tuple(line.prompt) for line in self.rows[False]}
+        seen = sum(tuple(line.prompt) in trained for line in held_out)
         if c.eval_prompts < len(held_out):
-            yield (f"{c.eval_data} has {len(held_out)} lines, and an evaluation asks the first "
-                   f"{c.eval_prompts}: --eval-prompts {len(held_out)} asks all")
+            yield (f"{c.eval_data} has {len(held_out)} prompts, and an evaluation asks the first "
+                   f"{c.eval_prompts}: --eval-prompts {len(held_out)} asks each")  # fmt: skip
         if seen and c.data != c.eval_data:
             yield (f"{seen} of the {len(held_out)} prompts of {c.eval_data} are in {c.data} too, "
                    f"and are trained on")  # fmt: skip
@@ -281,15 +324,6 @@ class Jsonl(Task):
             raise ValueError(f"--reward {self.config.reward} gave {reward!r} {where}: rewards must "
                              f"be finite numbers")  # fmt: skip
         return float(bare(reward))
-
-
-@contextlib.contextmanager
-def naming_the_line(where):
-    """Put FILE.jsonl line N before what a ValueError says, of the chat template's too."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
 
 
 def template_of(config, text) -> str:
@@ -319,6 +353,25 @@ def plain_prompt(config, question) -> str:
     if "{question}" in config.template:
         return config.template.replace("{question}", question)
     return with_instruction(config, question) + "\n"
+
+
+# The fields of a row that transformers' apply_chat_template takes under their own names.
+ARGUMENTS = "tools", "documents"
+
+
+def arguments_in(row) -> dict:
+    """Return {name: value} of what a row gives the chat template besides messages.
+
+    They are its `tools`, its `documents`, and what is in its `chat_template_kwargs`, as in the data
+    sets of other trainers. A null says nothing.
+    """
+    more = row.get("chat_template_kwargs") or {}
+    if not isinstance(more, dict):
+        raise ValueError(f"expected chat_template_kwargs to be an object, got {more!r:.80}")
+    given = {name: row[name] for name in ARGUMENTS if row.get(name) is not None}
+    for name in sorted(given.keys() & more.keys()):
+        raise ValueError(f"it holds {name} twice, the second in chat_template_kwargs")
+    return given | more
 
 
 def require_messages(messages):

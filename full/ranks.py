@@ -57,7 +57,8 @@ def connect(device="", *, timeout=60, threads=1) -> str:
 
     patience = datetime.timedelta(seconds=timeout)
     where = dict(store=dist.HashStore(), rank=0, world_size=1)
-    if os.environ.get("RANK"):
+    # A launcher that sets only a part of its variables would start processes that each run alone.
+    if os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or is_one_of_several():
         store, rank, world = meet(patience)
         store = store_of_this_attempt(store, rank, world, timeout)
         where = dict(store=store, rank=rank, world_size=world)
@@ -80,10 +81,16 @@ def is_one_of_several() -> bool:
 
 def meet(patience):
     """Return the store in which the ranks meet, this rank, and how many ranks there are."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        if not re.fullmatch("[0-9]+", os.environ.get(name, "")):
-            raise ValueError(f"{name}: expected a number, as torchrun sets it, got "
+    number = ("a number", "[0-9]+")
+    wanted = dict(RANK=number, WORLD_SIZE=number, MASTER_ADDR=("an address", ".+"),
+                  MASTER_PORT=number)  # fmt: skip
+    for name, (expected, pattern) in wanted.items():
+        if not re.fullmatch(pattern, os.environ.get(name, "")):
+            raise ValueError(f"{name}: expected {expected}, as torchrun sets it, got "
                              f"{os.environ.get(name)!r}")  # fmt: skip
+    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if int(rank) >= int(world):
+        raise ValueError(f"RANK: expected less than WORLD_SIZE, {world}, got {rank}")
     try:
         return next(dist.rendezvous("env://", timeout=patience))
     except dist.DistNetworkError as error:

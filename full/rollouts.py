@@ -341,6 +341,17 @@ def play(config, task, sampler, starts, key) -> list:
     return list(groups.values())
 
 
+# numpy pads a key of fewer than four numbers with zeros, so [seed, 1, 0, 0] would draw what
+# [seed, 1] draws, which is deck 1 of `train_grpo.deal`. A key of five numbers is no padding of two.
+# The fifth one is a number that no sample of an evaluation has: its key has five numbers too.
+PROMPT = 2**32 - 1
+
+
+def prompt_rng(seed, stream, step, group):
+    """Return the generator of one prompt. stream: ROLLOUT or EVALUATION."""
+    return np.random.default_rng([seed, stream, step, group, PROMPT])
+
+
 def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
     """Return (group, state, prompt tokens) for each group of a step that this rank plays.
 
@@ -353,29 +364,34 @@ def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
     starts = []
     for group in groups:
         if group % dist.get_world_size() == dist.get_rank():
-            rng = np.random.default_rng([config.seed, stream, step, group])
+            rng = prompt_rng(config.seed, stream, step, group)
             state, prompt = task.prompt(rng, first + group, held_out)
             starts.append((group, state, prompt))
     return starts
 
 
-def held_out_prompts(config, task) -> int:
-    """Return how many prompts an evaluation plays: those of a file once, at most eval_prompts."""
-    return min(config.eval_prompts, getattr(task, "held_out", config.eval_prompts))
+def prompts_of_evaluation(config, task) -> int:
+    """Return how many prompts an evaluation asks: --eval-prompts, but each prompt equally often."""
+    # With 15 held-out lines, 70 prompts would be ten lines five times and five lines four times.
+    # A line is asked once. `guess` has few secrets, and asks each of 7 ten times.
+    asked = config.eval_prompts
+    if isinstance(task, train_grpo.Guess):
+        return asked // task.size * task.size or asked
+    return min(asked, getattr(task, "held_out", None) or asked)
 
 
-def play_held_out(config, task, sampler, *, group=1, temperature=0.0, key=()):
+def play_held_out(config, task, sampler, *, group=1, temperature=0.0):
     """Play each held-out prompt `group` times, by default once and greedily. Collective.
 
-    key: of the random draws; greedy play has none. Returns the starts of this rank, as of
-    `draw_prompts`, and the lists of trajectories.
+    Returns the starts of this rank, as of `draw_prompts`, and the lists of trajectories.
     """
-    groups = range(held_out_prompts(config, task))
-    starts = draw_prompts(config, task, EVALUATION, 0, groups, held_out=True)
+    prompts = range(prompts_of_evaluation(config, task))
+    starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
     # These rollouts are not trained on, so they do not fork.
     plain = dict(forks=1, fork_turns=0)
     config = dataclasses.replace(config, group=group, temperature=temperature, **plain)
-    return starts, play(config, task, sampler, starts, key)
+    # Samples have random numbers of their own: a key of one number more than a rollout's.
+    return starts, play(config, task, sampler, starts, key=(config.seed, EVALUATION, 0))
 
 
 def evaluate(config, task, sampler):
@@ -385,4 +401,4 @@ def evaluate(config, task, sampler):
     # Each rank has played its own prompts; the sum over ranks is of all.
     solved_here = len([group for group in groups if group[0].reward >= 1])
     (solved,) = summed([solved_here], current_device())
-    return solved / held_out_prompts(config, task), groups[0][0] if groups else None
+    return solved / prompts_of_evaluation(config, task), groups[0][0] if groups else None

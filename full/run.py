@@ -21,8 +21,9 @@ from full.exact import require_exact_kernels
 from full.export import export_last
 from full.logs import Log, Logs, RolloutLog, Warnings
 from full.questions import make_task
+from full.places import local
 from full.ranks import (
-    Interrupted, Progress, Stop, agree, current_device, errors_on_all_ranks, say,
+    Interrupted, Progress, Stop, agree, current_device, errors_on_all_ranks, say, warn,
 )  # fmt: skip
 from full.rollouts import Sampler, Unheard
 from full.saves import Checkpointer, audits_in_words
@@ -67,7 +68,7 @@ def start_run(config, progress=None, *, make=make_task, log=None, goes_on=False)
         trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
         # All that can be refused has been: only now is a directory claimed.
         # Rank 0 alone looks and writes, and holds the lock: the other ranks get the path.
-        directory = RunDirectory(agree(lambda: RunDirectory.claim(config, stack).path))
+        directory = RunDirectory(agree(lambda: RunDirectory.claim(config, stack, task).path))
         if config.engine:
             generator.begin(directory.engine)
             stack.callback(generator.worker.shutdown, wait=False, cancel_futures=True)
@@ -175,11 +176,24 @@ def introduce(config, task, trainer, directory, first_step, origin):
         f"{trainer.device.type}, {dtype}")  # fmt: skip
     say(f"out {directory}: `python -m full plot {directory}` draws it; Ctrl-C saves, "
         f"{directory.flags_to_resume} goes on")  # fmt: skip
+    share = lost_to_rounding(trainer.model, c.lr) if c.dtype == "bfloat16" else 0.0
+    if share > 0.001:
+        warn(f"--dtype bfloat16 has no finer masters: rounding undoes a step of --lr {c.lr:g} in "
+             f"{share:.1%} of the weights; set --dtype float32 --compute-dtype bfloat16")
     if c.proximal and c.rounds_apart:
         say("old log-probs are the trainer's, since the sampler rounds otherwise; --no-proximal "
             "takes the sampler's")  # fmt: skip
     if getattr(task, "note", ""):  # what a task has decided, such as a template
         say(task.note)
+
+
+def lost_to_rounding(model, step) -> float:
+    """Return which part of this rank's trained weights is the same after a step of this size."""
+    # AdamW's steps are about as long as the rate. A bfloat16 number near 0.02 has no neighbor
+    # within 6e-5, so with the rate 1e-6 it stays where it is for ever.
+    weights = [local(p.detach()) for p in model.parameters() if p.requires_grad]
+    kept = sum(int(((p + step == p) & (p - step == p)).sum()) for p in weights)
+    return kept / max(1, sum(p.numel() for p in weights))
 
 
 def restore(config, trainer, directory):

@@ -18,15 +18,14 @@ from full.checkpoint import checkpoints
 from full.config import Config, resumed_config
 from full.flags import add_flags
 from full.directory import RunDirectory
-from full.export import ONE_PROCESS, beside, one_process, policy_in, write_hf
+from full.export import ONE_PROCESS, beside, of_export, one_process, policy_in, write_hf
 from full.hf import load_hf
 from full.lora import save_factors
 from full.model_config import read_json
 from full.questions import Jsonl, make_task
-from full.rollouts import Sampler, evaluate, held_out_prompts, play_held_out
+from full.rollouts import Sampler, evaluate, play_held_out, prompts_of_evaluation
 from full.tasks import TASKS
 from full.text import text_of
-from train_grpo import EVALUATION
 
 
 def is_run(directory) -> bool:
@@ -55,13 +54,14 @@ def settings_of_run(run, given=None, imported=()) -> Config:
     return config
 
 
-def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=True):
+def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=True, base=""):
     """Load the policy of a run or of a Hugging Face directory, whole. Return the model and a name.
 
     task: of a run without --model, whose tokens are the task's.
     step: int. Of the run's checkpoint. Default: the newest undamaged one.
     dtype: str. Default: of a run its generator's, in which it evaluates; of a directory as stored.
     merged: bool. Whether the factors of --lora-rank are added to their matrices.
+    base: str. Of the matrices that they are added to. Default: as in the run.
     """
     if not is_run(source):
         if step is not None:
@@ -82,7 +82,8 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=
     RunDirectory(source).require_noted("base.json", config)
 
     def read(path):
-        return policy_in(path, config, task, dtype or config.rollout_dtype, merged=merged)
+        kept = dtype or config.rollout_dtype
+        return policy_in(path, config, task, kept, merged=merged, base=base)
 
     if step is None:
         path, model = RunDirectory(source).read_newest(read)
@@ -145,8 +146,7 @@ def evaluated(config, task, sampler, samples):
     # the same figure, if seed, prompts and limits are the run's.
     values = {"solved": evaluate(config, task, sampler)[0]}
 
-    # The samples have random numbers of their own: a key of one number more than a rollout's.
-    how = dict(group=samples, temperature=config.temperature, key=(config.seed, EVALUATION, 0))
+    how = dict(group=samples, temperature=config.temperature)
     starts, groups = play_held_out(config, task, sampler, **how)
     counts = [sum(t.reward >= 1 for t in group) for group in groups]
     powers = [2**n for n in range(samples.bit_length())]  # 1 2 4 of 6 samples, and 6 itself
@@ -211,7 +211,7 @@ def evaluation(argv) -> int:
         raise ValueError(f"--all-lines is for --task jsonl, not {config.task}")
     with one_process("an evaluation", config.device, config.threads) as device:
         task = Jsonl(config, all_lines=True) if options.all_lines else make_task(config)
-        prompts = len(task.rows[True]) if options.all_lines else held_out_prompts(config, task)
+        prompts = len(task.rows[True]) if options.all_lines else prompts_of_evaluation(config, task)
         config = dataclasses.replace(config, eval_prompts=prompts)
         which = dict(step=options.step, dtype=options.dtype, device=device)
         model, name = load_policy(options.source, task, **which)
@@ -223,7 +223,8 @@ def evaluation(argv) -> int:
     if getattr(task, "note", ""):
         print(task.note)
     which = "prompts" if options.all_lines else "held-out prompts"
-    print(f"{name}: {config.task}, {config.eval_prompts} {which}, {different} different; "
+    print(f"{name}: {config.task}, {prompts_of_evaluation(config, task)} {which}, "
+          f"{different} different; "
           f"{options.samples} samples each at temperature {config.temperature:g}, "
           f"seed {config.seed}\n{'':24}   95 % interval over prompts")  # fmt: skip
     for name, (value, low, high) in figures.items():
@@ -273,9 +274,9 @@ def export(argv) -> int:
         given = {"task": options.task} if options.task else {}
         task = make_task(settings_of_run(options.run, given, imported=("task",)))
     with one_process("an export"):
-        dtype = config.dtype if config.is_mixed else ""  # the masters, as at the run's own end
-        which = dict(step=options.step, dtype=dtype, merged=not options.adapters)
-        model, name = load_policy(options.run, task, **which)
+        # Factors alone are written as they were trained.
+        which = dict(dtype=config.dtype, merged=False) if options.adapters else of_export(config)
+        model, name = load_policy(options.run, task, step=options.step, **which)
         if options.adapters:
             save_factors(model, directory, config.model)
         else:

@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 
 
-# Values of --task that name no file: `make_task` of text.py makes them.
+# Values of --task that name no file: `make_task` of questions.py makes them.
 TASKS = "guess", "jsonl"
 
 
@@ -40,6 +40,8 @@ class Task:
 
     vocab_size: int
     end: tuple[int, ...]  # tokens that end a turn
+    held_out: int | None = None  # how many held-out prompts there are; None: they are drawn
+    longest: int = 0  # tokens of the longest prompt; 0: unknown
 
     def __init__(self, config=None):
         """Make the task. It is called as Class(config)."""
@@ -59,6 +61,13 @@ class Task:
     def where(self, state) -> str:
         """Return the place that a state comes from, such as a file's line, for errors, or ""."""
         return ""
+
+    def contents(self) -> dict:
+        """Return {what: JSON value} that prompts and rewards are made of, other than code.
+
+        A run that goes on with another value is refused by the name of what it is.
+        """
+        return {}
 
     def show(self, tokens: list[int]) -> str:
         """Return tokens as a person reads them, for samples.jsonl and errors."""

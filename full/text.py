@@ -12,6 +12,7 @@ very tokens that it sampled:
 """
 
 import contextlib
+import functools
 import json
 import re
 from pathlib import Path
@@ -43,7 +44,7 @@ class Text:
         of an image (Gemma 3 1B).
     tokenizer: transformers' tokenizer.
     template: the chat template, as transformers read it. None where the directory has none.
-    bos: int. The id that raw text begins with. None if the checkpoint wants none.
+    begin: list of int. The ids that raw text begins with, such as BOS. Mostly it is empty.
     end: tuple of int. The ids that end a turn. The mark that the template itself writes after an
         answer is first, then the ids of generation_config.json, then the ids of config.json.
     parts: set of str. The roles whose content the template wants as a list of parts.
@@ -63,17 +64,16 @@ class Text:
         self.config = ModelConfig.from_hf(self.directory)
         self.vocab_size = self.config.vocab_size
         self.template = self.tokenizer.chat_template
-        # The tokenizer itself writes BOS before any text, or nothing does.
-        bare = self.encode("a")
-        whole = self.tokenizer.encode("a")
-        self.bos = whole[0] if whole[:1] != bare[:1] else None
+        # The tokenizer itself writes BOS before any text, or nothing does. It may also write marks
+        # after a text, which would end an answer before it begins: a prompt gets none of them.
+        bare, whole = self.encode("a"), self.tokenizer.encode("a")
+        places = [n for n in range(len(whole)) if whole[n : n + len(bare)] == bare]
+        self.begin = whole[: places[0]] if places else []
 
         # The template is asked for the rest.
-        for name in self.arguments if self.template is not None else ():
-            reads = re.search(rf"\b{re.escape(name)}\b", f"{self.template}")
-            if not reads or name in ("messages", "add_generation_prompt", "strftime_now"):
-                raise ValueError(f"--template-args: the chat template of {self.directory} has no "
-                                 f"argument {name}")  # fmt: skip
+        if self.template is not None and self.arguments:
+            with naming("--template-args"):
+                self.require_read(self.arguments)
         self.parts = set()
         self._find_parts()
         self.end = self._find_ends()
@@ -86,10 +86,19 @@ class Text:
         what = f"the chat template of {self.directory} gets {', '.join(given)}"
         return what if given else ""
 
+    def contents(self) -> dict:
+        """Return {what: JSON value} that tokens are a function of: see `Task.contents`."""
+        # What the files say, however they are laid out. Calls leave padding behind, which no
+        # prompt has.
+        tokenizer = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        tokenizer |= dict(truncation=None, padding=None, marks=self.tokenizer.special_tokens_map)
+        return {"chat template": self.template, "tokenizer": tokenizer,
+                "list of end ids": self.end}  # fmt: skip
+
     def encode(self, text, *, bos=False) -> list[int]:
         """Encode a text as it stands: marks in it become their ids, and nothing is added.
 
-        bos: begin with BOS, if the checkpoint wants one and the text does not begin with it.
+        bos: begin with `begin`, unless the text does so by itself.
         """
         # A pipe and the command line may bring bytes that are not UTF-8. Python passes them on as
         # lone surrogates, and the tokenizer would fail without naming them. This names them.
@@ -98,8 +107,8 @@ class Text:
         # Here "special tokens" are the tokens that the tokenizer would put around the text. Marks
         # inside the text are recognized in either case.
         tokens = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        if bos and self.bos is not None and tokens[:1] != [self.bos]:
-            tokens = [self.bos, *tokens]
+        if bos and tokens[: len(self.begin)] != self.begin:
+            tokens = [*self.begin, *tokens]
         return tokens
 
     def decode(self, tokens, *, special=False) -> str:
@@ -107,9 +116,23 @@ class Text:
         how = dict(skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         return self.tokenizer.decode(list(tokens), **how)
 
-    def render(self, messages, *, add_generation_prompt=True) -> str:
+    def require_read(self, arguments):
+        """Raise ValueError if the chat template does not read one of these arguments."""
+        for name in sorted(arguments.keys() - self.variables(arguments)):
+            if arguments[name] != []:  # no tools, and no documents, are what such a template says
+                raise ValueError(f"the chat template of {self.directory} has no argument {name}")
+
+    def variables(self, arguments) -> set:
+        """Return the names that the chat template reads, and that a row or a flag may give."""
+        with named(f"the chat template of {self.directory} fails"):
+            template = self.tokenizer.get_chat_template(tools=arguments.get("tools"))
+            return variables_of(template) - {"messages", "add_generation_prompt", "strftime_now"}
+
+    def render(self, messages, arguments=None, *, add_generation_prompt=True) -> str:
         """Write a conversation as the checkpoint's chat template writes it.
 
+        arguments: {name: value}. What the template gets besides, such as `tools`, as
+            apply_chat_template takes them. They win over those of --template-args. Default: none.
         add_generation_prompt: end with the text that precedes an answer of the assistant.
         ValueError without a template, or with the template's own complaint.
         """
@@ -117,30 +140,33 @@ class Text:
             raise ValueError(f"{self.directory} has no chat template")
         # A template is a program, written by somebody else: any error may come out of it. That
         # jinja2 is not installed is not its fault.
-        how = dict(tokenize=False, add_generation_prompt=add_generation_prompt) | self.arguments
+        arguments = self.arguments | (arguments or {})
+        how = dict(tokenize=False, add_generation_prompt=add_generation_prompt) | arguments
         messages = [
             message | {"content": [{"type": "text", "text": message["content"]}]}
             if message["role"] in self.parts else message
             for message in messages
         ]  # fmt: skip
         with named(f"the chat template of {self.directory} fails"):
-            template = self.tokenizer.get_chat_template(tools=self.arguments.get("tools"))
+            template = self.tokenizer.get_chat_template(tools=arguments.get("tools"))
             if "strftime_now" in template:
                 how |= dict(chat_template=DATE_MACRO + template, date_codes=self._date_codes())
             return self.tokenizer.apply_chat_template(messages, **how)
 
-    def prompt(self, messages) -> list[int]:
+    def prompt(self, messages, arguments=None) -> list[int]:
         """Encode a conversation up to the place where the assistant answers.
 
         The template decides whether BOS is among the tokens: Gemma's writes it, Qwen has none.
-        ValueError if the template leaves a message out.
+        ValueError if the template leaves a message out. arguments: as in `render`.
         """
-        tokens = self.encode(self.render(messages))
-        self._require_said(messages, range(len(messages)))
+        tokens = self.encode(self.render(messages, arguments))
+        self._require_said(messages, range(len(messages)), arguments)
         return tokens
 
-    def next_turn(self, messages, end_token) -> list[int]:
+    def next_turn(self, messages, end_token, arguments=None) -> list[int]:
         """Encode the text between a sampled answer and the answer to the next message.
+
+        arguments: as in `render`.
 
         messages[-2] is an answer of the policy. Its tokens are in a row already, end_token last.
         messages[-1] is the next message. The result is appended to the row:
@@ -155,8 +181,8 @@ class Text:
         Gemma's trims the spaces around an answer. In a row the thoughts and the spaces stay.
         """
         answered = [*messages[:-2], messages[-2] | {"content": "An answer"}, messages[-1]]
-        after = self._text_after(answered, -2, add_generation_prompt=True)
-        self._require_said(answered, [len(answered) - 1])
+        after = self._text_after(answered, -2, arguments, add_generation_prompt=True)
+        self._require_said(answered, [len(answered) - 1], arguments)
 
         # The mark after the answer is encoded with the rest, since some marks absorb the spaces
         # that follow. The policy has sampled this mark, unless it ended its turn in another way.
@@ -177,18 +203,18 @@ class Text:
     # What a template does with messages can only be seen in what it writes: a word that no message
     # has is put into one of them, and looked for.
 
-    def _require_said(self, messages, places):
+    def _require_said(self, messages, places, arguments=None):
         """Raise a ValueError if the template leaves out a part of one of messages[places]."""
         # A message may be short, and stand elsewhere in the prompt too, so it cannot be searched.
         # It gets marks at its ends that can. What is between, the template may trim and escape. Of
         # an answer it need write the end alone: many templates leave earlier thoughts out.
-        word = unused("Mark", messages)
+        word = unused("Mark", messages, arguments)
         marked = list(messages)
         for n in places:
             message = messages[n]
             begins = "" if message["role"] == "assistant" else f"{word} {n} begins "
             marked[n] = message | {"content": f"{begins}{message['content']} {word} {n} ends"}
-        text = self.render(marked)
+        text = self.render(marked, arguments)
         for n in places:
             role, content = messages[n]["role"], messages[n]["content"]
             begins = role == "assistant" or f"{word} {n} begins" in text
@@ -218,13 +244,13 @@ class Text:
                 if not is_written(conversation[role]):
                     self.parts.remove(role)
 
-    def _text_after(self, messages, turn, *, add_generation_prompt) -> str:
+    def _text_after(self, messages, turn, arguments=None, *, add_generation_prompt) -> str:
         """Return what the template writes after the content of messages[turn], to the end."""
         # Plain words, which no template trims, splits or escapes.
-        words = unused("here the answer stands", messages)
+        words = unused("here the answer stands", messages, arguments)
         messages = list(messages)
         messages[turn] = {"role": messages[turn]["role"], "content": words}
-        text = self.render(messages, add_generation_prompt=add_generation_prompt)
+        text = self.render(messages, arguments, add_generation_prompt=add_generation_prompt)
         if text.count(words) != 1:
             raise ValueError(f"the chat template of {self.directory} writes an answer "
                              f"{text.count(words)} times, not once")  # fmt: skip
@@ -259,11 +285,29 @@ class Text:
         return tuple(dict.fromkeys(ends))
 
 
-def unused(words, messages) -> str:
-    """Return words that no message has: the given ones, or a longer form of them."""
-    while words in str(messages):
+def unused(words, *said) -> str:
+    """Return words that nothing said has: the given ones, or a longer form of them."""
+    while words in str(said):
         words += " again"
     return words
+
+
+@functools.cache
+def variables_of(template) -> set:
+    """Return the names of the variables that a chat template reads and does not make itself."""
+    import jinja2.meta  # transformers needs it for any template
+
+    # {% generation %} is transformers' own mark, which says nothing of variables.
+    plain = re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", template)
+    tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    read = jinja2.meta.find_undeclared_variables(tree)
+
+    # A name that is made on some paths only counts as read, such as `content` in Qwen3's. It can be
+    # an argument if the template asks whether it is defined.
+    made = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "store"}
+    asked = {test.node.name for test in tree.find_all(jinja2.nodes.Test)
+             if test.name == "defined" and isinstance(test.node, jinja2.nodes.Name)}  # fmt: skip
+    return {name for name in read if name not in made or name in asked}
 
 
 def text_of(config) -> Text:
@@ -271,6 +315,15 @@ def text_of(config) -> Text:
     arguments = read_arguments(config.template_args)
     arguments.pop("system", None)  # a message, see `Jsonl`
     return Text(config.model, date=read_date(config.date), arguments=arguments)
+
+
+@contextlib.contextmanager
+def naming(where):
+    """Put `where`, such as FILE.jsonl line N, before what a ValueError says."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from full.masks import Mask
 from full.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradients
 from full.packing import Micro, run_micro_batches, states_like
 from full.parallelize import parallelize
-from full.places import full, part_of
+from full.places import part_of
 from full.ring import indices
 from full.tiny import tiny_model
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, complaint_of, shortened
+from conftest import complaint_of, shortened
 from oracles import bytes_of
 from test_house import FIVE
 from test_ranks import as_script, ranks

@@ -11,7 +11,6 @@ import sys
 
 import pytest
 import torch
-from conftest import slow
 from test_cores import copy_the_five
 from test_ranks import as_script
 from test_run import FROM_ROOT, json_lines, until

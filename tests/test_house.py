@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import tokenize
 
 import imports
 import pytest
@@ -121,6 +122,58 @@ def test_every_tag_ends_in_a_test_that_exists(path):
         assert {*re.findall(r"Pinned by (\S+)\.(?!py)", comment)} <= tests, comment
         ending = r"Pinned by tests/(full/)?\w+\.py::test_\w+\.$"
         assert not tagged or re.search(ending, comment), comment
+
+
+def words_of(tree):
+    """The names that code has, and the words of its texts."""
+    words = set()
+    for node in ast.walk(tree):
+        words |= {getattr(node, field, None) for field in ("id", "attr", "arg", "name", "asname")}
+        if isinstance(node, ast.Constant) and "\n" not in f"{node.value}":
+            words |= {*re.findall(r"\w+", f"{node.value}")}
+    return {word.split(".")[-1] for word in words if isinstance(word, str)}
+
+
+@functools.cache
+def names_of_owners():
+    """{module or class: the names that it has}. Of two modules of one name, those of both."""
+    owners = {}
+    for path in MODULES:
+        top = owners.setdefault(path.stem, set())
+        for x in tree_of(path).body:
+            top |= {y.asname or y.name for y in getattr(x, "names", ())} | {getattr(x, "name", "")}
+            top |= {y.id for y in ast.walk(x) if isinstance(y, ast.Name) and hasattr(x, "value")}
+            if isinstance(x, ast.ClassDef):
+                owners.setdefault(x.name, set()).update(words_of(x))
+    return owners
+
+
+def prose_of(path):
+    """The docstrings of a file, and its blocks of comments, each in one line."""
+    owners = [x for x in ast.walk(tree_of(path))
+              if isinstance(x, ast.Module | ast.ClassDef | ast.FunctionDef)]  # fmt: skip
+    found = [ast.get_docstring(x) or "" for x in owners]
+    with path.open("rb") as file:
+        tokens = [x for x in tokenize.tokenize(file.readline) if x.type != tokenize.NL]
+    for before, token in zip(tokens, tokens[1:]):
+        if token.type == tokenize.COMMENT:
+            found += [] if before.type == tokenize.COMMENT else [""]
+            found[-1] += token.string.removeprefix("#")
+    return [" ".join(text.split()) for text in found]
+
+
+@each_module
+def test_every_name_in_backticks_is_there(path):
+    """`name`, `module.name` or `Class.name`; `name` of FILE.py is in this file."""
+    files = {f"{x.stem}.py": words_of(tree_of(x)) for x in reversed(MODULES)}
+    every = {"py"}.union(*files.values(), (x.stem for x in MODULES))
+    name = r"`(?:(\w+)\.)?(?:\w+\.)*([A-Za-z_]\w*)(?:\([^`]*\))?`(?: (?:of|in) (\w+\.py))?"
+    missing = [
+        f"{owner}.{last} {file}" for text in prose_of(path)
+        for owner, last, file in re.findall(name, text)
+        if last not in files.get(file, every) & names_of_owners().get(owner, every) | {"py"}
+    ]  # fmt: skip
+    assert not missing
 
 
 @pytest.mark.parametrize("path", [*FIVE, ROOT / "conformance/definition.py"], ids=lambda x: x.stem)

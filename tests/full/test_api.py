@@ -400,11 +400,33 @@ def test_a_dataset_and_a_reward_give_the_run_of_their_files(model, flags, capsys
         given["eval_dataset"] = HELD_OUT
     longer = Config(out="run", resume=True, steps=3)
     assert "has to give them again" in complaint_of(run, longer)
+    other = given | dict(dataset=[*QUESTIONS[1:], QUESTIONS[0]])
+    changed = "is not what it was when run began: give the old rows again, or start a new run"
+    assert complaint_of(run, longer, **other) == f"dataset {changed}"
     run(longer, **given)
     assert audit("run", **given).wrong is None
+    assert complaint_of(audit, "run", **other) == f"dataset {changed}"
+    if "eval_dataset" in given:
+        assert f"eval_dataset {changed}" in complaint_of(
+            run, longer, **given | dict(eval_dataset=HELD_OUT[:3]))
+        assert "cannot change --eval-data '' (the" in complaint_of(
+            run, Config(out="files", resume=True, eval_data=""), reward=share, dataset=QUESTIONS)
     capsys.readouterr()
     assert main("--out run --resume --reward rewards.py:share".split()) == 2
     assert "python:jsonl: full.api has made it" in capsys.readouterr().err
+
+    # The rows of a file and of an object are one thing, so each may go on with the other.
+    run(Config(out="files", resume=True, steps=3), **given)
+    same_run(Path("run"), Path("files"))
+    more = "--resume --reward rewards.py:share --task jsonl --data rows.jsonl --steps 4"
+    more += f" {EVAL}" if "eval_dataset" in given else ""
+    assert main(f"--out run {more}".split()) == 0
+    lines = [json.dumps(row) + "\n" for row in QUESTIONS[1:]]
+    Path("rows.jsonl").write_text("".join(lines))
+    held = dict(eval_data="held.jsonl") if "eval_dataset" in given else {}
+    config = Config(out="files", resume=True, steps=4, task="jsonl", data="rows.jsonl",
+                    reward="rewards.py:share", **held)  # fmt: skip
+    assert "change --data 'rows.jsonl' (the run has 'dataset'" in complaint_of(run, config)
 
 
 def test_a_reward_that_fails_ends_the_run(model):

@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from conftest import complaint_of, slow
+from oracles import LiveBytes
 from test_models import model_of
 from test_ranks import join, ranks, read_metrics, start
 from test_run import TINY as TINY_RUN, as_torchrun, free_port, same_run
@@ -535,10 +536,11 @@ def _shards(rank, folder, model_type, text, options):
     with bytes_read() as sizes:
         load_hf(folder, model=model)
     own = sum(local(p).nbytes for p in model.parameters())
-    save_hf(model, f"{folder}-again", max_shard_bytes=20_000)
+    with LiveBytes() as live:
+        save_hf(model, f"{folder}-again", max_shard_bytes=20_000)
     dist.barrier()
     whole = {name: full(p, model.part.places[name]) for name, p in model.named_parameters()}
-    return whole, sum(sizes), own, os.listdir(f"{folder}-again")
+    return whole, sum(sizes), own, os.listdir(f"{folder}-again"), live.peak
 
 
 @pytest.mark.parametrize("text, options, model_type", [
@@ -548,10 +550,13 @@ def test_each_rank_reads_its_part_and_save_gathers_them(tmp_path, text, options,
     save_hf(truth, tmp_path / "hf")
     results = ranks(tmp_path, 4, _shards, tmp_path / "hf", model_type, text, options)
     size = sum(p.nbytes for p in truth.parameters())
-    for whole, read, own, files in results:
+    largest = max(p.nbytes for p in truth.parameters())
+    for whole, read, own, files, peak in results:
         for name, p in truth.named_parameters():
             assert torch.equal(whole[name], p.detach()), name
         assert read == own < 0.8 * size and INDEX in files
+        # A file's tensors, and one that is being gathered from a copy of a part of it.
+        assert peak <= 20_000 + 3 * largest < 0.8 * size
     assert same(truth, load_hf(tmp_path / "hf-again"))
 
 

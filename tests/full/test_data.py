@@ -12,13 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import installed, shortened
+import safetensors.torch
+from conftest import complaint_of, installed, shortened
 
 from full.__main__ import main
 from full.audit import audited
-from full.config import Config
+from full.config import Config, resumed_config
+from full.directory import RunDirectory
 from full.questions import Jsonl, make_task
-from full.rollouts import Sampler, play
+from full.rollouts import Sampler, play, play_held_out
 from full.tasks import is_held_out
 from full.text import Text
 transformers, _ = installed("transformers", "trl")
@@ -49,11 +51,11 @@ def by_transformers(directory):
     """The tokens of a conversation by transformers' apply_chat_template."""
     loaded = {}
 
-    def tokens(family, messages, answer=False):
+    def tokens(family, messages, answer=False, **given):
         if family not in loaded:
             loaded[family] = transformers.AutoTokenizer.from_pretrained(directory(family))
         text = loaded[family].apply_chat_template(
-            messages, add_generation_prompt=not answer, tokenize=False)  # fmt: skip
+            messages, add_generation_prompt=not answer, tokenize=False, **given)  # fmt: skip
         return loaded[family](text, add_special_tokens=False)["input_ids"]
 
     return tokens
@@ -125,6 +127,9 @@ thoughtful.special_tokens = True
 FILES = {
     "rewards.py": REWARDS, "one.py": "def one(text):\n    return 1.0\n",
     "none.py": "import nothing_of_this_name", "empty.jsonl": "\n", "list.jsonl": "[1]\n",
+    "latin.jsonl": '{"question": "?", "answer": "1"}\n{"question": "é"}\n'.encode("latin-1"),
+    "rows.parquet": b"PAR1\x15\x04\xff\xfe\n\x15PAR1", "rows.jsonl.gz": b"\x1f\x8b\x08\x00",
+    "wide.jsonl": '{"question": "?"}'.encode("utf-16"),
     "asks.jsonl": '{"question": "?"}\n', "good.jsonl": '{"question": "?", "answer": "1"}',
 }  # fmt: skip
 
@@ -137,7 +142,7 @@ def task_of(directory, tmp_path, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     for name, source in FILES.items():
-        Path(name).write_text(source)
+        Path(name).write_bytes(source if isinstance(source, bytes) else source.encode())
 
     def make(model="qwen2", rows=QUESTIONS, *, base=False, **options):
         how = dict(task="jsonl", data=write(Path("rows.jsonl"), rows), max_new_tokens=60)
@@ -181,6 +186,63 @@ def test_prompts_are_the_checkpoints_own(task_of, by_transformers, family, said)
         tokens = found[json.dumps(row["messages"], sort_keys=True)]
         assert tokens == by_transformers(family, messages)
     assert not task.note and task.template == "chat"
+
+
+def function(name, **more):
+    """A tool, as a data set has it."""
+    properties = {"a": {"type": "integer", "description": "first"}, "b": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": ["a", "b"]}
+    described = dict(name=name, description=f"It is <{name}> é.", parameters=parameters)
+    return {"type": "function", "function": described | more}
+
+
+TOOLS = [function("add"), function("here the answer stands", strict=True)]
+READ = """{%- for d in documents or [] %}<|im_start|>{{ d.title }}: {{ d.text }}<|im_end|>
+{%- endfor %}
+{%- if tools %}<|im_start|>tools {{ tools | tojson }}<|im_end|>{% endif %}
+{%- if style is defined %}<|im_start|>{{ style }}<|im_end|>{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{{ tone }}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant:{% endif %}"""
+TOLD = [  # a family or a template, what a row holds besides messages, and what its template gets
+    ("qwen2", dict(tools=TOOLS), dict(tools=TOOLS)), ("qwen2", dict(tools=[]), dict(tools=[])),
+    ("qwen2", dict(tools=None, chat_template_kwargs=None, documents=None, level=3), {}),
+    ("qwen2", dict(chat_template_kwargs=dict(tools=TOOLS)), dict(tools=TOOLS)),
+    ("qwen3", dict(tools=TOOLS, chat_template_kwargs=dict(enable_thinking=False)),
+     dict(tools=TOOLS, enable_thinking=False)),
+    ("gemma3", dict(tools=[]), {}),
+    (READ, dict(documents=[dict(title="A", text="b")], tools=TOOLS[:1]),
+     dict(documents=[dict(title="A", text="b")], tools=TOOLS[:1])),
+    (READ, dict(chat_template_kwargs=dict(style="loud", tone="!")), dict(style="loud", tone="!")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model, fields, given", TOLD)
+def test_what_a_template_reads_of_a_row_is_in_its_prompts(
+    task_of, directory, tmp_path, model, fields, given
+):
+    """In the first prompt and in the next turn, token for token what transformers makes of it."""
+    if model == READ:
+        model = Path(shutil.copytree(directory("qwen2"), tmp_path / "DIR"))
+        (model / "chat_template.jinja").write_text(READ)
+    task = task_of(model, [*QUESTIONS, *(row | fields for row in numbered(TWICE))])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(task.config.model)
+    how = dict(add_generation_prompt=True, return_dict=False)
+    lines = [line for line in task.rows[False] if "messages" in line.row]
+    plain = [line for line in task.rows[False] if "messages" not in line.row]
+    assert lines and not any(line.arguments for line in plain)
+    for line in lines:
+        messages = line.row["messages"][:1]
+        assert line.prompt == tokenizer.apply_chat_template(messages, **how, **given)
+        if given.keys() - {"tools"} or given.get("tools"):
+            assert line.prompt != tokenizer.apply_chat_template(messages, **how)
+
+        # Qwen3's template leaves thoughts out that the row has.
+        answer = "four" if isinstance(model, str) else " four"
+        said = say(task, (line, ()), answer)[1]
+        messages = [*messages, assistant("four"), line.row["messages"][1]]
+        whole = tokenizer.apply_chat_template(messages, **how, **given)
+        row = [*line.prompt, *task.text.encode(answer), task.end[0], *said]
+        assert row == whole if model != "qwen3" else whole[-len(said) :] == said
 
 
 @pytest.mark.parametrize("family, bos", [("qwen2", ""), ("gemma3", "<bos>")])
@@ -270,6 +332,39 @@ def test_every_tenth_conversation_is_held_out_by_its_hash(task_of):
     assert {line.shown for line in answered.rows[True]} < {line.shown for line in task.rows[True]}
 
 
+def test_lines_of_one_prompt_are_held_out_together_and_asked_once(task_of):
+    """They may be questions or conversations, and what no template reads does not tell them apart.
+    """
+    rows = QUESTIONS[:30] * 4
+    told = [{"role": "user", "content": row["question"], "id": n} for n, row in enumerate(rows)]
+    rows += [{"messages": [said], "answer": "4"} for said in told]
+    for family, padded in (("qwen2", []), ("gemma3", [row | {"question": f" {row['question']} "}
+                                                      for row in QUESTIONS[:30]])):  # fmt: skip
+        task = task_of(family, rows + padded, instruction="")
+        trained, held_out = ({tuple(line.prompt) for line in task.rows[x]} for x in (False, True))
+        assert not trained & held_out and len(trained | held_out) == 30
+        assert len(task.rows[False]) == len(trained) * (9 if padded else 8)
+        asked = [(tuple(line.prompt), line.row["answer"]) for line in task.rows[True]]
+        assert len({*asked}) == len(asked) == task.held_out
+
+
+@pytest.mark.parametrize("count, size, asked", [
+    (70, 15, 15), (70, 70, 70), (70, 200, 70), (4, 15, 4)])  # fmt: skip
+def test_an_evaluation_asks_each_line_equally_often(task_of, process_group, count, size, asked):
+    rows = [{"question": f"{n} and 1?", "answer": "1"} for n in range(size)]
+    how = dict(eval_data="rows.jsonl", template="{question}", max_new_tokens=4)
+    task = task_of(rows=rows + rows[:3], eval_prompts=count, **how)
+    sampler = Sampler(Script([9], vocab=task.vocab_size))
+    starts, groups = play_held_out(task.config, task, sampler)
+    lines = [line.where for _, (line, _), _ in starts]
+    assert len(groups) == asked and lines == [f"rows.jsonl line {n + 1}" for n in range(asked)]
+    # A task that draws, or has few secrets, is asked more often; no secret more often than another.
+    for size in (7, 6, 71):
+        config = Config(size=size, eval_prompts=70, max_new_tokens=4)
+        secrets = [state[0] for _, state, _ in play_held_out(config, make_task(config), sampler)[0]]
+        assert {secrets.count(x) for x in secrets} == {70 // size or 1}
+
+
 HELD_OUT = [{"question": f"{n} and 1?", "answer": f"#### {n + 1}"} for n in range(12)]
 
 
@@ -289,9 +384,9 @@ def test_a_file_of_held_out_lines_leaves_all_of_the_data_to_train_on(task_of):
     # The seventh line of the data is among them. A file that is both is what somebody wants.
     task = task_of(rows=[*QUESTIONS, HELD_OUT[6]], eval_data="eval.jsonl", eval_prompts=5)
     assert task.note.splitlines() == [
-        "eval.jsonl has 12 lines, and an evaluation asks the first 5: --eval-prompts 12 asks all",
-        "1 of the 12 prompts of eval.jsonl are in rows.jsonl too, and are trained on"]
-    assert not task_of(eval_data="rows.jsonl", eval_prompts=40).note
+        "eval.jsonl has 12 prompts, and an evaluation asks the first 5: --eval-prompts 12 asks "
+        "each", "1 of the 12 prompts of eval.jsonl are in rows.jsonl too, and are trained on"]
+    assert not task_of(eval_data="rows.jsonl").note
 
     # A small file of data is enough then, and an evaluation of every line reads both as well.
     task_of(rows=QUESTIONS[:1], eval_data="eval.jsonl")
@@ -367,6 +462,11 @@ def rows(*first, **options):
     return dict(rows=[*first], **options)
 
 
+def user_with(**fields):
+    """A row of one question and more fields."""
+    return {"messages": [user("q")], "answer": "4"} | fields
+
+
 ONE_SIDED = "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}"
 LINE = "rows.jsonl line 41: "
 LATE = "message 3 is the assistant's, after an answer that the policy has to give"
@@ -399,6 +499,43 @@ REFUSED = [
     (LINE + ".*tokens are said after the policy's ans", line([user("a"), user("why " * 60)])),
     (LINE + "it holds token 4000, '<image_soft_token>'; the model's last token is 3999",
      line({"question": "What is on <image_soft_token>?", "answer": "4"})),
+    (LINE + "it holds token 4000, ", line([user("a"), user("<image_soft_token>")])),
+    (LINE + r".*can't encode character '\\ud800' in position .*: surrogates not allowed$",
+     line({"question": "a \ud800", "answer": "4"})),
+    (LINE + r".*character '\\udcff'", line([user("a"), user("b \udcff")])),
+    (LINE + r".*character '\\ud800'",
+     line({"question": "a \ud800", "answer": "4"}) | dict(template="raw")),
+    ("expected --system in UTF-8, got 'a .ud800'", dict(system="a \ud800")),
+    ("expected --instruction in UTF-8, got", dict(instruction="\udc80")),
+    ("expected --template in UTF-8, got", dict(template="{question}\udc80")),
+    (LINE + "it holds no answer, a text or a number, and there is no --reward",
+     line({"question": "q", "answer": float("nan")})),
+    (LINE + "it holds no answer", line({"question": "q", "answer": float("inf")})),
+    (LINE + "it holds no answer", line('{"question": "q", "answer": 1e999}')),
+    (LINE + "it holds no answer", line({"question": "q", "answer": True})),
+    (LINE + "its answer has several lines and no ####, so no line equals it: 'so.n4'",
+     line({"question": "q", "answer": "so\n4\n"})),
+    (LINE + "its answer has several lines", line([user("q")], "so\n4")),
+    # What a template would not read of a row.
+    (LINE + "the chat template of .* has no argument tools$", line(user_with(tools=TOOLS))),
+    (LINE + "the chat template of .* has no argument documents$",
+     line(user_with(documents=[{"text": "a"}]))),
+    (LINE + "the chat template of .* has no argument tool$",
+     line(user_with(chat_template_kwargs={"tool": []} | {"tool": 1}))),
+    (LINE + "the chat template of .* has no argument content$",  # it makes this name
+     line(user_with(chat_template_kwargs={"content": "a"})) | dict(model="qwen3")),
+    (LINE + "the chat template of .* has no argument messages$",
+     line(user_with(chat_template_kwargs={"messages": []} | {"messages": 1}))),
+    (LINE + "expected chat_template_kwargs to be an object, got .1.$",
+     line(user_with(chat_template_kwargs=[1]))),
+    (LINE + "it holds tools twice, the second in chat_template_kwargs$",
+     line(user_with(tools=TOOLS, chat_template_kwargs={"tools": TOOLS})) | dict(model="qwen2")),
+    (LINE + "it holds enable_thinking, which the chat template reads: put it into chat_templ",
+     line(user_with(enable_thinking=False)) | dict(model="qwen3")),
+    (LINE + "the chat template of .* fails: ValueError: Tools should",
+     line(user_with(tools="add")) | dict(model="qwen2")),
+    (LINE + "it holds tools, which only --template chat can say$",
+     line({"question": "q", "answer": "4", "tools": TOOLS}) | dict(template="raw")),
     # Files.
     ("rows.jsonl line 1: it holds no answer, a text or a number",
      rows(*({"question": row["question"]} for row in QUESTIONS))),
@@ -418,6 +555,10 @@ REFUSED = [
     ("expected lines in empty.jsonl, got none", dict(eval_data="empty.jsonl")),
     ("list.jsonl line 1 holds no JSON", dict(eval_data="list.jsonl")),
     ("asks.jsonl line 1: it holds no answer", dict(eval_data="asks.jsonl")),
+    ("^latin.jsonl line 2 holds no JSON object: 'utf-8' codec", dict(eval_data="latin.jsonl")),
+    ("^rows.parquet line 1 holds no JSON object: 'utf-8' codec", dict(eval_data="rows.parquet")),
+    ("^rows.jsonl.gz line 1 holds no JSON", dict(eval_data="rows.jsonl.gz")),
+    ("^wide.jsonl line 1 holds no JSON", dict(eval_data="wide.jsonl")),
     ("expected lines in rows.jsonl, got none", rows(eval_data="good.jsonl")),
     ("no gone.jsonl; expected a file of JSON lines", dict(eval_data="gone.jsonl")),
     ("too small .*; --eval-data FILE holds the lines of", rows(QUESTIONS[0])),
@@ -473,6 +614,113 @@ def begin_folder(model, every):
     ends = {"eos_token_id": [*{*range(0, 3000, every)} - said]}
     Path("DIR/generation_config.json").write_text(json.dumps(ends))
     write(Path("rows.jsonl"), QUESTIONS)
+
+
+def edit(name, change):
+    """Change the object of a JSON file of the model."""
+    path = Path("DIR") / name
+    path.write_text(json.dumps(change(json.loads(path.read_text())), indent=1))
+
+
+def settings(**more):
+    return lambda raw: raw | more
+
+
+def template(change):
+    return lambda: edit("tokenizer_config.json",
+                        lambda raw: raw | {"chat_template": change(raw["chat_template"])})
+
+
+def rename(old, new):
+    """Lay the rows of a file out in another way, in a file of another name."""
+    rows = [dict(reversed(row.items())) for row in json_lines(Path(old))]
+    Path(old).unlink()
+    Path(new).write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+
+
+def mask(raw):
+    """The tokenizer writes another letter for one."""
+    return raw | {"normalizer": {"type": "Replace", "pattern": {"String": "y"}, "content": "i"}}
+
+
+CHANGED = "is not what it was when run began: put the old files back, or start a new run"
+TEACHER = dict(teacher="TEACHER", advantage="teacher")
+EDITS = {  # what changes before a run goes on, the settings then, and what is said
+    "nothing": (lambda: None, {}, ""),
+    "names": (lambda: [rename("rows.jsonl", "a"), rename("eval.jsonl", "b")],
+              dict(data="a", eval_data="b"), ""),
+    "layout": (lambda: [edit(x, settings()) for x in ("tokenizer.json", "config.json")], {}, ""),
+    "place": (lambda: [Path("DIR/chat_template.jinja").write_text(
+        json.loads(Path("DIR/tokenizer_config.json").read_text())["chat_template"])], {}, ""),
+    "name of the teacher": (lambda: Path("TEACHER").rename("T"), dict(teacher="T"), ""),
+    "file of the teacher": (lambda: split("TEACHER"), {}, ""),
+    "rows": (lambda: write(Path("rows.jsonl"), QUESTIONS[1:] + QUESTIONS[:1]), {},
+             f"rows.jsonl (--data) {CHANGED}"),
+    "an answer": (lambda: write(Path("eval.jsonl"), [HELD_OUT[0] | {"answer": "2"}, *HELD_OUT[1:]]),
+                  {}, f"eval.jsonl (--eval-data) {CHANGED}"),
+    "another file": (lambda: None, dict(eval_data="rows.jsonl"),
+                     "--resume cannot change --eval-data 'rows.jsonl' (the run has 'eval.jsonl', "
+                     "which says something else)"),
+    "no file": (lambda: None, dict(eval_data=""), "cannot change --eval-data '' (the run has 'eva"),
+    "template": (template(lambda x: x + " "), {}, f"the chat template of DIR (--model) {CHANGED}"),
+    "tokenizer": (lambda: edit("tokenizer.json", mask), {},
+                  f"the tokenizer of DIR (--model) {CHANGED}"),
+    "marks": (lambda: edit("tokenizer_config.json", settings(pad_token="<|im_end|>")), {},
+              "the tokenizer of DIR (--model) is not"),
+    "ends": (lambda: edit("generation_config.json", settings(eos_token_id=[3])), {},
+             f"the list of end ids of DIR (--model) {CHANGED}"),
+    "numbers": (lambda: edit("config.json", settings(rms_norm_eps=0.1)), {},
+                f"the shape of DIR (--model) {CHANGED}"),
+    "teacher": (lambda: nudge("TEACHER"), {}, f"TEACHER (--teacher) {CHANGED}"),
+    "shape of the teacher": (lambda: edit("../TEACHER/config.json", settings(rms_norm_eps=0.1)), {},
+                             f"TEACHER (--teacher) {CHANGED}"),
+    "another teacher": (lambda: None, dict(teacher="DIR"), "cannot change --teacher 'DIR' (the "),
+}  # fmt: skip
+
+
+def nudge(directory):
+    """Change one weight of a checkpoint."""
+    path = Path(directory) / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    weights["model.norm.weight"][3] += 1
+    safetensors.torch.save_file(weights, path)
+
+
+def split(directory):
+    """Lay the weights of a checkpoint out in two files."""
+    path = Path(directory) / "model.safetensors"
+    weights = [*safetensors.torch.load_file(path).items()]
+    path.unlink()
+    files = {"model-00001-of-00002.safetensors": dict(weights[:5]),
+             "model-00002-of-00002.safetensors": dict(weights[5:])}  # fmt: skip
+    for name, some in files.items():
+        safetensors.torch.save_file(some, Path(directory) / name)
+    index = {name: file for file, some in files.items() for name in some}
+    (Path(directory) / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_what_a_run_is_trained_on_is_known_by_what_it_says(directory, tmp_path, monkeypatch, what):
+    """Another name or layout of equal contents goes on, and other contents are refused by name."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(directory("qwen2"), "DIR")
+    shutil.copytree(directory("qwen3"), "TEACHER")
+    write(Path("rows.jsonl"), QUESTIONS)
+    write(Path("eval.jsonl"), HELD_OUT)
+    Path("run").mkdir()
+    config = Config(task="jsonl", model="DIR", data="rows.jsonl", eval_data="eval.jsonl", out="run",
+                    **TEACHER)  # fmt: skip
+    RunDirectory("run").fill(config, make_task(config))
+    change, given, says = EDITS[what]
+    change()
+    config = resumed_config("run/config.json", dict(resume=True) | given)
+    task = make_task(config)
+    if says:
+        assert says in complaint_of(RunDirectory("run").fill, config, task)
+    else:
+        RunDirectory("run").fill(config, task)
+    stored = json.loads(Path("run/config.json").read_text())
+    assert stored["data"] == ("rows.jsonl" if says else config.data)
 
 
 MARK = "{{ when }}{{ tone }}<tool_call>"
@@ -532,15 +780,26 @@ def test_a_run_goes_on_with_its_prompts_date_and_reward_and_so_do_the_commands(
     evaluate = "eval DIR --task jsonl --eval-data eval.jsonl --max-new-tokens 4 --samples 1"
     assert main(evaluate.split()) == 0  # no other file is needed, and nothing is trained on
     out = capsys.readouterr().out
-    assert "70 held-out prompts, 12 different" in out and "trained on" not in out
+    assert "12 held-out prompts, 12 different" in out and "trained on" not in out
 
     assert main("export run HF".split()) == 0 and note in capsys.readouterr().out
 
-    # A run does not go on with other questions, to train on or to evaluate on.
-    write(Path("rows.jsonl"), QUESTIONS[1:] + QUESTIONS[:1])
+    # A run goes on with its questions from a file of another name, and not with other questions, to
+    # train on or to evaluate on, or with another chat template. Nor is it audited with another one.
+    rename("rows.jsonl", "same.jsonl")
     again = f"{again.replace('2', '3')} --reward rewards.py:close"
-    refused(tmp_path, again, "rows.jsonl (--data) is not what it was when run began")
-    write(Path("rows.jsonl"), QUESTIONS)
+    good(tmp_path, f"{again} --data same.jsonl")
+    again = f"{again.replace('3', '4')} --data rows.jsonl"
+    write(Path("rows.jsonl"), QUESTIONS[1:] + QUESTIONS[:1])
+    refused(tmp_path, again, "--resume cannot change --data 'rows.jsonl' (the run has 'same.jsonl'")
+    again = again.replace("rows", "same")
+    write(Path("same.jsonl"), QUESTIONS[1:] + QUESTIONS[:1])
+    refused(tmp_path, again, "same.jsonl (--data) is not what it was when run began")
+    write(Path("same.jsonl"), QUESTIONS)
     write(Path("eval.jsonl"), HELD_OUT[1:])
     refused(tmp_path, again, "eval.jsonl (--eval-data) is not what it was when run began")
     refused(tmp_path, f"{again} --eval-data rows.jsonl", "--resume cannot change --eval-data")
+    write(Path("eval.jsonl"), HELD_OUT)
+    Path("DIR/chat_template.jinja").write_text(DATED + " ")
+    for command in (again, "audit run --reward rewards.py:close"):
+        refused(tmp_path, command, "the chat template of DIR (--model) is not what it was when run")

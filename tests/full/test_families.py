@@ -3,7 +3,6 @@
 test_transformers.py holds each family to transformers.
 """
 
-import copy
 import json
 import math
 

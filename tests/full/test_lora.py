@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import shortened, slow
-from test_ranks import TASK, _train, ranks, trained
+from test_ranks import TASK, _train, ranks
 from test_run import good, refused
 
 from full import lora

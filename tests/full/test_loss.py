@@ -22,7 +22,9 @@ from full.build import build
 from full.config import Config, choices_of
 from full.deltanet import TokenByToken
 from full.metrics import METRICS, Metric
-from full.objectives import LOSS_SETTINGS, critic_loss, grpo_loss, loss_denominator
+from full.objectives import (
+    LOSS_SETTINGS, critic_loss, divergence, grpo_loss, loss_denominator,
+)  # fmt: skip
 from full.packing import pack
 from full.questions import make_task
 from full.rollouts import Trajectory
@@ -372,6 +374,21 @@ def all_tensors(trainer):
 
 def gradients_are_zero(trainer):
     return not any(p.grad is not None and p.grad.any() for p in trainer.model.parameters())
+
+
+@pytest.mark.quick
+def test_both_estimates_of_the_kl_have_its_mean_and_k3_is_never_negative():
+    """Over all tokens of two distributions, and near the reference k3 varies less."""
+    logits, other = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)).double()
+    for distance in (1.0, 0.1):
+        ref = (logits + distance * other).log_softmax(0)
+        p = logits.log_softmax(0).exp()
+        d = p.log() - ref
+        kl = torch.nn.functional.kl_div(ref, p, reduction="sum")
+        k1, k3 = divergence(d, "k1"), divergence(d, "k3")
+        assert abs((p * k1).sum() - kl) < 1e-12 and abs((p * k3).sum() - kl) < 1e-12
+        assert k3.min() >= 0 > k1.min()
+    assert (p * (k3 - kl) ** 2).sum() < 0.01 * (p * (k1 - kl) ** 2).sum()
 
 
 def test_optim_step_is_clipped_adamw(process_group):

@@ -49,6 +49,31 @@ def test_export_merges_and_an_adapter_is_read_by_peft(process_group, tmp_path, f
     assert (theirs(tokens).logits - whole).abs().max() < 1e-6
 
 
+def test_an_export_is_the_stored_base_and_the_factors(process_group, tmp_path):
+    """Though the run has rounded the base: what peft makes of the base and the adapter."""
+    peft, transformers = installed("peft", "transformers")
+    folder, run = tmp_path / "dense", tmp_path / "run"
+    save_hf(tiny_model("qwen2", dtype=torch.float32, vocab_size=12, eos_token_id=(1,)), folder)
+    flags = f"{TASK} --dtype float32 --model {folder} --lora-rank 3 --compute-dtype bfloat16"
+    small = "--steps 2 --lr 0.02 --entropy-coef 0.1 --prompts 2 --group 4"
+    good(tmp_path, f"{flags} {small} --out {run}")
+    for target in ("merged", "adapter --adapters"):
+        assert main(f"export {run} {tmp_path}/{target}".split()) == 0
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    tokens = torch.randint(12, (2, 9), generator=torch.Generator().manual_seed(0))
+    base = load(folder, dtype=torch.float32)(tokens).logits
+    theirs = peft.PeftModel.from_pretrained(load(folder, dtype=torch.float32), tmp_path / "adapter")
+    truth = theirs(tokens).logits
+    effect = (truth - base).abs().max()
+    for directory in (run / "hf", tmp_path / "merged"):
+        whole = load(directory)
+        assert whole.dtype == torch.float32
+        assert (whole(tokens).logits - truth).abs().max() < 1e-5 * effect
+    sampled, _ = load_policy(run, dtype="float32")  # by which the run has sampled
+    assert (sampled(tokens) - truth).abs().max() > 1e-3 * effect
+
+
 @pytest.mark.parametrize("more", ["", ",lm_head"])
 def test_an_adapter_of_a_multimodal_base_is_read_by_peft(process_group, tmp_path, more):
     """The language model is a part of it, and its vision tower has a q_proj too."""

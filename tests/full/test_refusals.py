@@ -59,6 +59,7 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--hidden 6": "--hidden 6",
     "--heads 3 --hidden 12": "--heads must", "--task jsonl": "--data",
     "--plan sglang:d1": "expected a plan such as d2t2 or (attn:d2t2|ffn:e2t2), got 'sglang:d1'",
+    "--plan e2": "expected e to divide d * c * t = 1, got 2. Experts add no ranks: d2e2 has 2\n",
     "--plan d2d2": "expected letters of d t p c e, each at most once, got 'd2d2'",
     "--plan d1 --pp-schedule zbv": "--pp-schedule needs a --plan with p",
     "--shard-ranks 2": "--shard-ranks needs --data-parallel fsdp",
@@ -193,6 +194,14 @@ ENVIRONMENTS = [  # what the environment says, a command, and its line
     (dict(RANK="0", WORLD_SIZE=""), BEGIN, "WORLD_SIZE: expected a number, .* ''"),
     (dict(RANK="0", WORLD_SIZE="two"), BEGIN, "WORLD_SIZE: expected a number, .* 'two'"),
     (dict(RANK="x", WORLD_SIZE="2"), BEGIN, "RANK: expected a number, .* 'x'"),
+    (dict(WORLD_SIZE="2"), BEGIN, "error: RANK: expected a number, as torchrun sets it, got None"),
+    (dict(WORLD_SIZE="0"), BEGIN, "error: RANK: expected a number, .* None"),
+    (dict(LOCAL_RANK="0"), BEGIN, "error: RANK: expected a number, .* None"),
+    (dict(LOCAL_RANK="0", RANK="0"), BEGIN, "WORLD_SIZE: expected a number, .* None"),
+    (dict(RANK="0", WORLD_SIZE="2", MASTER_PORT=""), BEGIN, "MASTER_PORT: expected a number, .*''"),
+    (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR=""), BEGIN, "MASTER_ADDR: expected an addr.* ''"),
+    (dict(RANK="2", WORLD_SIZE="2"), BEGIN, "RANK: expected less than WORLD_SIZE, 2, got 2"),
+    (dict(RANK="0", WORLD_SIZE="0"), BEGIN, "RANK: expected less than WORLD_SIZE, 0, got 0"),
     (dict(RANK="1", WORLD_SIZE="2"), "eval run", TORCHRUN),
     (dict(RANK="1", WORLD_SIZE="2"), "export run new", TORCHRUN),
     (dict(RANK=""), "export nothing new", "error: no nothing"),  # as one that is not set
@@ -337,9 +346,27 @@ def given(words="", **more):
     return Config(**parse_config(f"{TINY} --out run --size 6 {words}".split()).given() | more)
 
 
+def assigned(**fields):
+    """A Config to which fields were assigned."""
+    config = Config()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
 OUTSIDE = "is not in the vocabulary of 53: ids are 0..52"
 JSONL = "given('--task jsonl --model DIR --data rows.jsonl')"
 CALLS = {  # a call, and what its ValueError says
+    # Settings, when they are made.
+    "Config(objetive='clip')": "^expected a field of Config, got objetive; did you mean objective.$",
+    "Config(zzz=1, lrr=2.0)": "^expected a field of Config, got zzz; .* got lrr; did you mean lr.$",
+    "dataclasses.replace(Config(), stpes=3)": "got stpes; did you mean steps.$",
+    "assigned(stpes=3).check()": "^expected a field of Config, got stpes; did you mean steps.$",
+    "Config(objective='nope')": "^--objective must be one of reinforce, clip, .*, got 'nope'$",
+    "Config(advantage='median', aggregation=3)":
+        "^--advantage must be .*, got 'median'; --aggregation must be one of .*, got 3$",
+    "Config(tree='deep')": "^--tree must be one of disabled, sparse, dta, got 'deep'$",
+    "assigned(dtype='float8').check()": "^--dtype must be one of .*, got 'float8'$",
     # Runs from Python, of which nothing is left.
     "run(5)": "expected a Config", "run(Config(out=5, resume=True))": "--out must be str, got 5",
     "run(Config(steps=0))": "--steps must be positive",

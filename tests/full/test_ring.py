@@ -242,6 +242,31 @@ def test_bytes_on_the_wire_match_the_formula(tmp_path, world):
         assert dtypes == [{dtype}, {dtype, wide}]
 
 
+def _sent(rank, method):
+    """How many numbers this rank sends to others in a forward of 12 and 4 heads, by one method."""
+    sent, world = [], dist.get_world_size()
+    counts = {"all_gather": lambda out, x, *_, **__: x.numel() * (world - 1),
+              "all_gather_single": lambda out, x, *_, **__: x.numel() * (world - 1),
+              "all_to_all_single": lambda out, x, *_, **__: x.numel() * (world - 1) / world}
+
+    def counted(real, count):
+        return lambda *given, **more: sent.append(count(*given)) or real(*given, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, count in counts.items():
+            patch.setattr(dist, name, counted(getattr(dist, name), count))
+        q, k, v = (shard(torch.randn(2, heads, 48, 8), dim=2) for heads in (12, 4, 4))
+        ring_attention(q, k, v, mask=Mask.causal(48), method=method)
+    return sum(sent)
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_the_other_methods_send_what_the_table_says(tmp_path, method):
+    """2 B G D S (W-1)/W, and B D (2 H + 2 G') S/W (W-1)/W with G' = lcm(4, 3)."""
+    heads = 2 * 4 if method == "allgather" else (2 * 12 + 2 * 12) / 3
+    assert ranks(tmp_path, 3, _sent, method) == [2 * 8 * heads * 48 * 2 / 3] * 3
+
+
 def _held(rank):
     """The shapes that a forward saves, and the numbers in the largest tensor of all."""
     shapes, tokens = [], 4096

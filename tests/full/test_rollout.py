@@ -23,11 +23,13 @@ from test_example_tasks import SortThree, converse
 
 from full import rollouts
 from full.batches import collect
+from full.build import require_room
 from full.config import Config
 from full.hf import save_hf
 from full.objectives import loss_denominator
 from full.questions import final_answer, make_task, same_answer
 from full.rollouts import Sampler, evaluate
+from full.talk import evaluated
 from full.tasks import Task, from_file
 from full.tiny import TINY, tiny, tiny_model
 from full.trainer import Trainer
@@ -256,9 +258,41 @@ def test_evaluation_plays_each_held_out_prompt_once_and_greedily(process_group, 
     prompt = task.prompt
     monkeypatch.setattr(task, "prompt", lambda *how: asked.append(how[1:]) or prompt(*how))
     solved, shown = evaluate(config, task, Sampler(model))
-    assert asked == [(index, True) for index in range(7)]
-    assert solved == pytest.approx(5 / 7)  # secrets 0 1 2 0 1 2 0
+    assert asked == [(index, True) for index in range(6)]  # 7 would ask one secret once more
+    assert solved == pytest.approx(4 / 6)  # secrets 0 1 2 0 1 2
     assert (shown.tokens, shown.reward) == ([3, 1, 6, 5, 0, 6], 1.0)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32 + 1])
+def test_no_two_keys_draw_alike(process_group, monkeypatch, seed):
+    """Those of decks, prompts, rollouts, forks and samples of an evaluation."""
+    streams, make, plain = {}, np.random.default_rng, np.random.SeedSequence
+
+    def default_rng(key):
+        streams["numbers of prompts", *key] = tuple(make(key).random(4))
+        return make(key)
+
+    def seed_sequence(key):
+        philox = np.random.Generator(np.random.Philox(plain(key)))
+        streams["draws of tokens", *key] = tuple(philox.random(4))
+        return plain(key)
+
+    monkeypatch.setattr(np.random, "default_rng", default_rng)
+    monkeypatch.setattr(np.random, "SeedSequence", seed_sequence)
+    how = dict(seed=seed, size=2, turns=2, prompts=3, group=4, max_new_tokens=6, eval_prompts=4)
+    for forks in ({}, dict(forks=2, fork_turns=1)):
+        config = Config(**how, **forks)
+        task = make_task(config)
+        sampler = Sampler(random_model(task.vocab_size))
+        for step in range(4):
+            collect(config, task, sampler, step)
+        evaluated(config, task, sampler, 3)
+        require_room(config, task, 99)
+    assert len({*streams.values()}) == len(streams)
+    assert {len(key) for _, *key in streams} == {2, 4, 5}
+    # numpy pads a key with zeros to four numbers of 32 bits: what a prompt's key must not be.
+    alike = tuple(make([seed, 1, 0, 0]).random(4)) == streams["numbers of prompts", seed, 1]
+    assert alike == (seed < 2**32)
 
 
 # 3. Guess, answers in text --------------------------------------------------------------------

@@ -4,9 +4,7 @@ class: a sampler, a kind of layer."""
 import dataclasses
 import json
 
-import numpy as np
 import pytest
-import torch
 from torch import nn
 from test_run import TINY
 

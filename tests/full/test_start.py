@@ -18,6 +18,7 @@ from oracles import LiveBytes
 from test_ranks import ranks, read_metrics
 from test_run import SAVING, TINY, good
 
+from full.api import run
 from full.audit import audited
 from full.config import Config, _flag
 from full.flags import parse_config
@@ -26,6 +27,7 @@ from full.logs import Warnings
 from full.parallelize import materialise, parallelize
 from full.places import full, local
 from full.plans import Grid, Plan
+from full.run import lost_to_rounding
 from full.tiny import tiny
 from full.trainer import first_weights
 from full.transformer import Transformer
@@ -99,6 +101,31 @@ def test_the_first_screen_is_five_lines(tmp_path):
                         "--resume --out run goes on")  # fmt: skip
     assert lines[3].split()[:2] == ["step", "reward"] and lines[4].startswith("before")
     assert err == "" and max(map(len, lines)) <= 100 and '"minibatches"' not in out
+
+
+def test_weights_that_are_too_coarse_for_a_step_are_said(tmp_path, monkeypatch, capsys):
+    """As many as AdamW's first step leaves as they are. Masters are fine enough."""
+    model = torch.nn.Linear(64, 64).bfloat16()
+    model.bias.requires_grad_(False)
+    first = model.weight.detach().clone()
+    for lr in (1e-2, 1e-4, 1e-6):
+        model.weight.data.copy_(first)
+        model.weight.grad = torch.randn(64, 64).bfloat16()
+        torch.optim.AdamW([model.weight], lr, weight_decay=0).step()
+        share = (model.weight == first).double().mean().item()
+        assert lost_to_rounding(model, lr) == pytest.approx(share, abs=0.01)
+        model.weight.data.copy_(first)
+    assert lost_to_rounding(model, 1e-6) > 0.99 > lost_to_rounding(model.float(), 1e-6) == 0
+
+    monkeypatch.chdir(tmp_path)
+    said = ("--dtype bfloat16 has no finer masters: rounding undoes a step of --lr 1e-05 in 84.5% "
+            "of the weights; set --dtype float32 --compute-dtype bfloat16\n")  # fmt: skip
+    for n, (flags, says) in enumerate({
+        "--dtype bfloat16 --lr 1e-5": said, "--dtype bfloat16": "",  # with a rate of 0.01
+        "--compute-dtype bfloat16 --lr 1e-5": "",
+    }.items()):  # fmt: skip
+        run(parse_config(f"{TINY} --out {n} --steps 1 {flags}".split()))
+        assert capsys.readouterr().err == says
 
 
 # Nothing to learn from --------------------------------------------------------------------------

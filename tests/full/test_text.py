@@ -170,17 +170,34 @@ def test_a_checkpoint_may_have_no_template(tmp_path):
     assert complaint_of(text.prompt, HELLO) == f"{directory} has no chat template"
 
 
+MARKED = {  # what a tokenizer writes around a text, and what a prompt begins with
+    "<bos> $A": [2], "$A": [], "$A <eos>": [], "<bos> $A <eos>": [2], "<bos> <mask> $A": [2, 4],
+    "<bos> <mask> $A <eos> <end_of_turn>": [2, 4], "<eos> $A <eos>": [1],
+}  # fmt: skip
+
+
 def test_bos_is_what_the_checkpoint_says(texts, changed):
     for family in released.FAMILIES:
         mark = BOS.get(family, "")  # "" is not a token
-        assert texts[family].bos == texts[family].tokenizer.get_vocab().get(mark)
-    assert texts["gemma3"].bos == 2 and texts["llama"].bos is not None
-    for processor, wanted in ((..., 2), (None, None)):
+        index = texts[family].tokenizer.get_vocab().get(mark)
+        assert texts[family].begin == ([] if index is None else [index])
+    assert texts["gemma3"].begin == [2] and texts["llama"].begin
+    a = texts["gemma3"].encode("a")
+    for marks, begin in MARKED.items():
         raw = json.loads((texts["gemma3"].directory / "tokenizer.json").read_text())
-        raw["post_processor"] = raw["post_processor"] if processor is ... else None
+        if marks != "$A":
+            ids = {mark: {"id": mark, "ids": [index], "tokens": [mark]}
+                   for index, mark in enumerate(released.GEMMA_MARKS)}  # fmt: skip
+            single = [{"Sequence": {"id": "A", "type_id": 0}} if mark == "$A" else
+                      {"SpecialToken": {"id": mark, "type_id": 0}} for mark in marks.split()]
+            raw["post_processor"] |= {"single": single, "special_tokens": ids}
+        raw["post_processor"] = raw["post_processor"] if marks != "$A" else None
         text = Text(changed("gemma3", {"tokenizer.json": json.dumps(raw)}))
-        assert text.bos == wanted
-        assert text.encode("a", bos=True)[:-1] == ([] if wanted is None else [wanted])
+        assert text.begin == begin
+        # As transformers encodes it, without the marks that it writes after a text.
+        whole = tokenizer_of(text.directory)("a").input_ids
+        assert text.encode("a", bos=True) == begin + a == whole[: len(begin + a)]
+        assert text.encode(text.decode([*begin, *a], special=True), bos=True) == begin + a
         assert text.prompt(HELLO)[:2] == [2, 5]  # the template's own, whatever raw text has
 
 
