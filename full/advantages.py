@@ -177,7 +177,7 @@ def teacher_advantages(trainer, batch) -> dict:
         longest = max((len(t.tokens) for t in everyone), default=0)
         if longest > positions:
             raise ValueError(f"a rollout of {longest} tokens exceeds the {positions} positions of "
-                             f"the model of --teacher {trainer.config.teacher}")  # fmt: skip
+                             f"the teacher {trainer.config.teacher}")  # fmt: skip
     for t, teacher in zip(everyone, trainer.forward_only(everyone, trainer.teacher)):
         t.advantages = np.where(t.sampled, teacher - t.sampler_logprobs, 0.0)  # (1)
     return {}

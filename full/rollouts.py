@@ -371,7 +371,7 @@ def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
 
 
 def prompts_of_evaluation(config, task) -> int:
-    """Return how many prompts an evaluation asks: --eval-prompts, but each prompt equally often."""
+    """Return how many prompts an evaluation asks: eval_prompts, but each prompt equally often."""
     # With 15 held-out lines, 70 prompts would be ten lines five times and five lines four times.
     # A line is asked once. `guess` has few secrets, and asks each of 7 ten times.
     asked = config.eval_prompts

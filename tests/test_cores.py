@@ -479,7 +479,8 @@ def test_half_of_a_launchers_variables_is_one_line(tmp_path, half, missing):
 @pytest.mark.quick
 @pytest.mark.parametrize("way", ["ring", "allgather", "ulysses"])
 @pytest.mark.parametrize("shapes, options, why", [
-    (((1, 4, 3, 2), (1, 2, 3, 2), (1, 2, 3, 2)), {}, "s even, got (1, 4, 3, 2), (1, 2, 3, 2) and (1, 2, 3, 2)"),
+    (((1, 4, 3, 2), (1, 2, 3, 2), (1, 2, 3, 2)), {},
+     "s even, got (1, 4, 3, 2), (1, 2, 3, 2) and (1, 2, 3, 2)"),
     (((1, 3, 4, 2), (1, 2, 4, 2), (1, 2, 4, 2)), {}, "H divisible by G"),
     (((1, 4, 4, 2), (1, 2, 4, 2), (1, 1, 4, 2)), {}, "expected q (B, H, s, D)"),
     (((2, 4, 4, 2), (1, 2, 4, 2), (1, 2, 4, 2)), {}, "expected q (B, H, s, D)"),

@@ -358,7 +358,8 @@ OUTSIDE = "is not in the vocabulary of 53: ids are 0..52"
 JSONL = "given('--task jsonl --model DIR --data rows.jsonl')"
 CALLS = {  # a call, and what its ValueError says
     # Settings, when they are made.
-    "Config(objetive='clip')": "^expected a field of Config, got objetive; did you mean objective.$",
+    "Config(objetive='clip')":
+        "^expected a field of Config, got objetive; did you mean objective.$",
     "Config(zzz=1, lrr=2.0)": "^expected a field of Config, got zzz; .* got lrr; did you mean lr.$",
     "dataclasses.replace(Config(), stpes=3)": "got stpes; did you mean steps.$",
     "assigned(stpes=3).check()": "^expected a field of Config, got stpes; did you mean steps.$",

@@ -287,7 +287,7 @@ def test_no_two_keys_draw_alike(process_group, monkeypatch, seed):
         for step in range(4):
             collect(config, task, sampler, step)
         evaluated(config, task, sampler, 3)
-        require_room(config, task, 99)
+        require_room(config, task, tiny_model("llama").config, "")
     assert len({*streams.values()}) == len(streams)
     assert {len(key) for _, *key in streams} == {2, 4, 5}
     # numpy pads a key with zeros to four numbers of 32 bits: what a prompt's key must not be.
