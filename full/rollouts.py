@@ -341,15 +341,13 @@ def play(config, task, sampler, starts, key) -> list:
     return list(groups.values())
 
 
-# numpy pads a key of fewer than four numbers with zeros, so [seed, 1, 0, 0] would draw what
-# [seed, 1] draws, which is deck 1 of `train_grpo.deal`. A key of five numbers is no padding of two.
-# The fifth one is a number that no sample of an evaluation has: its key has five numbers too.
-PROMPT = 2**32 - 1
-
-
 def prompt_rng(seed, stream, step, group):
     """Return the generator of one prompt. stream: ROLLOUT or EVALUATION."""
-    return np.random.default_rng([seed, stream, step, group, PROMPT])
+    # numpy pads a key of fewer than four numbers with zeros. So of all keys in use this one alone
+    # may draw what another draws: [seed, 1, 0, 0] is deck [seed, 1] of `train_grpo.deal`. `guess`
+    # deals, and reads no number of its prompts' generators. A task that does both should add a
+    # number to the key of its decks.
+    return np.random.default_rng([seed, stream, step, group])
 
 
 def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
@@ -390,7 +388,8 @@ def play_held_out(config, task, sampler, *, group=1, temperature=0.0):
     # These rollouts are not trained on, so they do not fork.
     plain = dict(forks=1, fork_turns=0)
     config = dataclasses.replace(config, group=group, temperature=temperature, **plain)
-    # Samples have random numbers of their own: a key of one number more than a rollout's.
+    # Samples have random numbers of their own: a key of five numbers, one more than a rollout's,
+    # which numpy does not pad.
     return starts, play(config, task, sampler, starts, key=(config.seed, EVALUATION, 0))
 
 

@@ -4,6 +4,7 @@
 heard. Where real weights are needed they are random, tiny and float64.
 """
 
+import copy
 import itertools
 import json
 import math
@@ -23,7 +24,6 @@ from test_example_tasks import SortThree, converse
 
 from full import rollouts
 from full.batches import collect
-from full.build import require_room
 from full.config import Config
 from full.hf import save_hf
 from full.objectives import loss_denominator
@@ -263,36 +263,54 @@ def test_evaluation_plays_each_held_out_prompt_once_and_greedily(process_group, 
     assert (shown.tokens, shown.reward) == ([3, 1, 6, 5, 0, 6], 1.0)
 
 
+class Noted(np.random.Generator):
+    """A generator that notes what it would have drawn first, once it is drawn from."""
+
+    def __init__(self, bits, streams):
+        super().__init__(bits)
+        self.first = tuple(np.random.Generator(copy.deepcopy(bits)).random(4))
+        self.streams = streams
+
+    def __getattribute__(self, name):
+        if name in ("integers", "permutation", "random", "choice"):
+            self.streams.append(self.first)
+        return super().__getattribute__(name)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2**32 + 1])
-def test_no_two_keys_draw_alike(process_group, monkeypatch, seed):
-    """Those of decks, prompts, rollouts, forks and samples of an evaluation."""
-    streams, make, plain = {}, np.random.default_rng, np.random.SeedSequence
+def test_no_two_streams_in_use_are_alike(process_group, monkeypatch, seed):
+    """Of decks, prompts, rollouts, forks and samples of an evaluation, of two kinds of tasks."""
+    keys, plain = {}, np.random.SeedSequence
 
     def default_rng(key):
-        streams["numbers of prompts", *key] = tuple(make(key).random(4))
-        return make(key)
+        return Noted(np.random.PCG64(plain(key)), keys.setdefault(("numbers", *key), []))
 
     def seed_sequence(key):
-        philox = np.random.Generator(np.random.Philox(plain(key)))
-        streams["draws of tokens", *key] = tuple(philox.random(4))
+        drawn = np.random.Generator(np.random.Philox(plain(key))).random(4)
+        keys["draws", *key] = [tuple(drawn)]
         return plain(key)
 
-    monkeypatch.setattr(np.random, "default_rng", default_rng)
-    monkeypatch.setattr(np.random, "SeedSequence", seed_sequence)
-    how = dict(seed=seed, size=2, turns=2, prompts=3, group=4, max_new_tokens=6, eval_prompts=4)
-    for forks in ({}, dict(forks=2, fork_turns=1)):
-        config = Config(**how, **forks)
-        task = make_task(config)
-        sampler = Sampler(random_model(task.vocab_size))
-        for step in range(4):
-            collect(config, task, sampler, step)
-        evaluated(config, task, sampler, 3)
-        require_room(config, task, tiny_model("llama").config, "")
-    assert len({*streams.values()}) == len(streams)
-    assert {len(key) for _, *key in streams} == {2, 4, 5}
-    # numpy pads a key with zeros to four numbers of 32 bits: what a prompt's key must not be.
-    alike = tuple(make([seed, 1, 0, 0]).random(4)) == streams["numbers of prompts", seed, 1]
-    assert alike == (seed < 2**32)
+    how = dict(seed=seed, size=4, turns=2, prompts=3, group=4, max_new_tokens=6, eval_prompts=4)
+    for make in (make_task, SortThree):
+        keys.clear()
+        for forks in ({}, dict(forks=2, fork_turns=1)):
+            config = Config(**how, **forks)
+            task = make(config)
+            sampler = Sampler(random_model(task.vocab_size))
+            with monkeypatch.context() as patch:
+                patch.setattr(np.random, "default_rng", default_rng)
+                patch.setattr(np.random, "SeedSequence", seed_sequence)
+                for step in range(4):
+                    collect(config, task, sampler, step)
+                evaluated(config, task, sampler, 3)
+        used = {key: {*streams} for key, streams in keys.items() if streams}
+        assert all(len(streams) == 1 for streams in used.values())
+        assert len(set().union(*used.values())) == len(used)
+        kinds = {(kind, len(key)) for kind, *key in used}
+        assert kinds == {("draws", 4), ("draws", 5), ("numbers", 2 if make is make_task else 4)}
+    # numpy pads a key with zeros to four numbers of 32 bits: a deck's may be the first prompt's.
+    first = [np.random.default_rng(key).random() for key in ([seed, 1], [seed, 1, 0, 0])]
+    assert (first[0] == first[1]) == (seed < 2**32)
 
 
 # 3. Guess, answers in text --------------------------------------------------------------------
