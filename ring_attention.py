@@ -319,10 +319,10 @@ def ring_attention(q_BHsD, k_BGsD, v_BGsD, /, *, group=None, scale=None, window=
 # Numbers that a rank sends, in units of B s D, and KiB for a token of Qwen3-8B in bfloat16 on 8
 # ranks: H = 32, G = 8, D = 128. Gradients that are summed over ranks, marked *, are float32.
 #
-#     method      forward                  KiB   backward                      KiB  keys in memory
-#     ring        2 G (W - 1)               28   2 G (W - 1) + 2 G W *     28 + 64  2 s
-#     all-gather  2 G (W - 1)               28   2 G (W - 1) *                  56  S
-#     Ulysses     2 (H + G) (W - 1) / W   17.5   2 (H + G) (W - 1) / W        17.5  S, G / W heads
+#     method      forward                  KiB   backward                      KiB   stores keys of
+#     ring        2 G (W - 1)               28   2 G (W - 1) + 2 G W *     28 + 64   s
+#     all-gather  2 G (W - 1)               28   2 G (W - 1) *                  56   S
+#     Ulysses     2 (H + G) (W - 1) / W   17.5   2 (H + G) (W - 1) / W        17.5   S, G / W heads
 
 
 class AllToAll(torch.autograd.Function):
@@ -345,7 +345,7 @@ class AllToAll(torch.autograd.Function):
 def allgather_attention(q_BHsD, k_BGsD, v_BGsD, /, *, group=None, scale=None, window=None):
     """Compute what `ring_attention` computes, with one all-gather of keys and values.
 
-    One message in place of W - 1, but each rank holds the keys and values of the whole sequence.
+    One message in place of W - 1, but each rank stores the keys and values of the whole sequence.
     """
     scale, window = checked_options(q_BHsD, k_BGsD, v_BGsD, group, scale, window)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -376,7 +376,7 @@ def ulysses_attention(q_BHsD, k_BGsD, v_BGsD, /, *, group=None, scale=None, wind
     if H % world:
         raise ValueError(f"expected query heads in a multiple of the {world} ranks, got {H}")
 
-    # W must divide G. If not, repeat key heads: 2 heads on 4 ranks become 4, and 6 become 12.
+    # If W does not divide G, repeat each key head: 2 heads on 4 ranks become 4, and 6 become 12.
     copies = math.lcm(G, world) // G
     kv = [x_BGsD.repeat_interleave(copies, 1) for x_BGsD in (k_BGsD, v_BGsD)]
     q_BhSD, k_BgSD, v_BgSD = (AllToAll.apply(x, 1, 2, group, x.dtype) for x in (q_BHsD, *kv))
@@ -460,17 +460,17 @@ def main(argv):
     if "RANK" not in os.environ:
         errors = launch(4, check)
     else:
-        has_gpu = torch.cuda.is_available()
-        device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if has_gpu else "cpu")
-        if has_gpu:
+        device = None  # the CPU
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if has_gpu else "gloo")
+        dist.init_process_group("nccl" if device else "gloo", device_id=device)
         errors = [None] * dist.get_world_size()
         dist.all_gather_object(errors, check(device=device))
         dist.destroy_process_group()
     worst, multiple = torch.tensor(errors, dtype=torch.float64).amax(0).tolist()
     if os.environ.get("RANK", "0") == "0":
-        print(f"ring, all-gather, all-to-all on {len(errors)} ranks: bfloat16 {multiple:.2f} times "
+        print(f"ring, all-gather, Ulysses on {len(errors)} ranks: bfloat16 {multiple:.2f} times "
               f"SDPA's error, float64 largest error {worst:.1e}")  # fmt: skip
     if not (worst <= 1e-10 and multiple <= 1.3):
         sys.exit(1)
