@@ -57,7 +57,7 @@ def join_ranks(kind, timeout):
     # NCCL sends tensors of GPUs, and gloo those of CPUs. A group that knows its GPU connects all of
     # its ranks at once. Otherwise the first message of two stages would wait for the other stages.
     options = dict(timeout=timeout)
-    if not {"RANK", "WORLD_SIZE"} & {*os.environ}:  # of half of them, torch says what is missing
+    if "RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":
         options |= dict(store=dist.HashStore(), rank=0, world_size=1)
     if kind == "cuda":
         options["device_id"] = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -730,8 +730,8 @@ def main(argv):
             sys.exit(2)
     exact, rounded = check_model(torch.float64), check_model(torch.bfloat16)
     alone = check_plans({1: ["d1"]}, Training, rounded)["d1"]  # one process has errors too
-    if {"RANK", "WORLD_SIZE"} & {*os.environ}:
-        try:
+    if "RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
+        try:  # torch says which variable of torchrun is missing
             device = join_ranks("cuda" if torch.cuda.is_available() else "cpu", PATIENCE)
             require(dist.get_world_size() in PLANS, f"{' or '.join(map(str, PLANS))} ranks")
         except ValueError as error:

@@ -473,6 +473,15 @@ def test_what_does_not_divide_or_has_another_name_is_refused_by_all_ranks(tmp_pa
         assert said.startswith("expected ") and why in said
 
 
+@pytest.mark.quick
+def test_one_process_may_know_that_it_is_one(monkeypatch):
+    given = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv("RANK", raising=False)
+    assert parallel.join_ranks("cpu", parallel.PATIENCE).type == "cpu" and given["world_size"] == 1
+
+
 @pytest.mark.parametrize("half, missing", [("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")])
 def test_half_of_a_launchers_variables_is_one_line(tmp_path, half, missing):
     copy_the_five(tmp_path)

@@ -177,8 +177,10 @@ def log_probs(folder):
         return models.widen(linear(h, w)).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
     expected = [of_leaves(plain, given, upstream, dtype) for dtype in (HALF, EXACT)]
-    ways = {"chunked": lambda h, w: models.chunked_logprobs(h, w, targets, 1.0, 64)[0],
-            "full chunked": lambda h, w: logprobs.token_logprobs(h, w, targets, chunk=64)[0]}
+    ways = {"chunked": lambda h, w: models.Transformer.logprobs(
+                SimpleNamespace(head_weight=w, chunk=64), h, targets)[0],
+            "full chunked": lambda h, w: logprobs.token_logprobs(h, w, targets, chunk=64)[0]
+            }  # fmt: skip
     for name, way in ways.items():
         yield f"log-probs, {name}", errors(of_leaves(way, given, upstream), *expected)
 
