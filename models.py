@@ -361,18 +361,18 @@ class KVCache:
 
     def __init__(self, rows, slots):
         self.lengths = [0] * rows
+        self.positions_BS = None  # of the S new tokens of each row: `forward_with_cache` knows
         self.slots = slots
         self.layers = {}  # layer -> keys and values (2, B, G, C, D)
 
     def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
         """Write the keys and values of S new tokens a row, and attend to all tokens so far."""
-        B, G, S, D = k_BGSD.shape
+        B, G, _, D = k_BGSD.shape
         if layer not in self.layers:
             self.layers[layer] = k_BGSD.new_zeros(2, B, G, self.slots, D)
         k_BGCD, v_BGCD = self.layers[layer]
         # Lengths 4 and 2, S = 2: slots [[4, 5], [2, 3]]. Indexing by tables gives (B, S, G, D).
-        slot_BS = torch.tensor([range(n, n + S) for n in self.lengths], device=k_BGSD.device)
-        row_B1 = torch.arange(B, device=k_BGSD.device)[:, None]
+        slot_BS, row_B1 = self.positions_BS, torch.arange(B, device=k_BGSD.device)[:, None]
         k_BGCD[row_B1, :, slot_BS] = k_BGSD.transpose(1, 2)
         v_BGCD[row_B1, :, slot_BS] = v_BGSD.transpose(1, 2)
         # Slots are positions, so the causal mask also hides empty slots, and what the padding of a
@@ -394,8 +394,8 @@ def forward_with_cache(model, cache, tokens_BS, counts, /):
     tokens_BS: int64, (B, S), right-padded. counts: how many tokens of each row are real.
     """
     length_B1 = torch.tensor(cache.lengths, device=tokens_BS.device)[:, None]
-    positions_BS = length_B1 + torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-    x_BSM = model.hidden(tokens_BS, positions=positions_BS, attention=cache.attention)
+    cache.positions_BS = length_B1 + torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+    x_BSM = model.hidden(tokens_BS, positions=cache.positions_BS, attention=cache.attention)
     # Lengths move on only now, when all layers have written their keys.
     cache.lengths = [length + count for length, count in zip(cache.lengths, counts)]
     return model.logits(x_BSM[range(len(counts)), [count - 1 for count in counts]])
