@@ -481,10 +481,10 @@ def generate(model, rows, *, max_new_tokens, temperature=1.0, end=(), after=None
 
 
 # 4. A released model, in Hugging Face's files ---------------------------------------------------
-# What a config.json means. transformers has a class for each family, with fields and defaults. What
-# config.json does not say has the default. What is not a field of the class is not read. Below, a
-# family has three parts: what its equations change in the defaults of ModelConfig, the defaults of
-# SIZES, and its own fields with their defaults. All families have the fields of COMMON, too.
+# What a config.json means. transformers has a class of settings for each family. A setting that is
+# not in the file has the default of the class, and a setting that is not in the class is ignored.
+# So a family is three things: where its equations differ from the defaults of ModelConfig, the
+# defaults of SIZES, and its own settings with their defaults. All families have those of COMMON.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
          "num_attention_heads", "num_key_value_heads", "max_position_embeddings")  # fmt: skip
 COMMON = dict(head_dim=None, hidden_act="silu", rms_norm_eps=1e-6, tie_word_embeddings=False,
@@ -514,7 +514,7 @@ NOT_HERE = ("quantization_config", "final_logit_softcapping", "attention_dropout
 
 def config_fields(c, differs, /):
     """Return {field of ModelConfig: value}, given all fields that a family reads, and `differs`."""
-    heads, bias = c["num_attention_heads"], c.get("attention_bias", False)
+    heads = c["num_attention_heads"]
     absent = dict(num_key_value_heads=heads, head_dim=c["hidden_size"] // heads)
     c = c | {name: value for name, value in absent.items() if c[name] is None}
     # Qwen's layers slide from max_window_layers on. Of Gemma's, every sixth one does not.
@@ -533,9 +533,9 @@ def config_fields(c, differs, /):
     E = c.get("num_local_experts") or c.get("num_experts", 0)  # the names in transformers 5 and 4
     dense, step = c.get("mlp_only_layers") or (), c.get("decoder_sparse_step")
     c |= dict(
-        qkv_bias=bias, o_bias=bias, hidden_act=c.get("hidden_activation", c["hidden_act"]),
-        layer_types=c.get("layer_types") or types, sliding_window=window, num_experts=E,
-        rope_parameters={FULL: full, SLIDING: local},
+        qkv_bias=c["attention_bias"], o_bias=c["attention_bias"], num_experts=E,
+        hidden_act=c.get("hidden_activation", c["hidden_act"]), sliding_window=window,
+        layer_types=c.get("layer_types") or types, rope_parameters={FULL: full, SLIDING: local},
         sparse_layers=tuple(n for n in layers if E and n not in dense and (n + 1) % step == 0))
     return {x.name: c[x.name] for x in fields(ModelConfig) if x.name in c} | differs
 
@@ -557,8 +557,8 @@ def read_config(directory):
                 continue
             # Python takes the string "false" for true, and true for the number 1.
             if type(value) is not kind and (type(value), kind) != (int, float):
-                wanted, got = f"{name} of type {kind.__name__}", f"{value!r} of {type(value)}"
-                raise ValueError(f"expected {wanted}, got {got}")
+                got = f"{value!r} of {type(value)}"
+                raise ValueError(f"expected {name} of type {kind.__name__}, got {got}")
             least = 0 if name in ("max_window_layers", "rms_norm_eps") else 1
             if kind in (int, float) and not least <= value < math.inf:
                 raise ValueError(f"expected {name} >= {least}, got {value}")
@@ -574,7 +574,7 @@ def read_config(directory):
             "sliding_window": SLIDING in c.layer_types and c.sliding_window is None,
             "num_key_value_heads": c.num_attention_heads % c.num_key_value_heads,
             "num_experts_per_tok": c.num_experts_per_tok > c.num_experts,
-            "head_dim": c.head_dim % 2,
+            "head_dim": c.head_dim % 2 or c.head_dim == 0,  # 0: more heads than hidden_size
             "rope_parameters": types != {"default"} or not all(finite),
         } | {name: hf_config.get(name) for name in NOT_HERE}
         found = [name for name in unknown if unknown[name]]

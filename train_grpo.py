@@ -104,6 +104,7 @@ class Config:
 RELEASED = dict(lr=1e-5, entropy_coef=0.0, prompts=8, group=8, rows=8, max_new_tokens=128)
 # A prompt is drawn by the key (seed, stream, step, group). Training and evaluation are two streams.
 ROLLOUT, EVALUATION = 1, 2
+LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"  # what torchrun tells a rank
 
 
 def uniforms(key, count):
@@ -222,7 +223,7 @@ class Questions:
                 line = json.loads(text.decode("utf-8-sig"))
                 number = last_number(line["answer"])
                 encoded = self.tokenizer.encode(TEMPLATE.replace("{question}", line["question"]))
-                # A tokenizer may put marks around a text. An end mark would leave no answer.
+                # The tokenizer may put marks around a text. An end mark would end the prompt.
                 own = [n for n, is_mark in enumerate(encoded.special_tokens_mask) if not is_mark]
                 prompt = tuple(encoded.ids[: own[-1] + 1])
                 if number is None or len(prompt) + new > room or max(prompt) >= V:
@@ -665,7 +666,7 @@ def build_policy(config, task, **family):
 def refuse(reason):
     """End the program before the ranks meet. Rank 0 prints a line; every rank fails."""
     # torchrun ends all ranks when one exits, so the others leave rank 0 the time to print.
-    if os.environ.get("RANK", "0") != "0" and "MASTER_PORT" in os.environ:
+    if os.environ.get("RANK", "0") != "0" and all(name in os.environ for name in LAUNCHER):
         time.sleep(30)
         sys.exit(1)
     sys.exit(f"train_grpo.py: error: {reason}")
@@ -704,24 +705,23 @@ def requirements(c, world, devices):
     yield c.device in devices, f"--device {' or '.join(devices)}, got {c.device}"
     yield bool(c.model) == bool(c.data), "--model and --data together"
     yield c.model or not c.save, "--save with --model"
-    in_use = c.save and os.path.exists(c.save) and (os.path.isfile(c.save) or os.listdir(c.save))
+    in_use = c.save and (os.path.isfile(c.save) or any(Path(c.save).glob("*")))
     yield not in_use, f"a new or an empty directory as --save, got {c.save}"
     got = f"got --plan {c.plan} on {world} ranks"
     product = f"a product of d, t and c such as d2t2, {got}"
     yield not {"p", "e"} & {*c.plan}, f"no p or e, which python -m full has: expected {product}"
     yield re.fullmatch(r"(([dtc])(?!\w*\2)[1-9]\d*)+", c.plan), product  # \w*\2: a letter again
-    degrees = {letter: int(number) for letter, number in re.findall(r"([dtc])(\d+)", c.plan)}
-    d, t, ring = (degrees.get(letter, 1) for letter in "dtc")
+    # Of d2c4, d is 2 and c is 4. A letter that is not there is 1: t is.
+    d, t, ring = (int(*re.findall(rf"{letter}(\d+)", c.plan) or "1") for letter in "dtc")
     yield d * t * ring == int(world), f"torchrun --nproc-per-node {d * t * ring}, {got}"
     most = c.prompts // c.minibatches
     yield d <= most, f"d <= {most}, because each d rank needs a group of a minibatch, {got}"
     heads = models.read_config(c.model).num_key_value_heads if c.model else c.heads // 2
     yield heads % t == 0, f"t that divides the {heads} key heads, {got}"
     yield ring == 1 or not c.tree, f"--tree without c, which cuts rows, {got}"
-    names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
-    told = {name: os.environ[name] for name in names if name in os.environ}
-    alone = world == "1" and "RANK" not in told
-    yield alone or len(told) == 4, f"all of {', '.join(names)}, as torchrun sets them, got {told}"
+    told = [name for name in LAUNCHER if name in os.environ]
+    is_alone = world == "1" and "RANK" not in told
+    yield is_alone or len(told) == 4, f"all of {', '.join(LAUNCHER)}, got only {', '.join(told)}"
 
 
 def main(argv):
@@ -757,7 +757,7 @@ def main(argv):
     source = Source(config, task, trainer)
     try:
         if config.model:  # a random one solves nothing yet
-            print(f"before training: solved {source.evaluate():.2f}", flush=True)
+            print(f"before training, {threads} threads: solved {source.evaluate():.2f}", flush=True)
         log = Log(config, file)
         solved = train(config, source, trainer, log.step)
     except (BrokenPipeError, KeyboardInterrupt) as error:  # `| head` has read enough, or Ctrl-C

@@ -54,6 +54,7 @@ REFUSED = [  # fields of config.json, and what the error names
     (dict(num_hidden_layers=3), "Unexpected key(s) in state_dict: \"model.layers.3."),
     (dict(vocab_size=24), "size mismatch for model.embed_tokens.weight"),
     (dict(num_key_value_heads=None), "size mismatch for model.layers.0.self_attn.k_proj.weight"),
+    (dict(head_dim=None, num_attention_heads=32), "head_dim"),
     (dict(per_layer_config={"0": {"rms_norm_eps": 0.1}}), "per_layer_config"),
     (dict(rope_parameters=dict(rope_theta=-1.0)), "rope_parameters {'rope_theta': -1.0}"),
     *((dict(model_type="gemma3_text", sliding_window=x), "sliding_window") for x in (None, "4")),
@@ -68,7 +69,7 @@ SIZES |= dict(rms_norm_eps=(-1e-6, math.nan, math.inf), rope_theta=(0, -1.0, mat
 MOE = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size",
                      "decoder_sparse_step"), (0, -1, 1.5, None))  # fmt: skip
 IMPOSSIBLE = {
-    "llama": SIZES | dict(num_key_value_heads=(3, 99)),
+    "llama": SIZES | dict(num_key_value_heads=(3, 99), head_dim=(0, -1, 3, 6.0)),
     "mistral": dict(sliding_window=(0, -1, 2.5)),
     "qwen3": dict(sliding_window=(0, -1), max_window_layers=(-1, None)),
     "qwen3_moe": MOE | dict(num_experts_per_tok=(0, -1, 5, 99), num_local_experts=(0, -1)),
