@@ -228,8 +228,12 @@ def check_weights(step, g, finding):
     if names := step.numbers.get("changed"):
         finding = f"something other than the optimizer changed {', '.join(names[:3])} in the step"
     tried = finding is not None or not noisy
+
+    # A gradient that a moment shows is wrong if beta1 is, so the definition's is tried as well.
+    tries = [(used, noisy)] + ([] if noisy or step.has("grad") else [(step.clip(g), True)])
     finding = finding or join(
-        text for text, change in [*update_mistakes(step).items(), *fitted_updates(step, used)]
+        text for used, noisy in tries
+        for text, change in [*update_mistakes(step).items(), *fitted_updates(step, used)]
         if step.update_error(used, change, noisy)[0] <= step.may("weights"))  # fmt: skip
     if not finding and not tried:
         finding = explain(step, {"gradient"}, g)["gradient"]

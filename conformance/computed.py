@@ -23,6 +23,7 @@ from conformance import command
 from conformance import definition as D
 from conformance.sequences import (
     Gradient, alternating, definition, denominator, furthest, lists_of, own_name, score, terms_of,
+    together,
 )  # fmt: skip
 
 DEFAULTS = D.DEFAULTS | dict(
@@ -64,10 +65,6 @@ class Measured(NamedTuple):
         return FACTOR * self.distance + self.floor
 
     @property
-    def holds(self):
-        return self.off <= self.allowed
-
-    @property
     def figures(self):
         """Return the distance and what is allowed, in words."""
         where = f", furthest in {self.where}" if self.where else ""
@@ -94,9 +91,11 @@ class Step:
     twin: a Step of the same sequences in the trainer's precision, which measures what is allowed.
 
     `make` makes a mapping for a tensor of each parameter. A client may replace it by one on a disk.
+    `most_tokens` are in one forward. By default it is of one sequence.
     """
 
     make = dict
+    most_tokens = 0
     noise = 0.0  # of a gradient that AdamW's moment shows, relative
 
     def __init__(self, sequences, kinds, numbers, model, *, dtype=torch.float64,
@@ -196,20 +195,23 @@ class Step:
 
     # Forward and backward
 
-    def score(self, s, temperature, model=None):
-        """Run a sequence, and keep its numbers. Return them with a graph."""
-        found = score(model or self.model, s, temperature)
-        s.lp, s.H, *values = [x.tolist() for x in found]
-        s.v = values[0] if values else None
-        return found
+    def score(self, sequences, temperature, model=None):
+        """Run sequences, and keep their numbers. Return {place: these with a graph}."""
+        found = score(model or self.model, sequences, temperature)
+        for s, row in zip(sequences, found):
+            s.lp, s.H, *values = [x.tolist() for x in row]
+            s.v = values[0] if values else None
+        return {s.place: row for s, row in zip(sequences, found)}
 
     def run_model(self, temperature, model=None):
         """Compute log-probs, entropies, values. Return log-probs, a list of lists.
 
         Graphs are kept if the model is small.
         """
+        graph = {}
         with torch.set_grad_enabled(self.is_small):
-            graph = {s.place: self.score(s, temperature, model) for s in self.sequences}
+            for part in together(self.sequences, self.most_tokens):
+                graph |= self.score(part, temperature, model)
         self.graph = graph if self.is_small else None
         return [s.lp for s in self.sequences]
 
@@ -222,14 +224,14 @@ class Step:
             loss, slopes = self.add_up(plan or whole)
             return loss, self.backward(slopes)
 
-        # One sequence after the other: a graph has its memory for one of them only.
+        # One forward after the other: a graph has its memory for one of them only.
         Z = denominator(self.c, self.sequences)
         loss, slopes = (0.0, {}) if plan is None else self.add_up(plan)
-        for s in self.sequences:
-            graph = {s.place: self.score(s, T)}
+        for part in together(self.sequences, self.most_tokens):
+            graph = self.score(part, T)
             if plan is None:
-                part, slopes = self.add_up([(1.0, self.c, [s])], Z)
-                loss += part
+                more, slopes = self.add_up([(1.0, self.c, part)], Z)
+                loss += more
             if pairs := self.outputs(graph, slopes):
                 torch.autograd.backward(*zip(*pairs))
         parts = self.make()

@@ -46,10 +46,11 @@ def model_mistakes(step):
 
     def shifted(by):
         def model(tokens, at=None):
-            at, last = torch.arange(tokens.shape[1]) if at is None else at, tokens.shape[1] - 1
+            last = tokens.shape[1] - 1
+            rows, places = (0, torch.arange(last + 1)) if at is None else at
             logits = step.model(tokens)
             logits = logits if torch.is_tensor(logits) else logits.logits
-            return logits[:, (at + by).clamp(0, last)]
+            return logits[rows, (places + by).clamp(0, last)][None]
 
         return model
 
@@ -447,7 +448,7 @@ def explain_updates(steps):
             used = step.gradient or step.clip(step.full)
             if fits and step.update_error(used, change)[0] <= last.may("weights"):
                 return text.format(k)
-            if not (name and math.isfinite(k) and k):
+            if not (name and math.isfinite(k)) or name == "lr" and not k:
                 break
             k += slope_of(fitted_pairs(steps, step, used, change, name, k))
     return ""

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from conformance import definition as D
 
@@ -22,7 +23,8 @@ class Sequence:
     """One sequence of the step. A list has an entry for each token. step.py --help has the columns.
 
     scored: the places of the tokens that are scored. Default: all. The model then gets
-        model(tokens, at=(N,)) and returns (1, N, V), which saves time with a large vocabulary.
+        model(tokens (B, T), at=(rows (N,), places (N,))) and returns (1, N, V), which saves time
+        with a large vocabulary. One forward may take several sequences then.
     sampled: how many tokens were sampled, if not all of them are trained on.
     lp, H, v: the definition's log-probs, entropies and values.
     ends: where each token's interval of [0, 1) ends, if there are draws.
@@ -116,26 +118,58 @@ def parts_by(sequences, *keys):
 # The definition, of sequences -------------------------------------------------------------------
 
 
-def score(model, s, temperature):
-    """Return log-probs, entropies and perhaps values at a sequence's tokens: (T,), with a graph."""
-    # One forward of one sequence. The logits at token t - 1 predict token t; the first token has
-    # no log-prob. Padding follows all tokens, so that no token sees it.
-    places = torch.arange(1, len(s.tokens)) if s.scored is None else torch.tensor(s.scored).long()
-    tokens = torch.tensor(s.tokens)
-    out = model(tokens[None]) if s.scored is None else model(tokens[None], at=places - 1)
+def together(sequences, most):
+    """Yield lists of sequences that one forward takes: of `most` tokens with padding, or one."""
+    part = []
+    for s in sequences:
+        longest = max(len(x.tokens) for x in [*part, s])
+        if part and longest * (len(part) + 1) > most:
+            yield part
+            part = []
+        part.append(s)
+    if part:
+        yield part
+
+
+def score(model, sequences, temperature):
+    """Return for each sequence log-probs, entropies and perhaps values: (T,), with a graph.
+
+    One forward takes them all. If they are several, they have `scored`.
+    """
+    # The logits at token t - 1 predict token t; the first token has no log-prob. Padding follows
+    # all tokens, so that no token sees it.
+    tokens_BT = pad_sequence([torch.tensor(s.tokens) for s in sequences], batch_first=True)
+    at = [torch.arange(1, len(s.tokens)) if s.scored is None else torch.tensor(s.scored).long()
+          for s in sequences]  # fmt: skip
+    if sequences[0].scored is None:
+        out = model(tokens_BT)
+    else:
+        rows = torch.repeat_interleave(torch.tensor([len(places) for places in at]))
+        out = model(tokens_BT, at=(rows, torch.cat(at) - 1))
     logits, values = (out, None) if torch.is_tensor(out) else (
         out.logits, getattr(out, "values", None))  # fmt: skip
+    found, first = [], 0
+    for s, places in zip(sequences, at):
+        mine = slice(first, first + len(places))
+        first = mine.stop
+        found.append(score_one(s, places, logits if logits is None else logits[0, mine],
+                               values if values is None else values[0, mine], temperature))
+    return found
+
+
+def score_one(s, places, logits, values, temperature):
+    """Return what `score` does of one sequence, from the model's outputs for its places."""
     N, found = len(places), []
     if logits is not None:  # a critic has none
-        targets = tokens[places].tolist()
-        lp, H, logp_NV = D.scores(logits[0, :N], targets, temperature)
+        targets = [s.tokens[t] for t in places]
+        lp, H, logp_NV = D.scores(logits, targets, temperature)
         found = [lp, H]
         if s.draws is not None:
             p_NV = logp_NV.detach().double().exp()
             ends = p_NV.cumsum(-1)[range(N), targets]
             s.ends = torch.zeros(len(s.tokens)).double().index_copy(0, places, ends).tolist()
     found = found or [values.new_zeros(N)] * 2
-    found += [] if values is None else [values[0, :N]]
+    found += [] if values is None else [values]
     return [x.new_zeros(len(s.tokens)).index_copy(0, places, x) for x in found]
 
 

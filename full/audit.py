@@ -11,6 +11,7 @@ a mistake that explains it.
 """
 
 import argparse
+import functools
 import itertools
 import math
 import sys
@@ -83,11 +84,6 @@ class Row(NamedTuple):
         return self.allowed <= max(size / 10, EXACT)
 
     @property
-    def share(self):
-        """The difference as a fraction of what is allowed: the row is outside above 1."""
-        return self.difference / max(self.allowed, 1e-300)
-
-    @property
     def how(self):
         """How `allowed` was found, in words."""
         if self.distance:
@@ -109,21 +105,6 @@ def of_kit(key, measured, size=None) -> Row:
     return Row(key, m.recorded, m.expected, m.off, m.distance, m.floor, size)
 
 
-def order() -> list:
-    """Return the rows of the table, causes before their effects: the first that is outside says
-    where to look."""
-    # The first update's metrics come before those that a change of the weights has a part in.
-    metrics, later = [*LINE], next(name for name, x in LINE.items() if x.over_updates == "mean")
-    place = metrics.index(later)
-    return [
-        "rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling",
-        "sampling/logprobs", "sampling/tokens", "sampling/bits", "sampling/mean",
-        "sampling/surprise", "rollouts/rewards", *metrics[:place], "rollouts/advantage",
-        *(f"{name}_first" for name in metrics), *metrics[place:], "gradient", "critic/gradient",
-        "votes", "parameters", "critic/parameters",
-    ]  # fmt: skip
-
-
 # A run's settings, as the kit's -------------------------------------------------------------------
 
 
@@ -136,19 +117,10 @@ def settings(config) -> dict:
     return given
 
 
-def step_of(rows, kinds, numbers, models, dtype) -> Step:
-    """Return the kit's Step with its twin. The arguments are pairs: exact, and in the precision."""
-    numbers = numbers | dict(settings=numbers["settings"] | dict(compute_dtype=""))
-    coarse = numbers | dict(settings=numbers["settings"] | dict(compute_dtype=dtype))
-    twin = Step(rows[1], kinds[1], numbers, models[1], precision=getattr(torch, dtype))
-    if dtype == "float64":
-        nudge(twin.named.values())
-    return Step(rows[0], kinds[0], coarse, models[0], dtype=getattr(torch, dtype), twin=twin)
-
-
 class Audit:
     """The audit of a step: its rows, and what the kit finds.
 
+    Rows are in the order of causes: the first one that is outside says where to look.
     files: RunFiles. models: of step_models.py. world: the run's ranks.
     """
 
@@ -177,10 +149,22 @@ class Audit:
         self.check_advantages()
         self.train()
         self.measure_step()
-        places = {key: n for n, key in enumerate(order())}
         self.rows = [row if row.is_informative else row._replace(why=self.cause(row))
-                     for row in sorted(self.rows, key=lambda row: places[row.key])]  # fmt: skip
+                     for row in self.rows]  # fmt: skip
         return self.rows
+
+    def step_of(self, rows, kinds, numbers, models, dtype) -> Step:
+        """Return the kit's Step with its twin. The arguments are pairs: the definition, the twin.
+        """
+        numbers = numbers | dict(settings=self.given | dict(compute_dtype=""))
+        coarse = numbers | dict(settings=self.given | dict(compute_dtype=dtype))
+        twin = Step(rows[1], kinds[1], numbers, models[1], precision=getattr(torch, dtype))
+        if dtype == "float64":
+            nudge(twin.named.values())
+        step = Step(rows[0], kinds[0], coarse, models[0], dtype=getattr(torch, dtype), twin=twin)
+        for x in (step, twin):
+            x.make, x.most_tokens = self.models.new_kind, self.models.most_tokens
+        return step
 
     def find(self, found, where=""):
         """Note what the kit found: {quantity: (finding, figures)}."""
@@ -227,10 +211,10 @@ class Audit:
         """Hold the sampler's log-probs and draws to the weights that sampled."""
         config, engine = self.config, self.files.engine
         models, rows = self.models.sampler(), self.sequences(self.played)
-        numbers = dict(settings=self.given | dict(tolerance=0.0))
         if engine:
-            numbers["settings"]["tolerance"] = ENGINE[config.rollout_dtype][0]
+            numbers = dict(settings=self.given | dict(tolerance=ENGINE[config.rollout_dtype][0]))
             step = Step(rows[0], {}, numbers, models[0], dtype=getattr(torch, config.rollout_dtype))
+            step.most_tokens = self.models.most_tokens
             self.find({"sampling": checks.check_logprobs(step, "sampler_logprobs")})
             self.rows.append(of_kit("sampling", step.measured["sampler_logprobs"], 1.0))
             off = mean([abs(s.lp[t] - s.sampler_logprobs[t]) for s in rows[0] for t in s.at])
@@ -246,9 +230,9 @@ class Audit:
         else:
             for r, s, x in zip(self.played, *rows):
                 s.draws = x.draws = r.draws(config, self.step)
-            step = step_of(rows, ({}, {}), numbers, models, config.rollout_dtype)
+            step = self.step_of(rows, ({}, {}), {}, models, config.rollout_dtype)
             self.find(checks.sampling_of(step))
-            for key, name in (("sampling/logprobs", "sampler_logprobs"), ("sampling", "draws")):
+            for key, name in (("sampling", "draws"), ("sampling/logprobs", "sampler_logprobs")):
                 self.rows.append(of_kit(key, step.measured[name], 1.0))
         if self.files.exact:
             count, tokens, bits = step_models.exact_numbers(self.models, self.played, self.step)
@@ -268,11 +252,12 @@ class Audit:
         """Read what the updates need of each trained rollout: ref, old, values, rewards."""
         config, T = self.config, self.config.temperature
         rows = self.trained_rows = self.sequences(self.trained)
+        read = functools.partial(step_models.read, most_tokens=self.models.most_tokens)
         first = self.models.policy()
         self.pairs = {"": first}
         if config.advantage == "gae":
             self.pairs[CRITIC] = self.models.critic(self.kinds[CRITIC][0]["before"])
-            step_models.read(self.pairs[CRITIC], rows, T, "values", -1)
+            read(self.pairs[CRITIC], rows, T, "values", -1)
 
         # The twin gets the definition's numbers of other models, and its own only where they have a
         # part in the step without the policy's: then the two of a difference are not off as one.
@@ -280,12 +265,11 @@ class Audit:
             (self.models.reference(), "ref_logprobs", config.kl_in == "reward"),
             (self.models.teacher(), "teacher_logprobs", True),
         ):
-            step_models.read(model if is_twins else [model[0], None], rows, T, column)
+            read(model if is_twins else [model[0], None], rows, T, column)
         own = len(self.batches[0]) if config.first_is_its_own_old else 0
         later = [row[own:] for row in rows]
         if config.proximal:
-            step_models.read(first if config.importance_cap else [first[0], None], later, T,
-                             "old_logprobs")  # fmt: skip
+            read(first if config.importance_cap else [first[0], None], later, T, "old_logprobs")
         for s in itertools.chain(*later) if not config.proximal else ():
             s.old_logprobs = s.sampler_logprobs
         for model in itertools.chain(*self.pairs.values()):
@@ -315,10 +299,10 @@ class Audit:
 
     def check_advantages(self):
         """Hold the recorded advantages to the rewards. The recorded ones are used below."""
-        rows, numbers = self.trained_rows, dict(settings=self.given)
+        rows = self.trained_rows
         if not self.trained:
             return
-        step = step_of(rows, ({}, {}), numbers, self.pairs[""], self.config.compute)
+        step = self.step_of(rows, ({}, {}), {}, self.pairs[""], self.config.compute)
         step.floors["advantages"] = LEAST  # rewards are computed in float64 in every run
         self.find({"advantages": checks.check_advantages(step)})
         A = [s.advantages[t] for s in rows[0] for t in s.at]
@@ -367,7 +351,7 @@ class Audit:
                 continue
             h = dict(lr=lr, betas=[0.9, config.beta2], eps=1e-8, names=[*before["before"]],
                      weight_decay=config.weight_decay)  # fmt: skip
-            numbers = dict(settings=self.given, optimizer=dict(step=done + n + 1, groups=[h]))
+            numbers = dict(optimizer=dict(step=done + n + 1, groups=[h]))
             # After a finding, later numbers are its effects.
             is_open = not self.findings
             if is_open:
@@ -377,10 +361,7 @@ class Audit:
                 numbers["loss"] = loss
             if is_open and after and n + 1 == self.updates:
                 kinds[0] = {**kinds[0], "after": after["before"], "exp_avg_after": after["exp_avg"]}
-            if n:
-                self.drift = apart(*(by["before"] for by in (*kinds, before)))
-            step = step_of(both, kinds, numbers, models, config.compute)
-            step.make = step.twin.make = self.models.new_kind
+            step = self.step_of(both, kinds, numbers, models, config.compute)
             steps.append(step)
             self.find(checks.check_gradient(step),
                       f"{prefix}update {n + 1}: " if self.updates > 1 else prefix)  # fmt: skip
@@ -409,8 +390,6 @@ class Audit:
                               f"compared, as there is no step-{self.step + 1:08d}")  # fmt: skip
         return kinds
 
-    drift = 0.0  # how far the twin's weights are before an update, of the way that they have moved
-
     def route(self, models, count, found):
         """Count the tokens of experts in an update, and move the biases. Return near choices."""
         for model in models:
@@ -428,13 +407,14 @@ class Audit:
 
     def compare_updates(self, prefix, norm, found):
         """Compare the metrics of a model's updates: the first one's, and of all."""
-        for name in found[0] if found else ():
-            of_critic = name in (norm, "value/loss") if prefix else name != "value/loss"
-            if not of_critic:
-                continue
-            how = LINE[name]
-            self.add(name, *(how.reduce(list(x)) for x in zip(*(by[name] for by in found))))
+        # The first update's come before those that a change of the weights has a part in.
+        names = [name for name in (found[0] if found else ())
+                 if (name in (norm, "value/loss") if prefix else name != "value/loss")]
+        for name in names:
             self.add(f"{name}_first", *found[0][name])
+        for name in names:
+            how = LINE[name].reduce
+            self.add(name, *(how(list(x)) for x in zip(*(by[name] for by in found))))
 
     def measure_step(self):
         """Compute the metrics of the step that are of no update."""
@@ -477,18 +457,10 @@ class Audit:
             return f"the number is 0, and rounding in {dtype} may make it {row.allowed:.0e}"
         if key in METRICS and METRICS[key][0] in ("clips", "masked"):
             return f"{part} is allowed: so many tokens are within rounding of a bound"
-        if self.updates > 1 and row.key == key and self.drift:
-            return (f"{part} is allowed: AdamW makes full steps of rounding, and the weights "
-                    f"before the last update are known to {self.drift:.0%} of their way")
+        if self.updates > 1 and row.key == key:
+            return (f"{part} is allowed: AdamW makes full steps of rounding, so the weights before "
+                    f"the last update are known less well")
         return f"{part} is allowed: its terms have both signs, or {dtype} is too coarse for it"
-
-
-def apart(weights, others, first):
-    """Return how far two sets of weights are apart, relative to their way from the first ones."""
-    def distance(a, b):
-        return math.hypot(*((a[n].double() - b[n].double()).norm().item() for n in first))
-
-    return distance(weights, others) / max(distance(weights, first), 1e-300)
 
 
 # The audit ----------------------------------------------------------------------------------------
@@ -500,7 +472,7 @@ class Report(NamedTuple):
     run: str
     step: int
     intro: list  # sentences
-    rows: list  # Row, in `order`
+    rows: list  # Row, causes before their effects
     findings: dict  # quantity: what is wrong, in the kit's words
     left_out: list  # metrics that the step does not determine
 

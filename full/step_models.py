@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from conformance import definition as D
 from conformance.computed import FACTOR, nudge
-from conformance.sequences import score
+from conformance.sequences import score, together
 from full.build import build, empty_policy, shape_of
 from full.checkpoint import read_checkpoint
 from full.deltanet import TokenByToken
@@ -27,9 +27,15 @@ from full.hf import load_hf
 from full.lora import merge, plain
 from full.optimizer import persistent_buffers
 from full.places import set_tensor
+from full.replay import mean
 from full.rollouts import Sampler, play_held_out
 from full.trainer import empty_critic, keep_wide
 from full.transformer import causal_attention
+
+
+# Of a forward of several sequences. Each backward touches the memory of all gradients, which takes
+# longer than the sums of one short sequence; a graph of this many tokens is smaller than they are.
+MOST_TOKENS = 128
 
 
 class OnDisk(Mapping):
@@ -88,7 +94,7 @@ class Called(torch.nn.Module):
                                     on_routing=routing)  # fmt: skip
         self.routed.append(routing)
         self.tick()
-        states = states if at is None else states[:, at]
+        states = states if at is None else states[at][None]  # at: rows and places
         if self.module.logprobs is None:
             return SimpleNamespace(logits=None, values=self.module.values(states))
         return self.module.logits(states)
@@ -200,6 +206,11 @@ class Models:
     def are_large(self):
         return self.shape.hidden_size >= 256
 
+    @property
+    def most_tokens(self):
+        """How many tokens one forward takes. Padding would count in the routing of experts."""
+        return MOST_TOKENS if self.are_large and not self.shape.sparse_layers else 0
+
     def new_kind(self):
         """Return a place for a tensor of each parameter: memory, or for large models the disk."""
         return OnDisk() if self.are_large else {}
@@ -226,18 +237,21 @@ class Models:
 
 
 @torch.no_grad()
-def read(models, rows, temperature, column, of=0):
+def read(models, rows, temperature, column, of=0, most_tokens=0):
     """Set a column of Sequences to a model's numbers. of: 0 log-probs, -1 values.
 
     rows: the Sequences of the definition and of the twin. Without a twin, they get the same.
     """
     # The twin's are mirrored at the definition's: two forwards of a trainer round apart, and a
     # difference of the twin's own two would be 0.
-    for s, x in zip(*rows) if models[0] is not None else ():
-        mine, *its = (score(model, dataclasses.replace(s), temperature)[of].tolist()
-                      for model in models if model is not None)  # fmt: skip
-        setattr(s, column, mine)
-        setattr(x, column, [2 * a - b for a, b in zip(mine, its[0])] if its else mine)
+    if models[0] is None:
+        return
+    mine, *its = ([found[of].tolist() for part in together(rows[0], most_tokens)
+                   for found in score(model, part, temperature)]
+                  for model in models if model is not None)  # fmt: skip
+    for n, (s, x) in enumerate(zip(*rows)):
+        setattr(s, column, mine[n])
+        setattr(x, column, [2 * a - b for a, b in zip(mine[n], its[0][n])] if its else mine[n])
 
 
 @torch.no_grad()
@@ -274,7 +288,7 @@ def surprise(model, rollouts, config) -> tuple:
     for r in rollouts:
         # With forks several rollouts share a turn, which was drawn once.
         own = [t for t in r.at if r.shares(config, t)[-1][0] == r.number]
-        logits = model(torch.tensor(r.tokens)[None], at=torch.tensor(own) - 1)[0]
+        logits = model(torch.tensor(r.tokens)[None], at=(0, torch.tensor(own) - 1))[0]
         lp, H, logp_NV = D.scores(logits, [r.tokens[t] for t in own], config.temperature)
         seen_NV = logp_NV.where(logp_NV.isfinite(), 0.0)
         variance = (logp_NV.exp() * (seen_NV + H[:, None]) ** 2).sum()
@@ -293,7 +307,7 @@ def solved(models, make_twin, recorded) -> tuple:
     model = make_twin(0)
     _, groups = play_held_out(models.config, models.task, Sampler(model.module))
     played = [t for (t,) in groups]
-    value = mean_of(t.reward >= 1 for t in played)
+    value = mean([t.reward >= 1 for t in played])
     if abs(value - recorded) < 1e-9:
         return value, 0.0
 
@@ -302,16 +316,11 @@ def solved(models, make_twin, recorded) -> tuple:
     def leads(model):
         for t in played:
             at = torch.from_numpy(t.sampled).nonzero()[:, 0]
-            best_N2 = model(torch.tensor(t.tokens)[None], at=at)[0].double().topk(2).values
+            best_N2 = model(torch.tensor(t.tokens)[None], at=(0, at))[0].double().topk(2).values
             yield best_N2[:, 0] - best_N2[:, 1]
 
     mine = list(leads(model))
     del model
     its = list(leads(make_twin(1)))
     most = FACTOR * max((x - y).abs().max().item() for x, y in zip(mine, its))
-    return value, mean_of(x.min().item() <= most for x in mine)
-
-
-def mean_of(found) -> float:
-    found = list(found)
-    return sum(found) / len(found)
+    return value, mean([x.min().item() <= most for x in mine])
