@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conformance import definition as D
-from conformance.computed import FACTOR, nudge
+from conformance.computed import FACTOR, nudge, trim_memory
 from conformance.sequences import score, together
 from full.build import build, empty_policy, shape_of
 from full.checkpoint import read_checkpoint
@@ -114,6 +114,7 @@ def pair(model, dtype, tick) -> list:
         wide.residual_dtype = torch.float64
     if dtype == "float64":
         nudge(model.parameters())
+    trim_memory()
     return [Called(wide.double(), tick), Called(model, tick)]
 
 
@@ -200,6 +201,7 @@ class Models:
             stored[kind] = self.new_kind()
             for name in list(by):
                 stored[kind][name] = by.pop(name)
+        trim_memory()
         return stored
 
     @property
