@@ -18,6 +18,8 @@ import models
 import parallel
 import ring_attention
 import train_grpo
+import tree_attention
+from tree_attention import CheckModel, check_loss, tree_backward, tree_logprobs
 
 WORDS = {"train_grpo": ("--steps", "1")}  # after its check it trains
 
@@ -32,12 +34,12 @@ SLIPS = [  # a line of a file, and a wrong one
     ("ring_attention", "    return scale * (ds_BHqk @ k_BHkD),", "    return (ds_BHqk @ k_BHkD),"),
     ("models", "weight_NK / weight_NK.sum(-1", "weight_NK / weight_NK.sum(0"),
     ("parallel", 'layout(name, grid)["partial"]', 'layout(name, grid)["replicas"]'),
-    ("tree_attention", "backward(tensors, gradients)", "backward(tensors[0], gradients[0])"),
+    ("tree_attention", "leaf.grad is not None]", "leaf.grad is not None][1:]"),
     ("train_grpo", "tokens[:, positions_s + 1]", "tokens[:, positions_s]"),
     ("train_grpo", "len(self.tokens) + len(reply)", "len(self.tokens)"),
     ("train_grpo", "torch.minimum(ratio_N", "torch.maximum(ratio_N"),
     ("train_grpo", "optim_step(trainer.learning_rate(step))", "optim_step(trainer.config.lr)"),
-    ("tree_attention", "visit(child, state, path)", "visit(child, None, path)"),
+    ("tree_attention", 'above[-1]["state"] if above', 'above[0]["state"] if above'),
     ("tree_attention", "found[i], entropies = torch", "entropies, found[i] = torch"),
     ("train_grpo", "[H[e.mask] for e, (_, H)", "[H[e.mask] for e, (H, _)"),
     # A layer's window or its scale is dropped.
@@ -51,7 +53,7 @@ SLIPS = [  # a line of a file, and a wrong one
     ("models", "v_BGSD, visible_B1SS, scale=scale)", "v_BGSD, visible_B1SS)"),
     ("tree_attention", "v, near_NN, scale=scale,", "v, near_NN,"),
     ("tree_attention", "v, near_NN, scale=scale,", "v, visible_NN, scale=scale,"),
-    ("tree_attention", "before_Gr = lse_Gr", "before_Gr = 0 * lse_Gr"),
+    ("tree_attention", "triu(m - n + 1)", "triu(m - n + 2)"),
     ("train_grpo", "group=ring, scale=scale, window=window", "group=ring, window=window"),
     ("ring_attention", "x.to(torch.promote_types(x.dtype, torch.float32))", "x"),  # in bfloat16
 ]
@@ -562,6 +564,154 @@ def test_a_word_that_there_is_not_is_refused_by_a_sharded_embedding(process_grou
     assert sharded(word).equal(embedding(word))
     with pytest.raises(IndexError):
         sharded(torch.tensor([[token]]))
+
+
+def noted_segments(model, sequences, max_tokens, monkeypatch):
+    """Run `tree_backward`; return [(tokens, bytes of the graph or None)] of each run of a segment.
+
+    The bytes are without leaves of the path and parameters. Each leaf must own its memory.
+    """
+    runs, shared = [], {x.untyped_storage().data_ptr(): x for x in model.parameters()}
+    leaf_of, run_segment = tree_attention.leaf_of, tree_attention.run_segment
+
+    def noted_leaf(x):
+        assert max_tokens is None or x.untyped_storage().nbytes() == x.nbytes
+        leaf = leaf_of(x)
+        return shared.setdefault(leaf.untyped_storage().data_ptr(), leaf)
+
+    def noted_run(model, tokens, *given, **options):
+        held = {}
+
+        def hold(x):
+            held[x.untyped_storage().data_ptr()] = x
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(hold, lambda x: x):
+            outputs = run_segment(model, tokens, *given, **options)
+        own = [x.untyped_storage().nbytes() for at, x in held.items() if at not in shared]
+        runs.append((len(tokens), sum(own) if outputs["scores"].requires_grad else None))
+        return outputs
+
+    monkeypatch.setattr(tree_attention, "leaf_of", noted_leaf)
+    monkeypatch.setattr(tree_attention, "run_segment", noted_run)
+    tree_backward(model, sequences, check_loss, max_tokens)
+    return runs
+
+
+@pytest.mark.quick
+def test_the_graph_of_a_chunk_of_a_tree_is_as_large_at_every_depth(monkeypatch):
+    """Also in the default, where the chunks of a path have graphs at a time."""
+    tokens = torch.arange(1024) % 11
+    for size in (None, 64):
+        with monkeypatch.context() as patch:
+            runs = noted_segments(CheckModel(), [tokens], size, patch)
+        graphs = [graph for _, graph in runs if graph is not None]
+        assert len(graphs) == 1024 // (size or 256) and len({*graphs}) == 1
+
+
+@pytest.mark.quick
+def test_a_chunk_of_a_tree_runs_twice_if_others_are_below(monkeypatch):
+    """And its first run has no graph. Without max_tokens, each token runs once."""
+    sequences = [torch.tensor([1] * 8 + [n] * 4) for n in range(3)]
+    for size, tokens, graphs in ((None, 20, 4), (4, 28, 5), (5, 28, 5), (100, 28, 4)):
+        with monkeypatch.context() as patch:
+            runs = noted_segments(CheckModel(), sequences, size, patch)
+        assert sum(n for n, _ in runs) == tokens
+        assert len([graph for _, graph in runs if graph is not None]) == graphs
+
+
+@pytest.mark.quick
+def test_tree_attention_sums_over_segments_in_float32():
+    """A prompt of 24 tokens, and 40 segments of 4: SDPA of each sequence, in bfloat16, as measure."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(shape, generator=generator).bfloat16() for shape in
+             [(2, 2, 24, 8), *[(2, 2, 4, 8), (1, 4, 4, 8), (1, 4, 4, 8)] * 40]]  # fmt: skip
+    seen = torch.ones(4, 28, dtype=torch.bool).tril(24)
+
+    def run(attention, dtype):
+        prompt, *rest = (tree_attention.leaf_of(x.to(dtype)) for x in drawn)
+        prompt.grad_dtype = None if attention is sdpa else prompt.grad_dtype
+        results = []
+        for own, q, dout in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+            results.append(attention(q, prompt, own))
+            results[-1].backward(dout)
+        return [torch.cat(results), prompt.grad, *(x.grad for x in rest if x.grad is not None)]
+
+    def sdpa(q, prompt, own):
+        k, v = torch.cat([prompt, own], 2)
+        given = q, k[None], v[None], seen
+        return torch.nn.functional.scaled_dot_product_attention(*given, scale=0.4, enable_gqa=True)
+
+    def ours(q, prompt, own):
+        return tree_attention.TreeAttention.apply(q, 0.4, None, prompt, own)
+
+    truth, plain = run(sdpa, torch.float64), run(sdpa, torch.bfloat16)
+    assert all((a - b).norm() <= 1e-14 * b.norm() for a, b in zip(run(ours, torch.float64), truth))
+    found = run(ours, torch.bfloat16)
+    norms = [[(x - c).norm() / c.norm() for x in (a, b)] for a, b, c in zip(found, plain, truth)]
+    assert max(a / b for a, b in norms) <= 1.3
+    assert norms[1][0] <= 0.3 * norms[1][1]
+
+
+INT = torch.int64
+WRONG_TREES = [  # sequences, max_tokens, what is said
+    ([[1, 2, 3], [1, 4]], None, "got list"),
+    (["123"], None, "got str"),
+    ([torch.tensor([1, 2]), torch.tensor([1.0, 2.0])], None, "got torch.float32 of shape [2]"),
+    ([torch.tensor([1, 2]), torch.tensor([], dtype=INT)], None, "got torch.int64 of shape [0]"),
+    ([torch.tensor([[1, 2]])], None, "got torch.int64 of shape [1, 2]"),
+    (torch.tensor([1, 2]), None, "got torch.int64 of shape []"),
+    ([torch.tensor([1, 2])], 0, "expected max_tokens of at least 1, got 0"),
+    ([torch.tensor([1, 2])], -3, "expected max_tokens of at least 1, got -3"),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("sequences, max_tokens, said", WRONG_TREES)
+def test_sequences_that_are_no_tree_are_refused(sequences, max_tokens, said):
+    model = CheckModel()
+    assert said in complaint_of(tree_backward, model, sequences, check_loss, max_tokens)
+    assert max_tokens is not None or said in complaint_of(tree_logprobs, model, sequences)
+    assert all(p.grad is None for p in model.parameters())
+
+
+class OtherOptions(CheckModel):
+    """`CheckModel` with other options of attention."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def hidden(self, tokens, /, *, positions=None, attention=tree_attention.plain_attention):
+        def attention_with(*qkv, layer, **_):
+            return attention(*qkv, layer=layer, **self.options)
+
+        return super().hidden(tokens, positions=positions, attention=attention_with)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("texts, options", [
+    ([], dict(scale=0.4)), (["1", "1", "2"], dict(scale=0.4)), (["12", "1", "13"], dict(scale=0.4)),
+    (["1234", "125"], dict(scale=0.0)), (["1234", "125"], dict(scale=0.4, window=1)),
+])  # fmt: skip
+def test_little_and_nothing_are_trees_too(texts, options):
+    """No sequence, or sequences of one token; a scale of 0 and a window of 1 are not the default."""
+    model = OtherOptions(**options)
+    sequences = [torch.tensor([int(token) for token in text]) for text in texts]
+
+    def results(way, *given):
+        model.zero_grad()
+        loss, logprobs = way(model, sequences, check_loss, *given)
+        return loss, *logprobs, *(p.grad for p in model.parameters() if p.grad is not None)
+
+    truth = results(tree_attention.definition)
+    ways = [(tree_backward,), (tree_backward, 1)]
+    assert [len(x) for x, _ in tree_logprobs(model, sequences)] == [len(x) - 1 for x in sequences]
+    for found in [results(*way) for way in [*ways, (tree_attention.check_packed,)][: 2 + len(texts)]]:
+        for a, b in zip(found, truth, strict=True):
+            assert torch.as_tensor(a - b).norm() <= 1e-12
+    with pytest.raises(ValueError, match="expected a window of at least 1 token, got 0"):
+        tree_backward(OtherOptions(scale=0.4, window=0), [torch.tensor([1, 2])], check_loss)
 
 
 @pytest.mark.quick

@@ -576,7 +576,7 @@ def test_a_path_grows_by_its_keys_and_values_and_their_gradients():
     alive would show. At the peak there are their gradients, and sums, and what a kernel makes.
     """
     model, held = Windowed(), {}
-    for name in ("qkv", "out", "up", "down"):  # 4 layers instead of 2
+    for name in ("qkv", "out"):  # 4 layers instead of 2
         setattr(model, name, nn.Parameter(getattr(model, name).detach().repeat(2, 1, 1)))
     for n in (330, 660):
         trie = TokenTrie([np.append(np.zeros(n, int), k) for k in (1, 2)])
