@@ -294,6 +294,12 @@ def _doubled_gradient(real, trainer, *args, **how):
     return found
 
 
+def _swapped_betas(real, optimizer):
+    for group in optimizer.inner.param_groups:
+        group["betas"] = (0.99, 0.9)
+    return real(optimizer)
+
+
 # With --proximal the first ratios are of two log-probs, which round apart; by hand of one. By how
 # much they do depends on the machine's kernels, so the size is written into the file.
 PROXIMAL = "--device cpu --layers 2 --hidden 48 --heads 4 --prompts 2 --group 4 --eval-prompts 2 "
@@ -343,6 +349,9 @@ PLANTED = {
         ("full.trainer.Trainer.critic_loss",
          lambda real, *args, **how: (lambda loss, sums: (2 * loss, sums))(*real(*args, **how))),
         "critic/grad_norm_first", "", f"{TINY} --steps 3 {CRITIC}"),
+    "swapped betas": (
+        ("full.optimizer.LocalOptimizer.step", _swapped_betas), "gradient",
+        "the betas are swapped", ONE),
     "old weights in the sampler": (  # of another dtype: else it has the policy's own memory
         ("full.trainer.Trainer.push_weights",
          lambda real, trainer: trainer.policy_version if trainer.policy_version > 2
@@ -350,7 +359,7 @@ PLANTED = {
         f"{RUN} --generator-dtype bfloat16"),
 }  # fmt: skip
 COMMON = "loss/token_mean", "clipped", "a token", "--lr", "--entropy-coef", "a weight", "a moment"
-COMMON += "no rewards of 0", "rounding of two forwards", "more than that", *list(PLANTED)[-5:-1]
+COMMON += "no rewards of 0", "rounding of two forwards", "more than that", *list(PLANTED)[-6:-1]
 
 
 def _planted(rank, world, port, cwd, log, flags, fault):
