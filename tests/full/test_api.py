@@ -500,7 +500,7 @@ def test_the_example_of_the_manual_runs(capsys):
     text = BLOCKS["run"].replace("steps=20", small)
     assert text != BLOCKS["run"]
     exec(text, space)
-    assert "audit of step 0: ok" in capsys.readouterr().out
+    assert "audit of step 1: ok" in capsys.readouterr().out
     assert space["result"].out == Path("runs/Majority-0")
 
 

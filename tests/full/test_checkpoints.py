@@ -113,8 +113,10 @@ def complaint_of_load(folder, model_type="qwen3", **options):
 
 # What a run has to keep; rows with " then " of full/equivalence.py go on under another plan, and
 # test_faults.py has kills, the reference and masters.
+# Rollouts of all steps: of some, a run also logs those of what it took for its last step.
+EVERY_TWO = f"{TINY_RUN} --save-every 2 --log-rollouts all"
 RESUMED = {
-    1: ["--staleness 2 --minibatches 1 --log-rollouts all", "--advantage gae --weight-decay 0.1",
+    1: ["--staleness 2 --minibatches 1", "--advantage gae --weight-decay 0.1",
         "--exact --dtype float32 --generator-dtype float32 --advantage gae",
         "--lora-rank 2 --kl-coef 0.1",
         "--proximal --importance-cap 2 --generator-dtype bfloat16 --lr-warmup 2",
@@ -129,7 +131,7 @@ def _go_on(rank, world, port):
         as_torchrun(rank, world, port)
     for n, flags in enumerate(RESUMED[world]):
         for words in (f"{flags} --steps 2 --out run-{n}", f"{flags} --steps 4 --out whole-{n}"):
-            run(Config(**parse_config(f"{TINY_RUN} --save-every 2 {words}".split()).given()))
+            run(Config(**parse_config(f"{EVERY_TWO} {words}".split()).given()))
         run(Config(out=f"run-{n}", resume=True, steps=4))
 
 

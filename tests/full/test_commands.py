@@ -94,7 +94,8 @@ def test_what_cannot_be_encoded_ends_nothing(tmp_path):
     code, out, err = as_script("program.py", cwd=tmp_path)
     assert code == 0, err
     assert out.count("sample: ?? ") == 2 and "prompt: ?? " in out and '"solved"' in out
-    assert "日本" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    samples = (tmp_path / "run" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    assert all("日本" in str(json.loads(line)) for line in samples)
     assert all((tmp_path / name / "hf" / "config.json").exists() for name in ("run", "again"))
 
 

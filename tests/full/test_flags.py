@@ -308,7 +308,9 @@ def _faults_of_a_finished_run(result, case):
     if skipped and case.tame:
         found.append(f"{skipped} updates skipped with tame numbers")
     every, keep = int(case.flags.get("save-every", 50)), int(case.flags.get("keep", 2))
-    saved = [s for s in range(1, steps + 1) if s == steps or every and s % every == 0]
+    # The state before the last step makes that step auditable.
+    saved = [s for s in range(1, steps + 1)
+             if s == steps or every and (s % every == 0 or s == steps - 1)]  # fmt: skip
     wanted = [f"step-{s:08d}" for s in saved[-keep:]]
     held = [path.rpartition("/")[2] for path in result.files]
     steps_held = [name for name in held if name.startswith("step-")]
