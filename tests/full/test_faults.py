@@ -228,7 +228,7 @@ FAULTS = {
     "save: full disk, rank 1": Fault([(1, DCP, 2, full, SHARDS[1])], [ROOM], "2"),
     "save: one rank killed": Fault([(0, "os.fsync", 3, kill)], [None, GONE], flags=KL, codes=DIES),
     "save: killed before its name": Fault([(None, RENAME, 2, kill)], saved="2", codes=ONE),
-    "end: killed before the export's name": Fault([(None, RENAME, 4, kill)], saved="2 4 6",
+    "end: killed before the export's name": Fault([(None, RENAME, 5, kill)], saved="2 4 5 6",
                                                   codes=ONE),
     "start: a plan that its model cannot have": Fault(
         [], [".*layers"], flags="--plan p2 --pp-schedule zbv", goes_on=False),

@@ -161,8 +161,8 @@ def _with_fresher_weights(*args):
 
 def test_a_batch_by_other_weights_is_named(process_group, tmp_path):
     """Batch 3 is sampled a step late, by fresher weights than the schedule says."""
-    flags = f"{TINY} --staleness 2 --steps 5 --log-rollouts all --minibatches 1"
-    codes, _, err = cli(tmp_path, flags, main=_with_fresher_weights)
+    flags = f"{TINY} --staleness 2 --steps 5 --log-rollouts all --minibatches 1 --save-every 1"
+    codes, _, err = cli(tmp_path, f"{flags} --keep 9", main=_with_fresher_weights)
     assert codes == [0], err
     assert audited(tmp_path / "run", 3).verdict == "audit of step 3: sampling is outside"
     assert audited(tmp_path / "run", 2).wrong is None
