@@ -622,7 +622,7 @@ def test_a_chunk_of_a_tree_runs_twice_if_others_are_below(monkeypatch):
 
 @pytest.mark.quick
 def test_tree_attention_sums_over_segments_in_float32():
-    """A prompt of 24 tokens, and 40 segments of 4: SDPA of each sequence, in bfloat16, as measure."""
+    """A prompt of 24 tokens, and 40 segments of 4. SDPA in bfloat16 is the measure."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(shape, generator=generator).bfloat16() for shape in
              [(2, 2, 24, 8), *[(2, 2, 4, 8), (1, 4, 4, 8), (1, 4, 4, 8)] * 40]]  # fmt: skip
@@ -695,7 +695,7 @@ class OtherOptions(CheckModel):
     (["1234", "125"], dict(scale=0.0)), (["1234", "125"], dict(scale=0.4, window=1)),
 ])  # fmt: skip
 def test_little_and_nothing_are_trees_too(texts, options):
-    """No sequence, or sequences of one token; a scale of 0 and a window of 1 are not the default."""
+    """No sequence, or sequences of one token. Scale 0 and window 1 are not the default."""
     model = OtherOptions(**options)
     sequences = [torch.tensor([int(token) for token in text]) for text in texts]
 
@@ -707,7 +707,8 @@ def test_little_and_nothing_are_trees_too(texts, options):
     truth = results(tree_attention.definition)
     ways = [(tree_backward,), (tree_backward, 1)]
     assert [len(x) for x, _ in tree_logprobs(model, sequences)] == [len(x) - 1 for x in sequences]
-    for found in [results(*way) for way in [*ways, (tree_attention.check_packed,)][: 2 + len(texts)]]:
+    every = [*ways, (tree_attention.check_packed,)][: 2 + len(texts)]
+    for found in [results(*way) for way in every]:
         for a, b in zip(found, truth, strict=True):
             assert torch.as_tensor(a - b).norm() <= 1e-12
     with pytest.raises(ValueError, match="expected a window of at least 1 token, got 0"):
