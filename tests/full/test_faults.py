@@ -234,9 +234,9 @@ FAULTS = {
         [], [".*layers"], flags="--plan p2 --pp-schedule zbv", goes_on=False),
     "end: full disk in the export": Fault(
         [(0, EXPORT, 1, fills_up, None, 3000)],
-        [".*run/hf not written .*File too large.*make room.*--resume --out run", None], "2 4 6",
+        [".*run/hf not written .*File too large.*make room.*--resume --out run", None], "2 4 5 6",
         "--heads 4 --plan t2", codes=(2, 0)),
-    "end: a late export": Fault([(0, EXPORT, 1, sleep, 5)], saved="2 4 6", flags="--timeout 3",
+    "end: a late export": Fault([(0, EXPORT, 1, sleep, 5)], saved="2 4 5 6", flags="--timeout 3",
                                 codes=(0, 0)),
 }  # fmt: skip
 SLOW = {  # more moments of the same
@@ -259,7 +259,7 @@ SLOW = {  # more moments of the same
                                              saved="2", codes=ONE),
     "evaluation: killed": Fault([(None, EVALUATE, 2, kill)], saved="", codes=ONE),
     "end: killed at the last call": Fault([(0, "torch.distributed.barrier", 1, kill)],
-                                          [None, ".*another rank is gone"], "2 4 6", codes=DIES),
+                                          [None, ".*another rank is gone"], "2 4 5 6", codes=DIES),
 }  # fmt: skip
 
 
