@@ -464,9 +464,9 @@ def torn(path, text):
 
 
 def lost(path):
-    """Two lines are left, of which the last has lost its newline."""
+    """Three lines are left, of which the last has lost its newline."""
     shutil.rmtree(path.parent / NEWEST)
-    path.write_text("\n".join(path.read_text().splitlines()[:2]))
+    path.write_text("\n".join(path.read_text().splitlines()[:3]))
 
 
 PASSED_OVER, UNREADABLE = f"warning: .*{NEWEST}", f"error: checkpoint run/{NEWEST} cannot be read"
@@ -510,12 +510,12 @@ def test_a_damaged_file_of_a_run_is_passed_over_or_refused_by_name(
 
 def test_a_damaged_checkpoint_does_not_displace_a_good_one(finished):
     flip_a_bit(finished / NEWEST / SHARD)
-    killed(finished.parent, "--resume --out run --keep 1 --save-every 1", GET, 2)
-    assert standing(finished) == "3"
+    killed(finished.parent, "--resume --out run --keep 1 --save-every 1 --steps 5", GET, 2)
+    assert standing(finished) == "4"
 
 
 def test_a_checkpoint_with_damaged_weights_is_not_exported(finished, capsys):
-    assert call(capsys, "export run before --step 2")[0] == 0
+    assert call(capsys, "export run before --step 3")[0] == 0
     flip_a_bit(finished / NEWEST / SHARD)
     _, _, err = call(capsys, "export run after")
     assert "warning" in err and f"{NEWEST}: {SHARD} is damaged" in err
@@ -544,13 +544,14 @@ def test_a_run_without_a_whole_checkpoint_or_reference_is_not_begun_again(
     tmp_path, truth, reference
 ):
     copy = shutil.copytree(truth(flags=KL if reference else ""), tmp_path / "run")
-    first, second, last = (path / SHARDS[1] for path in checkpoints(copy))
+    *older, second, last = (path / SHARDS[1] for path in checkpoints(copy))
     says = r"no checkpoint in run is whole.*copy.*--out"
     if reference:
         flip_a_bit(copy / "reference" / SHARD)
         says = f"checkpoint run/reference: {SHARD} is damaged.*copy"
     else:
-        flip_a_bit(first)
+        for path in older:
+            flip_a_bit(path)
         cut_in_half(second)
         last.unlink()
     before = contents(copy)
