@@ -563,8 +563,8 @@ def read_config(directory):
             if kind in (int, float) and not least <= value < math.inf:
                 raise ValueError(f"expected {name} >= {least}, got {value}")
         c = ModelConfig(**config_fields(said, differs))
-        ropes = c.rope_parameters.values()
-        types = {rope.get(key, "default") for rope in ropes for key in ("rope_type", "type")}
+        keys = ("rope_type", "type", FULL, SLIDING)  # the last two: a dict that only Gemma has
+        types = [rope.get(x, "default") for rope in c.rope_parameters.values() for x in keys]
         finite = [c.frequencies(kind).isfinite().all() for kind in c.rope_parameters]
         unknown = {  # setting -> has it a value that the equations above do not have?
             "is_causal": hf_config.get("is_causal") is False,
@@ -575,7 +575,7 @@ def read_config(directory):
             "num_key_value_heads": c.num_attention_heads % c.num_key_value_heads,
             "num_experts_per_tok": c.num_experts_per_tok > c.num_experts,
             "head_dim": c.head_dim % 2 or c.head_dim == 0,  # 0: more heads than hidden_size
-            "rope_parameters": types != {"default"} or not all(finite),
+            "rope_parameters": types.count("default") < len(types) or not all(finite),
         } | {name: hf_config.get(name) for name in NOT_HERE}
         found = [name for name in unknown if unknown[name]]
         if found:

@@ -40,6 +40,7 @@ REFUSED = [  # fields of config.json, and what the error names
     (dict(model_type="gpt2"), "gpt2"), (dict(model_type=None), "None"),
     (dict(rope_scaling=dict(type="linear", factor=2.0)), "linear"),
     (dict(rope_parameters=LLAMA3), "llama3"),
+    (dict(rope_parameters={"full_attention": {"rope_theta": 30.0}}), "rope_parameters"),
     (dict(quantization_config=dict(bits=4)), "quantization_config"),
     (dict(final_logit_softcapping=30.0), "final_logit_softcapping"),
     (dict(hidden_act="relu"), "relu"), (dict(hidden_size=None), "got None"),
