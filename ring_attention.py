@@ -289,7 +289,7 @@ def checked_options(q_BHsD, k_BGsD, v_BGsD, group, scale, window):
                          f"even, got {q}, {k} and {v}")  # fmt: skip
     if window is not None and window < 1:
         raise ValueError(f"expected a window of at least 1 token, got {window}")
-    if dist.get_rank(group) < 0:
+    if dist.get_rank(group) < 0:  # -1 on a rank outside the group
         raise ValueError(f"expected a group with rank {dist.get_rank()}, got one without it")
     scale = q_BHsD.shape[-1] ** -0.5 if scale is None else scale
     return scale, math.inf if window is None else window
