@@ -9,18 +9,21 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import safetensors.torch
-from conftest import complaint_of, installed, shortened
+from conftest import batch_of, complaint_of, installed, shortened
 
 from full.__main__ import main
+from full.advantages import teacher_advantages
 from full.audit import audited
+from full.build import prepare
 from full.config import Config, resumed_config
 from full.directory import RunDirectory
 from full.questions import Jsonl, make_task
-from full.rollouts import Sampler, play, play_held_out
+from full.rollouts import Sampler, Trajectory, play, play_held_out
 from full.tasks import is_held_out
 from full.text import Text
 transformers, _ = installed("transformers", "trl")
@@ -601,6 +604,27 @@ def test_what_cannot_be_played_is_named(task_of, directory, message, options):
 def test_an_instruction_may_stand_among_conversations_and_a_reward_need_no_answer(task_of):
     task_of(rows=[*QUESTIONS, *numbered(HISTORY)], instruction="Go.")
     task_of(rows=[{"question": row["question"]} for row in QUESTIONS], reward="rewards.py:nothing")
+
+
+def test_a_teacher_has_positions_for_every_prompt_and_rollout(task_of, directory, process_group):
+    """For the longest prompt of any line, before a run, and for what a task's prompts become."""
+    shutil.copytree(directory("qwen3"), "TEACHER")
+    raw = json.loads(Path("TEACHER/config.json").read_text())
+    Path("TEACHER/config.json").write_text(json.dumps(raw | {"max_position_embeddings": 150}))
+    how = dict(teacher="TEACHER", advantage="teacher", max_new_tokens=60)
+    prepare(task_of(**how).config)
+    long = line({"question": "word " * 60})["rows"]
+    for eval_data, rows in (("", long), ("eval.jsonl", QUESTIONS)):
+        write(Path("eval.jsonl"), [*HELD_OUT, {"question": "word " * 60, "answer": "1"}])
+        config = task_of(rows=rows, eval_data=eval_data, reward="rewards.py:constant", **how).config
+        said = complaint_of(prepare, config)
+        assert re.fullmatch("a prompt of .* and 60 max_new_tokens exceed the 150 .* TEACHER", said)
+
+    t = Trajectory(0, [5] * 151, np.ones(150, bool), np.zeros(150))
+    trainer = SimpleNamespace(config=config, teacher=SimpleNamespace(config=SimpleNamespace(
+        max_position_embeddings=150)))  # fmt: skip
+    said = complaint_of(teacher_advantages, trainer, batch_of([[t]]))
+    assert said == "a rollout of 151 tokens exceeds the 150 positions of the teacher TEACHER"
 
 
 # 6. Runs -------------------------------------------------------------------------------------
