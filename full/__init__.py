@@ -19,7 +19,8 @@ Models:
     full/transformer.py: Transformer, causal_attention
     full/deltanet.py: Documents
     full/logprobs.py: token_logprobs
-    full/generate.py: KVCache, generate, prefill
+    full/cache.py: KVCache, prefill
+    full/generate.py: generate
     full/exact.py: make_exact
     full/engine.py: Engine
     models.py: Row

@@ -35,7 +35,7 @@ from torch import nn
 import models
 from full.attend import TiledAttention, backward_tiles, checked_scale
 from full.experts import Experts, SparseMLP
-from full.generate import KVCache
+from full.cache import KVCache
 from full.logprobs import LogprobOptions, TokenLogprobs, require_tokens_in_vocabulary
 from full.masks import Mask
 from full.places import set_tensor, variant_of

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 import models
 from full.deltanet import Documents
-from full.generate import forward_with_cache, generate, prefill
+from full.cache import forward_with_cache, prefill
+from full.generate import generate
 from full.hf import full_definition
 from full.logprobs import token_logprobs
 from full.model_config import LINEAR

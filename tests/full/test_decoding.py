@@ -8,7 +8,8 @@ from conftest import diagonal
 from oracles import LiveBytes, Watch, bytes_of
 
 import models
-from full.generate import KVCache, forward_with_cache, generate, prefill
+from full.cache import KVCache, forward_with_cache, prefill
+from full.generate import generate
 from full.tiny import tiny_model
 from models import FULL, SLIDING, Row, generate as simple_generate
 

@@ -12,7 +12,8 @@ import torch
 import models
 from check_models import CASES, check_models, path_errors, relative_error as relative
 from full.experts import RoutingCounts, grouped_linear, update_router_bias
-from full.generate import forward_with_cache, generate
+from full.cache import forward_with_cache
+from full.generate import generate
 from full.hf import full_definition, load_hf, save_hf
 from full.logprobs import token_logprobs
 from full.model_config import FAMILIES, QWEN, ModelConfig
@@ -28,7 +29,7 @@ FEW = {name: CASES[name] for name in ("qwen3", "gemma3_text")}
 FAULTS = {
     "full.transformer.causal_attention": lambda *qkv, layer, scale, **_: models.masked_attention(
         *qkv, is_causal=True, scale=1.1 * scale),
-    "full.generate.forward_with_cache": lambda model, cache, tokens, counts=None: (
+    "full.cache.forward_with_cache": lambda model, cache, tokens, counts=None: (
         # as if no row were shorter
         CACHED(model, cache, tokens)),
     "check_models.token_logprobs": lambda *given, **how: [

@@ -7,7 +7,8 @@ from conftest import shortened
 from oracles import Watch, draw, plain_attention, worst
 
 from check_models import relative_error as relative
-from full.generate import KVCache, forward_with_cache, generate, prefill
+from full.cache import KVCache, forward_with_cache, prefill
+from full.generate import generate
 from full.hf import load_hf, save_hf
 from full.logprobs import require_tokens_in_vocabulary, token_logprobs
 from full.tiny import TINY, tiny, tiny_model

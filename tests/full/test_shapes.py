@@ -10,12 +10,13 @@ import models
 import ring_attention
 import tree_attention
 from full import attend, chunks, experts, logprobs, masks, transformer, tree, trie
-from full import generate as generation
+from full import cache, generate as generation
 from full import ring as full_ring
 from check_models import CASES, check_models
 from check_attention import TinyModel, example_loss, examples, forests
 from full.chunks import tree_backward, tree_scores
-from full.generate import forward_with_cache, generate, prefill
+from full.cache import forward_with_cache, prefill
+from full.generate import generate
 from full.ring import ring_attention as ring_of_masks
 from full.tiny import tiny_model
 from full.trie import TokenTrie
@@ -85,7 +86,7 @@ def wrong():
 @pytest.mark.parametrize(
     "function, modules, expected",
     [
-        (models_check, [models, transformer, experts, logprobs, generation], []),
+        (models_check, [models, transformer, experts, logprobs, cache, generation], []),
         (ring_check, [ring_attention, masks, attend, full_ring], []),
         (tree_check, [tree_attention, trie, tree, chunks], []),
         (wrong, [sys.modules[__name__]], ["b_SD has S = 4, not 3", "c_B2 has 2 = 3, not 2"]),
