@@ -374,14 +374,14 @@ def run_trl(directory, step_number=1, **changes):
 
 def full_settings(config):
     """Return what a Config says that the trainer computes, as settings of step.py."""
-    from full.audit import settings
+    from full.audit.audit import settings
 
     given = D.DEFAULTS | settings(config)
     return {name: given[name] for name in D.LOSS_DEFAULTS | D.STEP_DEFAULTS}
 
 
 def recording(trainer_class, directory, step_number=1):
-    """Return a subclass of full.trainer.Trainer that records one of its optimizer steps.
+    """Return a subclass of full.learn.trainer.Trainer that records one of its optimizer steps.
 
     The weights must be whole on each rank: plans of d, with data_parallel ddp.
     """
@@ -446,10 +446,10 @@ def build_full():
     """Return the policy of `run_full`. Its weights come from the dump."""
     # The command has put this file's folder first, which has a parallel.py of its own.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from full.config import Config
-    from full.build import own_shape
-    from full.questions import make_task
-    from full.transformer import Transformer
+    from full.run.config import Config
+    from full.run.build import own_shape
+    from full.run.questions import make_task
+    from full.model.transformer import Transformer
 
     config = Config(**FULL_SHAPE)
     return Transformer(own_shape(config, make_task(config)))
@@ -457,7 +457,8 @@ def build_full():
 
 def run_full(directory, step_number=1, **flags):
     """Train `guess` by the folder, and record an optimizer step. Flags as Config's."""
-    from full import __main__ as program, run
+    from full import __main__ as program
+    from full.run import run
 
     run.Trainer = recording(run.Trainer, directory, step_number)
     with tempfile.TemporaryDirectory() as folder:

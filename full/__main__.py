@@ -15,22 +15,23 @@ if __name__ == "__main__" and __package__ != "full":
 
 import torch.distributed as dist  # noqa: E402
 
-from full import audit, check, talk  # noqa: E402
-from full.config import Config  # noqa: E402
-from full.flags import parse_config  # noqa: E402
-from full.exits import leave, quietly, replacing_characters, report  # noqa: E402
+from full import check, evaluate  # noqa: E402
+from full.audit import audit  # noqa: E402
 from full.plot import plot  # noqa: E402
-from full.questions import require_task  # noqa: E402
-from full.ranks import (  # noqa: E402
+from full.ranks.joining import (  # noqa: E402
     ERRORS, Progress, connect, errors_on_all_ranks, is_one_of_several, naming_lost_ranks,
 )  # fmt: skip
-from full.run import start_run  # noqa: E402
-from full.tasks import place_in_users_file  # noqa: E402
+from full.run.config import Config  # noqa: E402
+from full.run.exits import leave, quietly, replacing_characters, report  # noqa: E402
+from full.run.flags import parse_config  # noqa: E402
+from full.run.questions import require_task  # noqa: E402
+from full.run.run import start_run  # noqa: E402
+from full.run.tasks import place_in_users_file  # noqa: E402
 
 # Commands read a run, or measure. They are one process, and none of them trains.
 COMMANDS = {
-    "audit": audit.main, "check": check.main, "eval": talk.evaluation, "export": talk.export,
-    "plot": plot,
+    "audit": audit.main, "check": check.main, "eval": evaluate.evaluation,
+    "export": evaluate.export, "plot": plot,
 }  # fmt: skip
 
 

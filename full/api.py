@@ -20,14 +20,14 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from full.audit import Report, audited
-from full.config import Config, resumed_config
-from full.exits import replacing_characters
-from full.export import require_one_process
-from full.questions import Jsonl, make_task, require_task, require_usable
-from full.ranks import PYTHON, Interrupted, Progress, agree, joined, naming_lost_ranks
-from full.run import start_run
-from full.tasks import Task
+from full.audit.audit import Report, audited
+from full.ranks.joining import PYTHON, Interrupted, Progress, agree, joined, naming_lost_ranks
+from full.run.config import Config, resumed_config
+from full.run.exits import replacing_characters
+from full.run.export import require_one_process
+from full.run.questions import Jsonl, make_task, require_task, require_usable
+from full.run.run import start_run
+from full.run.tasks import Task
 
 __all__ = "Config", "Interrupted", "Report", "Result", "Task", "audit", "run"
 
@@ -106,7 +106,7 @@ def run(
 def audit(
     run, *, task=None, reward=None, dataset=None, eval_dataset=None, step=None,
 ) -> Report:  # fmt: skip
-    """Repeat a step of a run from its definition. Return the Report of full/audit.py.
+    """Repeat a step of a run from its definition. Return the Report of full/audit/audit.py.
 
     run: a Result, or the directory of a run.
     task, reward, dataset, eval_dataset: the objects that the run had, as in `run`. task and reward

@@ -17,10 +17,10 @@ import torch
 
 import parallel
 from full import equivalence
-from full.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradients
-from full.parallelize import MODES, parallelize
-from full.places import local
-from full.plans import Grid, Plan
+from full.model.parallelize import MODES, parallelize
+from full.ranks.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradients
+from full.ranks.places import local
+from full.ranks.plans import Grid, Plan
 from full.steps import STEPS, step_error
 from parallel import ADAMW, PLANS
 

@@ -22,16 +22,16 @@ import torch
 import torch.distributed as dist
 
 import train_grpo
-from full.batches import RolloutQueue, pending_batches
-from full.build import empty_model, empty_policy
-from full.config import LORA_TARGETS
-from full.flags import parse_config
-from full.logs import step_metrics
-from full.optimizer import persistent_buffers
-from full.places import full
-from full.ranks import all_gather_objects
+from full.learn.batches import RolloutQueue, pending_batches
+from full.learn.trainer import Trainer
+from full.ranks.joining import all_gather_objects
+from full.ranks.optimizer import persistent_buffers
+from full.ranks.places import full
+from full.run.build import empty_model, empty_policy
+from full.run.config import LORA_TARGETS
+from full.run.flags import parse_config
+from full.run.logs import step_metrics
 from full.tiny import TwoTurns, tiny
-from full.trainer import Trainer
 from models import FULL, SLIDING
 from ring_attention import launch
 

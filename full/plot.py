@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from full.directory import RunDirectory
-from full.logs import COLUMNS
+from full.run.directory import RunDirectory
+from full.run.logs import COLUMNS
 
 # The least upper end of the axis of each panel.
 LEAST = dict(reward=0.1, solved=0.1, entropy=0.1, gap=1e-6, norm=1e-2)

@@ -12,21 +12,21 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from full.audit import NOT_BY_HAND, Audit
-from full.batches import RolloutQueue
-from full.build import build, build_teacher, own_shape
-from full.config import Config
-from full.directory import RunDirectory
-from full.export import ONE_PROCESS
-from full.hf import save_hf
-from full.logs import do_step, rollout_line
-from full.lora import draw_factors
-from full.questions import make_task
-from full.ranks import connect
-from full.step_models import Models
+from full.audit.audit import NOT_BY_HAND, Audit
+from full.audit.models import Models
+from full.learn.batches import RolloutQueue
+from full.learn.trainer import Trainer, first_weights
+from full.model.hf import save_hf
+from full.model.lora import draw_factors
+from full.model.transformer import Transformer, draw_weights
+from full.ranks.joining import connect
+from full.run.build import build, build_teacher, own_shape
+from full.run.config import Config
+from full.run.directory import RunDirectory
+from full.run.export import ONE_PROCESS
+from full.run.logs import do_step, rollout_line
+from full.run.questions import make_task
 from full.tiny import tiny_model
-from full.trainer import Trainer, first_weights
-from full.transformer import Transformer, draw_weights
 
 SMALL = dict(dtype="float64", prompts=4, group=4, hidden=32, minibatches=1, forks=2, fork_turns=1)
 EXPERTS = dict(num_experts=8, num_experts_per_tok=2, sparse_layers=(0, 1))

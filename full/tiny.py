@@ -6,9 +6,9 @@ needs no skill. If you only train, skip this file.
 
 import torch
 
-from full.model_config import LINEAR, ModelConfig
-from full.tasks import Task
-from full.transformer import Transformer
+from full.model.config import LINEAR, ModelConfig
+from full.model.transformer import Transformer
+from full.run.tasks import Task
 from models import FULL, SLIDING
 
 TINY = {  # what a tiny model of each family needs in addition to the sizes

@@ -20,7 +20,7 @@ import torch
 # As a script, this file finds tests/full under the name `full`, unless the root comes first.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from conformance import loss as kit
-from full.objectives import OBJECTIVES, grpo_loss
+from full.learn.objectives import OBJECTIVES, grpo_loss
 
 CLIP = dict(clip_low=0.2, clip_high=0.28)
 DROPPED = dict(clip_low=0.15, clip_high=0.15)  # DPPO's bounds

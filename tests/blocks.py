@@ -128,7 +128,7 @@ def copied(root, folder):
 
 def modules_of(root):
     """Return the files that slips are planted in: the five, and the folder's."""
-    return sorted(root.glob("*.py")) + sorted(root.glob("full/*.py"))
+    return sorted(root.glob("*.py")) + sorted(root.glob("full/**/*.py"))
 
 
 def record(root, folder, jobs, slow=False, anew=False):

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 import ring_attention as minimal_ring
-from full.chunks import tree_backward, tree_scores
-from full.masks import Mask
-from full.ring import METHODS, ring_attention, ring_of, shard, unshard
+from full.attention.masks import Mask
+from full.attention.ring import METHODS, ring_attention, ring_of, shard, unshard
 from full.tiny import HYBRID, TINY, tiny_model
-from full.trie import TokenTrie
+from full.tree.chunks import tree_backward, tree_scores
+from full.tree.trie import TokenTrie
 from ring_attention import attention_definition
 from tree_attention import CheckModel, check_loss, definition
 

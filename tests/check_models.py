@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 import models
-from full.deltanet import Documents
-from full.cache import forward_with_cache, prefill
-from full.generate import generate
-from full.hf import full_definition
-from full.logprobs import token_logprobs
-from full.model_config import LINEAR
+from full.learn.generate import generate
+from full.model.cache import forward_with_cache, prefill
+from full.model.config import LINEAR
+from full.model.deltanet import Documents
+from full.model.hf import full_definition
+from full.model.logprobs import token_logprobs
 from full.tiny import HYBRID, TINY, tiny_model
 from models import CHECK_FAMILIES, FULL, SLIDING
 

@@ -95,7 +95,7 @@ def installed(*packages):
 
 def batch_of(groups):
     """Groups of trajectories as a batch of one minibatch, which policy version 0 has sampled."""
-    from full.batches import SampledBatch
+    from full.learn.batches import SampledBatch
 
     return SampledBatch(dict(enumerate(groups)), range(len(groups)), 1, sampled_by=0)
 

@@ -35,9 +35,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from full.rope import Rope
+from full.model.rope import Rope
+from full.model.transformer import Layer, RMSNorm, Transformer, draw_weights
 from full.tiny import tiny
-from full.transformer import Layer, RMSNorm, Transformer, draw_weights
 from models import SLIDING, apply_rope
 
 def masked_attention(q_BHTD, k_BGSD, v_BGSD, seen_BTS, /, *, scale):

@@ -4,12 +4,12 @@
     python -m full --task tests/example_tasks.py:Lookup --size 5 --advantage group_std
 
 Both pay a part of the reward for a part of the answer, so that random weights earn something.
-`Task` in full/tasks.py says what a task must have. The tokens of both are named by `Symbols`.
+`Task` in full/run/tasks.py says what a task must have. The tokens of both are named by `Symbols`.
 """
 
 import numpy as np
 
-from full.tasks import Task, is_held_out
+from full.run.tasks import Task, is_held_out
 from train_grpo import deal
 
 

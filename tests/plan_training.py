@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from full import ring
-from full.masks import Mask
-from full.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradients
-from full.packing import Micro, run_micro_batches, states_like
-from full.parallelize import parallelize
-from full.places import part_of
-from full.ring import indices
+from full.attention import ring
+from full.attention.masks import Mask
+from full.attention.ring import indices
+from full.learn.packing import Micro, run_micro_batches, states_like
+from full.model.parallelize import parallelize
+from full.ranks.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradients
+from full.ranks.places import part_of
 from full.tiny import tiny_model
 
 KINDS = {

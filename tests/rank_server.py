@@ -23,7 +23,7 @@ import torch.distributed.fsdp  # noqa: E402
 import torch.distributed.pipelining  # noqa: E402, F401
 import tqdm  # noqa: E402, F401
 
-from full.flags import parse_config
+from full.run.flags import parse_config
 
 # The files whose functions run in ranks. One that cannot be imported is the test process's to
 # report, and a rank's that asks for it.

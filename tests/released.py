@@ -18,9 +18,9 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, 
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from full.hf import save_hf
-from full.model_config import ModelConfig
-from full.transformer import Transformer
+from full.model.config import ModelConfig
+from full.model.hf import save_hf
+from full.model.transformer import Transformer
 
 # Released configurations, without most fields that no reader of a model asks for.
 QWEN = dict(

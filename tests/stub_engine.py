@@ -1,6 +1,6 @@
-"""An engine for tests: the paths of vLLM that full/engine.py asks for, answered by `generate`.
+"""An engine for tests: the paths of vLLM that engine.py asks for, answered by `generate`.
 
-A request is a thread. One turn is decoded at a time, by full/generate.py, in float64. vLLM makes
+A request is a thread. One turn is decoded at a time, by generate.py, in float64. vLLM makes
 its draws from a turn's seed. The stub looks the seed up among those of the runs of tests, and so
 draws what a run draws without an engine: its tokens must be the same, and its log-probs but for
 rounding.
@@ -16,10 +16,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 
 import models
-from full.config import Config
-from full.engine import FIRST_VERSION, VLLM
-from full.generate import generate
-from full.hf import load_hf
+from full.learn.engine import FIRST_VERSION, VLLM
+from full.learn.generate import generate
+from full.model.hf import load_hf
+from full.run.config import Config
 from train_grpo import uniforms
 
 

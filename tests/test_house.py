@@ -14,7 +14,7 @@ IMPORTS = {"models": set(), "parallel": {"models", "ring_attention"}, "ring_atte
 IMPORTS |= {"tree_attention": set()}
 IMPORTS |= {"train_grpo": {*IMPORTS}}
 FIVE = [ROOT / f"{name}.py" for name in IMPORTS]
-FOLDER = sorted(ROOT.glob("full/*.py"))
+FOLDER = sorted(ROOT.glob("full/**/*.py"))
 MODULES = FIVE + FOLDER
 EVERY = MODULES + sorted(ROOT.glob("tests/**/*.py")) + sorted(ROOT.glob("conformance/**/*.py"))
 TAG = r"# .*(NUMERICS|COMM|DEVIATES):|Pinned"
@@ -32,13 +32,10 @@ IN_THE_FOLDER = {  # a run's files are the same wherever it runs
     "text in the locale's encoding": r"(read|write)_text\((?!.*encoding=\"utf-8\")"
     r"|\bopen\(\"[awr]\"\)",
 }
-# Files that a person who types a command reads from. All others know no word of the command line.
-AT_THE_COMMAND_LINE = {
-    "__init__", "__main__", "api", "audit", "check", "config", "conflicts", "directory",
-    "equivalence", "export", "flags", "logs", "plot", "questions", "run",
-    "steps", "talk", "tasks", "text",
-}  # fmt: skip
-BELOW = [path for path in FOLDER if path.stem not in AT_THE_COMMAND_LINE]
+# The rooms of the folder. Each imports of those before it, and the commands beside them of all.
+ROOMS = "ranks", "attention", "model", "tree", "learn", "run", "audit"
+# Only what a person who types a command reads from knows a word of the command line.
+BELOW = [path for path in FOLDER if path.parent.name in ROOMS[:5]]
 IN_FILES_BELOW = {
     "a word of the command line": r"(?<!torchrun )(?<!-)--(?!enable-|hf-overrides|logprobs-mode"
     r"|model-path)[a-z]",  # of engines
@@ -77,30 +74,43 @@ def test_no_line_breaks_a_rule(rules, files):
     assert not [(at, why) for at, line in lines for why in rules if re.search(rules[why], line)]
 
 
+def module_of(path):
+    """The name by which a file is imported."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
 def test_settings_know_tables_and_no_machinery():
-    """What full/config.py imports, and what that imports, is names to choose from."""
-    reached, new = set(), {"full.config"}
+    """What full/run/config.py imports, and what that imports, is names to choose from."""
+    names = {module_of(path): path for path in FOLDER if path.stem != "__init__"}
+    reached, new = set(), {"full.run.config"}
     while new:
         reached |= new
-        new = {x for name in new for x in imported(ROOT / f"{name.replace('.', '/')}.py")
-               if (ROOT / f"{x.replace('.', '/')}.py") in FOLDER} - reached  # fmt: skip
+        new = {x for name in new for x in imported(names[name]) if x in names} - reached
     assert {name.removeprefix("full.") for name in reached} == {
-        "advantages", "config", "conflicts", "metrics", "model_config", "objectives", "plans",
-        "ranks", "rope", "tasks"}  # fmt: skip
+        "learn.advantages", "learn.metrics", "learn.objectives", "model.config", "model.rope",
+        "ranks.joining", "ranks.plans", "run.config", "run.conflicts", "run.tasks"}  # fmt: skip
 
 
-def test_imports_have_no_circle_and_the_five_know_nothing_of_the_folder():
-    """Those inside functions too."""
-    needs = {f"full.{path.stem}": imported(path) for path in FOLDER}
+def test_imports_go_down_and_the_five_know_nothing_of_the_folder():
+    """Those inside functions too, and from room to room."""
+    needs = {module_of(path): imported(path) for path in FOLDER}
     while needs:
         ready = [name for name, below in needs.items() if not below & {*needs}]
         assert ready, f"a circle: {needs}"
         for name in ready:
             del needs[name]
+    for path in FOLDER:
+        room = path.parent.name
+        above = ROOMS[ROOMS.index(room) + 1 :] if room in ROOMS else ()
+        rooms = {".".join(name.split(".")[:2]) for name in imported(path)}
+        assert not rooms & {f"full.{name}" for name in above}, path
+        commands = {module_of(x) for x in FOLDER if x.parent.name == "full"} - {"full"}
+        assert room == "full" or not rooms & commands, path
     for path in FIVE:
         assert imported(path) & {*IMPORTS} <= IMPORTS[path.stem]
         assert not [name for name in imported(path) if name.split(".")[0] == "full"]
-    assert {*imports.graph()} >= {*IMPORTS, *(f"full.{path.stem}" for path in FOLDER[1:])}
+    files = {module_of(path) for path in FOLDER if path.stem != "__init__"}
+    assert {*imports.graph()} >= {*IMPORTS, *files}
 
 
 @functools.cache
@@ -205,7 +215,8 @@ SENDS = (
     r"dist\.(all_|reduce_scatter|broadcast|send|recv|batch_|barrier|new_)|\.full_tensor\("
     r"|weights\.broadcast\("
 )
-SENDERS = "plans places parallelize pipeline optimizer packing weights ranks checkpoint"
+SENDERS = """ranks/plans ranks/places ranks/joining ranks/pipeline ranks/optimizer ranks/checkpoint
+    model/parallelize model/weights learn/packing"""
 
 
 @pytest.mark.parametrize("name", SENDERS.split())

@@ -12,16 +12,16 @@ import os
 
 import torch
 
-from full.forest import parents_in
-from full.masks import Mask
-from full.micro_batches import MaskedAttention
-from full.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradients
-from full.packing import PackedBatches
-from full.parallelize import parallelize
-from full.places import full
-from full.plans import Grid, Plan
-from full.ring import indices
+from full.attention.masks import Mask
+from full.attention.ring import indices
+from full.learn.micro_batches import MaskedAttention
+from full.learn.packing import PackedBatches
+from full.model.parallelize import parallelize
+from full.ranks.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradients
+from full.ranks.places import full
+from full.ranks.plans import Grid, Plan
 from full.tiny import tiny_model
+from full.tree.forest import parents_in
 
 MODEL, PLAN = os.environ.get("MODEL", "gemma3_text"), os.environ.get("PLAN")
 PLANS = {1: "d1", 2: "t2", 4: "d2c2"}

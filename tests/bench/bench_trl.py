@@ -44,17 +44,17 @@ from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
-from full.batches import SampledBatch, collect
-from full.config import Config
-from full.hf import load_hf, save_hf
-from full.logs import do_step
-from full.model_config import ModelConfig
-from full.ranks import connect
-from full.rollouts import Trajectory
-from full.text import Text
-from full.trainer import Trainer
-from full.transformer import Transformer
-from full.trie import TokenTrie
+from full.learn.batches import SampledBatch, collect
+from full.learn.rollouts import Trajectory
+from full.learn.trainer import Trainer
+from full.model.config import ModelConfig
+from full.model.hf import load_hf, save_hf
+from full.model.transformer import Transformer
+from full.ranks.joining import connect
+from full.run.config import Config
+from full.run.logs import do_step
+from full.run.text import Text
+from full.tree.trie import TokenTrie
 import smollm_tasks  # noqa: E402
 from measure import Work, flops  # noqa: E402
 from oracles import LiveBytes, bytes_of  # noqa: E402

@@ -28,7 +28,7 @@ import check_attention
 from full import equivalence
 from check_models import CASES, path_errors
 from check_attention import TinyModel, rows_of_rank, tree_rows
-from full.ranks import connect
+from full.ranks.joining import connect
 from full.steps import STEPS, step_error
 from full.tiny import tiny_model
 

@@ -1,8 +1,8 @@
 """Draw which file imports which, as text: `python tests/bench/imports.py`. Exit with 1 on a circle.
 
 A line has the lines of a file, its name, and what it imports: only files on lines below its own.
-A name that begins with a dot is a file of the folder. Imports inside functions are left out: what
-only a check needs, as that of parallel.py needs models.py, is not needed to use the file.
+A name that begins with a dot is a file of the folder: `.run.text`. Imports inside functions are
+left out: what only a check needs, as that of parallel.py needs models.py, is not needed to use it.
 """
 
 import ast
@@ -11,12 +11,12 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("full/*.py"))]
+PATHS = [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("full/**/*.py"))]
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PATHS}
 
 
 def imported(path):
-    """Return the modules of this project that a file imports. `from full import run`: full.run."""
+    """Return the modules of this project that a file imports."""
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):

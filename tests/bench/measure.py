@@ -45,32 +45,32 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from oracles import LiveBytes
 
 import models
-from full.attend import attend
-from full.batches import SampledBatch, collect
-from full.chunks import tree_backward
-from full.config import Config
-from full.deltanet import by_chunk, by_token
-from full.exact import make_exact, packed_attention, require_exact_kernels
-from full.forest import parents_in
-from full.generate import generate
-from full.hf import load_hf, save_hf
-from full.logprobs import token_logprobs
-from full.masks import Mask
-from full.micro_batches import MaskedAttention
-from full.model_config import ModelConfig
-from full.objectives import OBJECTIVES
-from full.packing import PackedBatches
-from full.parallelize import parallelize
-from full.plans import Grid, Plan
-from full.questions import make_task
-from full.ranks import connect
-from full.ring import METHODS, indices, ring_attention
+from full.attention.attend import attend
+from full.attention.masks import Mask
+from full.attention.ring import METHODS, indices, ring_attention
+from full.learn.batches import SampledBatch, collect
+from full.learn.generate import generate
+from full.learn.micro_batches import MaskedAttention
+from full.learn.objectives import OBJECTIVES
+from full.learn.packing import PackedBatches
+from full.learn.trainer import Trainer
+from full.model.config import ModelConfig
+from full.model.deltanet import by_chunk, by_token
+from full.model.exact import make_exact, packed_attention, require_exact_kernels
+from full.model.hf import load_hf, save_hf
+from full.model.logprobs import token_logprobs
+from full.model.parallelize import parallelize
+from full.model.transformer import Transformer
+from full.ranks.joining import connect
+from full.ranks.plans import Grid, Plan
+from full.run.config import Config
+from full.run.questions import make_task
+from full.run.tasks import Task
 from full.steps import built
-from full.tasks import Task
 from full.tiny import TINY, tiny, tiny_model
-from full.trainer import Trainer
-from full.transformer import Transformer
-from full.trie import TokenTrie
+from full.tree.chunks import tree_backward
+from full.tree.forest import parents_in
+from full.tree.trie import TokenTrie
 from ring_attention import launch
 from tree_attention import definition
 

@@ -26,18 +26,19 @@ import models
 import parallel
 import ring_attention as ring
 import tree_attention as tree
-from full import logprobs, optimizer, plans
-from full import generate as full_generate
-from full import ring as full_ring
+from full.attention import ring as full_ring
+from full.attention.masks import Mask
 from full.check import FullTraining
-from full.chunks import tree_backward as by_chunks, tree_scores
-from full.forest import parents_in
-from full.hf import load_hf
-from full.masks import Mask
-from full.micro_batches import MaskedAttention
-from full.parallelize import parallelize
-from full.transformer import causal_attention
-from full.trie import TokenTrie
+from full.learn import generate as full_generate
+from full.learn.micro_batches import MaskedAttention
+from full.model import logprobs
+from full.model.hf import load_hf
+from full.model.parallelize import parallelize
+from full.model.transformer import causal_attention
+from full.ranks import optimizer, plans
+from full.tree.chunks import tree_backward as by_chunks, tree_scores
+from full.tree.forest import parents_in
+from full.tree.trie import TokenTrie
 from released import make
 
 HALF, EXACT = torch.bfloat16, torch.float64

@@ -29,11 +29,11 @@ from pages import Page
 from test_ranks import join, ranks, start
 from test_run import TINY, as_torchrun, at, contents, free_port, json_lines, same_run
 
-from full import ranks as ranks_py
 from full.__main__ import main
 from full.api import Config, Interrupted, audit, run
-from full.checkpoint import checkpoints
-from full.flags import parse_config
+from full.ranks import joining as ranks_py
+from full.ranks.checkpoint import checkpoints
+from full.run.flags import parse_config
 
 STEPS = f"{TINY} --out run --save-every 2 --steps 4"
 
@@ -131,7 +131,7 @@ def _runs_of_a_rank(rank, world, port, flags):
     as_torchrun(rank, world, port)
     seen = []
     if rank == 0:
-        at("full.export.save_hf", 2, lambda *args: time.sleep(4))
+        at("full.run.export.save_hf", 2, lambda *args: time.sleep(4))
     for out in ("run", "again"):
         config = config_of(flags, out=out, timeout=3)
         result = run(config, task=Sort(config), log=seen.append)

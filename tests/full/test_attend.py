@@ -12,12 +12,12 @@ from oracles import FLASH, Watch, draw, plain_attention, worst
 from torch.autograd import grad as grad_of
 from torch.nn.functional import scaled_dot_product_attention
 
-from full import ring
-from full import attend as attention
-from full.attend import DTYPES, KEPT_PAIRS, attend, can_fuse
+from full.attention import attend as attention
+from full.attention import ring
+from full.attention.attend import DTYPES, KEPT_PAIRS, attend, can_fuse
 from check_attention import examples, relative
-from full.masks import ALL, NEVER, PARTIAL, TILES, Mask, Sizes, boxes
-from full.ring import indices
+from full.attention.masks import ALL, NEVER, PARTIAL, TILES, Mask, Sizes, boxes
+from full.attention.ring import indices
 from ring_attention import merge
 
 
@@ -25,7 +25,7 @@ from ring_attention import merge
 def both(request, monkeypatch):
     """Torch's kernels, and the formulas, which other devices and gradients of lse use."""
     if request.param == "formulas":
-        monkeypatch.setattr("full.attend.can_fuse", lambda q: False)
+        monkeypatch.setattr("full.attention.attend.can_fuse", lambda q: False)
     return request.param
 
 
@@ -67,7 +67,7 @@ def set_tiles(monkeypatch, tile, *, partial=None, most=None):
     small = whole._replace(square=tile)
     names = {"cpu forward": whole, "cuda": whole, "cpu backward": small, "formulas": small}
     assert names.keys() == TILES.keys()
-    monkeypatch.setattr("full.attend.TILES", names)
+    monkeypatch.setattr("full.attention.attend.TILES", names)
 
 
 def exact_cases():
@@ -282,7 +282,7 @@ def test_a_row_of_minus_inf_has_no_mass(overflown, monkeypatch):
     k[:, :, overflown] = -1e30
     others = torch.ones(6, dtype=torch.bool)
     others[overflown] = False
-    monkeypatch.setattr("full.attend.can_fuse", lambda q: False)
+    monkeypatch.setattr("full.attention.attend.can_fuse", lambda q: False)
     truth = attend(q, k[:, :, others], v[:, :, others])
     pair = attend(q, k, v)
     assert all(torch.equal(a, b) for a, b in zip(pair, truth, strict=True))
@@ -390,7 +390,7 @@ def test_nothing_of_size_s_by_s_is_allocated(kind, both):
 @pytest.mark.parametrize("mask", [None, Mask.full(4096), Mask.causal(4096)])
 def test_a_causal_or_full_mask_is_one_call_on_cuda(mask, monkeypatch):
     """Counted here with the sizes of CUDA: one call forward, one backward, without a bias."""
-    monkeypatch.setattr("full.attend.TILES", {name: TILES["cuda"] for name in TILES})
+    monkeypatch.setattr("full.attention.attend.TILES", {name: TILES["cuda"] for name in TILES})
     q, k, v = (torch.randn(1, 1, 4096, 8, requires_grad=True) for _ in range(3))
     with Watch() as watch:
         attend(q, k, v, mask)[0].sum().backward()
@@ -421,7 +421,7 @@ def test_partial_tiles_are_made_once_and_kept_up_to_a_bound(monkeypatch):
     leaves, dout = draw(64)
 
     def three_layers(room):
-        monkeypatch.setattr("full.attend.KEPT_PAIRS", room)
+        monkeypatch.setattr("full.attention.attend.KEPT_PAIRS", room)
         mask = Mask.documents(doc_ids=[i // 5 for i in range(64)])
         made.clear()
         for _ in range(3):

@@ -26,15 +26,15 @@ from test_run import runs_made_once
 
 from conformance import definition
 from full.__main__ import main
-from full.audit import audited
-from full.build import build
-from full.checkpoint import write_checkpoint
-from full.config import Config
-from full.directory import RunDirectory
-from full.optimizer import training_tensors
-from full.questions import make_task
-from full.replay import Rollout, RunFiles
-from full.trainer import Trainer
+from full.audit.audit import audited
+from full.audit.replay import Rollout, RunFiles
+from full.learn.trainer import Trainer
+from full.ranks.checkpoint import write_checkpoint
+from full.ranks.optimizer import training_tensors
+from full.run.build import build
+from full.run.config import Config
+from full.run.directory import RunDirectory
+from full.run.questions import make_task
 
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 4 "
 TINY += "--lr 0.02 --lr-warmup 0 --eval-every 3 --eval-prompts 6 --save-every 1 --keep 9 --out run"
@@ -339,21 +339,21 @@ PLANTED = {
     "more than that": (
         in_line("ratio/max_first", lambda x: 1 + 1e-4), "ratio/max_first", "", PROXIMAL),
     "divided by another count": (
-        ("full.trainer.loss_denominator", lambda real, masks, **how: real(masks, **how) + 1),
+        ("full.learn.trainer.loss_denominator", lambda real, masks, **how: real(masks, **how) + 1),
         "loss/policy_token_mean", "the denominator is", ONE),
-    "a mask shifted by one": (("full.batches.play", _shifted_mask), "rollouts/sampled", ""),
+    "a mask shifted by one": (("full.learn.batches.play", _shifted_mask), "rollouts/sampled", ""),
     "a gradient doubled on one rank": (
-        ("full.trainer.Trainer.forward_backward", _doubled_gradient), "grad_norm",
+        ("full.learn.trainer.Trainer.forward_backward", _doubled_gradient), "grad_norm",
         "rank 1 of 2 counts twice", ONE, 2),
     "a doubled loss of the critic": (
-        ("full.trainer.Trainer.critic_loss",
+        ("full.learn.trainer.Trainer.critic_loss",
          lambda real, *args, **how: (lambda loss, sums: (2 * loss, sums))(*real(*args, **how))),
         "critic/grad_norm_first", "", f"{TINY} --steps 3 {CRITIC}"),
     "swapped betas": (
-        ("full.optimizer.LocalOptimizer.step", _swapped_betas), "gradient",
+        ("full.ranks.optimizer.LocalOptimizer.step", _swapped_betas), "gradient",
         "the betas are swapped", ONE),
     "old weights in the sampler": (  # of another dtype: else it has the policy's own memory
-        ("full.trainer.Trainer.push_weights",
+        ("full.learn.trainer.Trainer.push_weights",
          lambda real, trainer: trainer.policy_version if trainer.policy_version > 2
          else real(trainer)), "sampling", "unexplained tokens",
         f"{RUN} --generator-dtype bfloat16"),

@@ -22,20 +22,20 @@ from test_models import model_of
 from test_ranks import join, ranks, read_metrics, start
 from test_run import TINY as TINY_RUN, as_torchrun, free_port, same_run
 
-from full import hf
 from full.api import Config, run
+from full.model import hf
 from check_models import relative_error
-from full.directory import read_json_lines
-from full.flags import parse_config
-from full.hf import load_hf, save_hf
-from full.logprobs import all_gather_logits, token_logprobs
-from full.model_config import read_json
-from full.parallelize import parallelize
-from full.places import full, local
-from full.plans import Grid, Plan
+from full.model.config import read_json
+from full.model.hf import load_hf, save_hf
+from full.model.logprobs import all_gather_logits, token_logprobs
+from full.model.parallelize import parallelize
+from full.model.transformer import Critic, Transformer
+from full.model.weights import gather_weights
+from full.ranks.places import full, local
+from full.ranks.plans import Grid, Plan
+from full.run.directory import read_json_lines
+from full.run.flags import parse_config
 from full.tiny import TINY, tiny
-from full.transformer import Critic, Transformer
-from full.weights import gather_weights
 from models import FULL
 
 NORM = "model.norm.weight"

@@ -22,14 +22,14 @@ from test_rollout import Chat, random_model
 from test_run import _main, _task, call, cli, contents, end, good, json_lines
 
 from full import check
-from full.config import Config
-from full.directory import RunDirectory
-from full.generate import generate
-from full.hf import load_hf
-from full.questions import make_task
-from full.rollouts import Sampler
-from full.talk import evaluated, pass_at_k, wilson
-from full.text import Text
+from full.evaluate import evaluated, pass_at_k, wilson
+from full.learn.generate import generate
+from full.learn.rollouts import Sampler
+from full.model.hf import load_hf
+from full.run.config import Config
+from full.run.directory import RunDirectory
+from full.run.questions import make_task
+from full.run.text import Text
 
 SMALL = "--size 3 --turns 3 --device cpu --layers 1 --hidden 32 --heads 2 --prompts 12 --group 8 "
 SMALL += "--lr 0.007 --lr-warmup 0 --lr-decay constant --eval-every 3 --eval-prompts 6 --out run "

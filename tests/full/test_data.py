@@ -17,15 +17,15 @@ import safetensors.torch
 from conftest import batch_of, complaint_of, installed, shortened
 
 from full.__main__ import main
-from full.advantages import teacher_advantages
-from full.audit import audited
-from full.build import prepare
-from full.config import Config, resumed_config
-from full.directory import RunDirectory
-from full.questions import Jsonl, make_task
-from full.rollouts import Sampler, Trajectory, play, play_held_out
-from full.tasks import is_held_out
-from full.text import Text
+from full.audit.audit import audited
+from full.learn.advantages import teacher_advantages
+from full.learn.rollouts import Sampler, Trajectory, play, play_held_out
+from full.run.build import prepare
+from full.run.config import Config, resumed_config
+from full.run.directory import RunDirectory
+from full.run.questions import Jsonl, make_task
+from full.run.tasks import is_held_out
+from full.run.text import Text
 transformers, _ = installed("transformers", "trl")
 import released  # noqa: E402
 from test_rollout import Script  # noqa: E402

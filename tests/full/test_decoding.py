@@ -8,8 +8,8 @@ from conftest import diagonal
 from oracles import LiveBytes, Watch, bytes_of
 
 import models
-from full.cache import KVCache, forward_with_cache, prefill
-from full.generate import generate
+from full.learn.generate import generate
+from full.model.cache import KVCache, forward_with_cache, prefill
 from full.tiny import tiny_model
 from models import FULL, SLIDING, Row, generate as simple_generate
 
@@ -86,7 +86,7 @@ def caches(monkeypatch):
             fed.append((len(cache.lengths), max(x.shape[1] for x in cache.layers.values())))
         return logits
 
-    monkeypatch.setattr("full.generate.forward_with_cache", watched)
+    monkeypatch.setattr("full.learn.generate.forward_with_cache", watched)
     return fed
 
 
@@ -192,7 +192,8 @@ def test_a_queued_token_outside_of_the_vocabulary_is_named(token, before):
 @pytest.mark.parametrize("slots, forwards", [(None, 33), (2, 66)])
 def test_python_waits_only_for_the_tokens_and_their_logprobs(name, slots, forwards, monkeypatch):
     # As on a GPU, where the device checks the ids.
-    monkeypatch.setattr("full.logprobs.require_tokens_in_vocabulary", lambda *args, **how: None)
+    skipped = "full.model.logprobs.require_tokens_in_vocabulary"
+    monkeypatch.setattr(skipped, lambda *args, **how: None)
     asked, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: asked.append(x) or tolist(x))
     rows = [Row(prompt, [0.5] * 33) for prompt in ([1, 2, 3, 4, 5], [6], [1, 2, 3, 4, 5])]

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from oracles import worst
 from test_run import call
 
-from full import deltanet
+from full.model import deltanet
 from check_models import CASES, check_models, relative_error as relative
-from full.config import Config
-from full.deltanet import Documents, by_chunk, by_token
-from full.hf import save_hf
-from full.questions import make_task
+from full.model.deltanet import Documents, by_chunk, by_token
+from full.model.hf import save_hf
+from full.model.transformer import Transformer, causal_attention
+from full.run.config import Config
+from full.run.questions import make_task
 from full.tiny import tiny, tiny_model
-from full.transformer import Transformer, causal_attention
 from models import packed_attention
 
 quick = pytest.mark.quick

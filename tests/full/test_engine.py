@@ -24,13 +24,13 @@ from test_ranks import start, trained
 from test_run import _task, at, begin, cli, end, free_port, refused, until
 
 import models
-from full import engine as engine_py
-from full.config import Config
-from full.engine import VLLM, Engine, SGLang
-from full.generate import generate
-from full.hf import save_hf
-from full.model_config import ModelConfig
-from full.transformer import Transformer
+from full.learn import engine as engine_py
+from full.learn.engine import VLLM, Engine, SGLang
+from full.learn.generate import generate
+from full.model.config import ModelConfig
+from full.model.hf import save_hf
+from full.model.transformer import Transformer
+from full.run.config import Config
 
 # Of the tokens of `guess`: a server begins with other weights than a run pushes to it.
 GUESS = dict(vocab_size=12, hidden_size=16, intermediate_size=48, num_hidden_layers=1,
@@ -355,7 +355,7 @@ ENDS_A_RUN = "404", "a redirect"
 
 
 class Clock:
-    """The time for full/engine.py: it passes where it sleeps."""
+    """The time for full/learn/engine.py: it passes where it sleeps."""
 
     def __init__(self):
         self.now = 0.0

@@ -14,8 +14,8 @@ from test_engine import directory, model_of, server  # noqa: F401, two fixtures
 from test_run import good, runs_made_once
 
 import models
-from full.audit import audited
-from full.hf import save_hf
+from full.audit.audit import audited
+from full.model.hf import save_hf
 
 SHAPE = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 4 --prompts 2 --group 6 "
 SHAPE += "--lr 0.02 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 3 --out run "

@@ -14,12 +14,16 @@ import torch.distributed as dist
 from test_ranks import ranks
 
 import train_grpo
-from full import config, equivalence, experts, lora, micro_batches, parallelize, places, trainer
+from full import equivalence
 from full.equivalence import ROWS, Outcome, errors, is_right, of_world, row_errors
-from full.optimizer import LocalOptimizer
-from full.parallelize import AC
-from full.rollouts import Sampler
-from full.trainer import Trainer
+from full.learn import micro_batches, trainer
+from full.learn.rollouts import Sampler
+from full.learn.trainer import Trainer
+from full.model import experts, lora, parallelize
+from full.model.parallelize import AC
+from full.ranks import places
+from full.ranks.optimizer import LocalOptimizer
+from full.run import config
 
 MARKS = {"quick": [pytest.mark.quick], "ordinary": [], "slow": [pytest.mark.slow]}
 EVERY = [pytest.param(row, marks=MARKS[row.mark], id=row.name) for row in ROWS]

@@ -14,11 +14,11 @@ from test_audit import edit_line
 from test_ranks import TASK, trained
 
 import models
-from full import exact
-from full.audit import audited
-from full.exact import exact_attention, make_exact, packed_attention, require_exact_kernels
-from full.generate import generate
-from full.packing import PackedBatches
+from full.audit.audit import audited
+from full.learn.generate import generate
+from full.learn.packing import PackedBatches
+from full.model import exact
+from full.model.exact import exact_attention, make_exact, packed_attention, require_exact_kernels
 from full.tiny import TINY, tiny_model
 
 SHAPE = f"{TASK} --layers 2 --hidden 24 --heads 4 --lr 0.01 --steps 3 --eval-every 2"

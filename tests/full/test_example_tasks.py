@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from example_tasks import Lookup, Sort
 
-from full.config import Config
-from full.rollouts import draw_prompts
+from full.learn.rollouts import draw_prompts
+from full.run.config import Config
 
 
 def starts(task, count, held_out=False):

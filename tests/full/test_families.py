@@ -11,15 +11,15 @@ import torch
 
 import models
 from check_models import CASES, check_models, path_errors, relative_error as relative
-from full.experts import RoutingCounts, grouped_linear, update_router_bias
-from full.cache import forward_with_cache
-from full.generate import generate
-from full.hf import full_definition, load_hf, save_hf
-from full.logprobs import token_logprobs
-from full.model_config import FAMILIES, QWEN, ModelConfig
-from full.rope import rope_frequencies
+from full.learn.generate import generate
+from full.model.cache import forward_with_cache
+from full.model.config import FAMILIES, QWEN, ModelConfig
+from full.model.experts import RoutingCounts, grouped_linear, update_router_bias
+from full.model.hf import full_definition, load_hf, save_hf
+from full.model.logprobs import token_logprobs
+from full.model.rope import rope_frequencies
+from full.model.transformer import Transformer
 from full.tiny import tiny, tiny_model
-from full.transformer import Transformer
 from models import CHECK_FAMILIES, FULL, SLIDING
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -27,9 +27,9 @@ LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fac
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 FEW = {name: CASES[name] for name in ("qwen3", "gemma3_text")}
 FAULTS = {
-    "full.transformer.causal_attention": lambda *qkv, layer, scale, **_: models.masked_attention(
-        *qkv, is_causal=True, scale=1.1 * scale),
-    "full.cache.forward_with_cache": lambda model, cache, tokens, counts=None: (
+    "full.model.transformer.causal_attention": lambda *qkv, layer, scale, **_: (
+        models.masked_attention(*qkv, is_causal=True, scale=1.1 * scale)),
+    "full.model.cache.forward_with_cache": lambda model, cache, tokens, counts=None: (
         # as if no row were shorter
         CACHED(model, cache, tokens)),
     "check_models.token_logprobs": lambda *given, **how: [
@@ -39,7 +39,7 @@ FAULTS = {
     "models.masked_attention": lambda q, k, v, mask=None, **how: MASKED(
         # the cache forgets its mask
         q, k, v, mask if q.shape[2] == k.shape[2] else None, **how),
-    "full.generate.give_draws": lambda rows, needed, seed: [  # rows lose their draws
+    "full.learn.generate.give_draws": lambda rows, needed, seed: [  # rows lose their draws
         setattr(row, "draws", [0.5] * needed) for row in rows],
     "check_models.generate": lambda *given, **how: [  # an error that float32 cannot hold
         setattr(row, "logprobs", [x * (1 + 1e-10) for x in row.logprobs])

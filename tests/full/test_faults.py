@@ -43,12 +43,12 @@ from test_run import (
     until, verified, wait_for_steps,
 )  # fmt: skip
 
-from full import rollouts
-from full.checkpoint import Damaged, checkpoints, read_checkpoint, sealed
-from full.directory import RunDirectory
-from full.exits import leave
-from full.plans import Grid, Plan
-from full.ranks import Stop, agree, connect, is_lost_rank, own_device, store_of_this_attempt
+from full.learn import rollouts
+from full.ranks.checkpoint import Damaged, checkpoints, read_checkpoint, sealed
+from full.ranks.joining import Stop, agree, connect, is_lost_rank, own_device, store_of_this_attempt
+from full.ranks.plans import Grid, Plan
+from full.run.directory import RunDirectory
+from full.run.exits import leave
 
 STEPS, MANY = 6, 100  # steps of a run, and of one that is started again
 RUN = f"{TINY} --out run --save-every 2 --timeout 20 --keep 9"
@@ -154,12 +154,12 @@ class Fault(NamedTuple):
 
 DIES, BOTH, ONE = (-SIGKILL, 2), (-SIGKILL, -SIGKILL), (-SIGKILL,)
 SHARDS = [SHARD, SHARD.replace("1-model", "2-model")]  # of rank 0, of rank 1
-JOIN, BUILD = "torch.distributed.init_process_group", "full.run.build"
-SAVE, DCP = "full.trainer.Trainer.save_checkpoint", "torch.distributed.checkpoint.save"
-OUT, BATCH = "full.directory.RunDirectory.claim", "full.trainer.Trainer.forward_backward"
-UPDATE, RENAME = "full.trainer.Trainer.optim_step", "pathlib.Path.rename"
-WRITE, EXPORT = "full.saves.Checkpointer.write", "full.export.save_hf"
-EVALUATE, RMTREE = "full.batches.evaluate", "shutil.rmtree"
+JOIN, BUILD = "torch.distributed.init_process_group", "full.run.run.build"
+SAVE, DCP = "full.learn.trainer.Trainer.save_checkpoint", "torch.distributed.checkpoint.save"
+OUT, BATCH = "full.run.directory.RunDirectory.claim", "full.learn.trainer.Trainer.forward_backward"
+UPDATE, RENAME = "full.learn.trainer.Trainer.optim_step", "pathlib.Path.rename"
+WRITE, EXPORT = "full.run.saves.Checkpointer.write", "full.run.export.save_hf"
+EVALUATE, RMTREE = "full.learn.batches.evaluate", "shutil.rmtree"
 ROOM = r".*checkpoint run/step-\d+ not written .*older ones are whole.*--resume --out run"
 LOG = r".*run/(metrics|rollouts).jsonl not written .*--resume --out run"
 NANS = "--minibatches 1 --save-every 1"  # call n of BATCH is in step n - 1
@@ -219,7 +219,7 @@ FAULTS = {
         [(1, BATCH, n, nan) for n in (5, 6)], [".*the newest checkpoint is run/step-00000004"],
         "1 2 3 4", f"{NANS} --data-parallel fsdp", goes_on=False),
     "update: a rank hangs": Fault([(1, BATCH, 3, stop)], [GONE], "", "--plan c2 --timeout 5"),
-    "log: full disk": Fault([(0, "full.logs.Log.step", 4, fills_up, "run/metrics.jsonl", 99)],
+    "log: full disk": Fault([(0, "full.run.logs.Log.step", 4, fills_up, "run/metrics.jsonl", 99)],
                             [LOG, GONE], "2"),
     "save: the first finds a full disk": Fault(
         [(0, DCP, 1, full, SHARD)],
@@ -251,7 +251,7 @@ SLOW = {  # more moments of the same
                                          task=dict(top="raise RuntimeError('in the file')")),
     "sampling: killed in the first step": Fault([(None, GET, 1, kill)], codes=ONE),
     "update: killed": Fault([(None, UPDATE, 7, kill)], saved="2", codes=ONE),
-    "log: killed": Fault([(None, "full.logs.Log.step", 5, kill)], saved="2 4", codes=ONE),
+    "log: killed": Fault([(None, "full.run.logs.Log.step", 5, kill)], saved="2 4", codes=ONE),
     "save: a disk fills up, rank 1": Fault([(1, DCP, 2, fills_up, None, 9999)], [ROOM], "2"),
     "save: full disk, state": Fault([(0, "json.dump", 2, full_below)], [ROOM], "2"),
     "save: read-only": Fault([(0, SAVE, 2, read_only, "run")], [ROOM], "2"),
@@ -334,7 +334,7 @@ def test_a_nan_on_one_rank_is_skipped_by_all_and_named(tmp_path):
 
 PLACES = {  # where rank 1 is stopped: the function, and before which call
     "a step": (GET, 3), "an update": (UPDATE, 3), "a save": (DCP, 1), "the start": (JOIN, 1),
-    "a push": ("full.trainer.Trainer.push_weights", 3),
+    "a push": ("full.learn.trainer.Trainer.push_weights", 3),
     "its groups": ("torch.distributed.new_subgroups_by_enumeration", 1),
 }  # fmt: skip
 UNDER = [
@@ -608,7 +608,7 @@ def test_no_command_imports_a_file_that_the_run_names(tmp_path, monkeypatch, cap
 
 def test_of_two_runs_in_one_directory_the_second_is_refused(tmp_path):
     # The one that has the directory waits there until the other has ended.
-    hold = [(0, "full.run.run", 1, is_there, tmp_path / "let go")]
+    hold = [(0, "full.run.run.run", 1, is_there, tmp_path / "let go")]
     runs = [begin(tmp_path, f"{SAVING} 4", 1, hold) for _ in range(2)]
     until(lambda: not all(processes[0].is_alive() for processes, _ in runs), "both have it")
     (tmp_path / "let go").touch()

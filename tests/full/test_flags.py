@@ -27,11 +27,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for conftest, as a program
 from conftest import LOOKUP, SORT, shortened  # noqa: E402
-from full.advantages import compared_by  # noqa: E402
-from full.config import Config, choices_of  # noqa: E402
-from full.hf import save_hf  # noqa: E402
+from full.learn.advantages import compared_by  # noqa: E402
+from full.model.hf import save_hf  # noqa: E402
+from full.model.transformer import Transformer  # noqa: E402
+from full.run.config import Config, choices_of  # noqa: E402
 from full.tiny import tiny  # noqa: E402
-from full.transformer import Transformer  # noqa: E402
 from models import FULL, SLIDING  # noqa: E402
 from test_ranks import join, largest_difference, read_metrics  # noqa: E402
 from test_run import _main, begin  # noqa: E402

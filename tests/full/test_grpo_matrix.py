@@ -3,7 +3,7 @@
 import pytest
 from conftest import shortened
 
-from full.config import Config
+from full.run.config import Config
 from full.steps import STEPS, step_error
 
 # Settings whose parts are in no other setting of the default suite, or in none of test_audit.py.

@@ -12,24 +12,24 @@ from conftest import shortened, slow
 from test_ranks import TASK, _train, ranks
 from test_run import good, refused
 
-from full import lora
-from full.audit import audited
-from full.batches import RolloutQueue
-from full.build import build
-from full.config import LORA_TARGETS, Config
-from full.flags import parse_config
-from full.directory import RunDirectory
-from full.export import policy_in
-from full.hf import save_hf
-from full.logs import do_step
-from full.lora import add_factors, is_factor, merged
-from full.model_config import Lora
-from full.optimizer import LocalOptimizer, training_tensors, weights_to_store
-from full.places import full
-from full.questions import make_task
-from full.talk import load_policy
+from full.audit.audit import audited
+from full.evaluate import load_policy
+from full.learn.batches import RolloutQueue
+from full.learn.trainer import Trainer
+from full.model import lora
+from full.model.config import Lora
+from full.model.hf import save_hf
+from full.model.lora import add_factors, is_factor, merged
+from full.ranks.optimizer import LocalOptimizer, training_tensors, weights_to_store
+from full.ranks.places import full
+from full.run.build import build
+from full.run.config import LORA_TARGETS, Config
+from full.run.directory import RunDirectory
+from full.run.export import policy_in
+from full.run.flags import parse_config
+from full.run.logs import do_step
+from full.run.questions import make_task
 from full.tiny import TINY, tiny, tiny_model
-from full.trainer import Trainer
 
 ALL = tuple(LORA_TARGETS.split(","))
 
@@ -108,7 +108,7 @@ def test_the_first_factors_are_drawn_by_their_names_and_change_nothing(process_g
     task = make_task(config)
     other = dict(Trainer(config, build(config, task)[0]).model.named_parameters())
     assert all(p.equal(other[n]) == n.endswith("B") for n, p in factors.items())
-    with mock.patch("full.export.read_checkpoint"):
+    with mock.patch("full.run.export.read_checkpoint"):
         again = policy_in("", config, task, "float64", merged=False)
     for name, p in again.named_parameters():
         assert is_factor(name) or torch.equal(p, other[name]), name
@@ -264,12 +264,12 @@ AUDITED = {
 }
 SLIPS = {  # name -> what it does, and the row of the audit that is outside
     "a push without factors": (
-        lambda: mock.patch("full.weights.merged", lambda weight, *given: weight), "sampling"),
+        lambda: mock.patch("full.model.weights.merged", lambda weight, *given: weight), "sampling"),
     "alpha in the sampler": (
-        lambda: mock.patch("full.weights.merged", lambda W, A, B, scale, at: merged(
+        lambda: mock.patch("full.model.weights.merged", lambda W, A, B, scale, at: merged(
             W, A, B, 3 * scale, at)), "sampling"),
     "a reference with factors": (
-        lambda: mock.patch("full.lora.base_of", lambda model: mock.MagicMock()),
+        lambda: mock.patch("full.model.lora.base_of", lambda model: mock.MagicMock()),
         "kl/token_mean_first"),
 }  # fmt: skip
 

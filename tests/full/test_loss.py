@@ -15,23 +15,23 @@ import torch
 from conftest import batch_of
 
 from conformance.definition import DEFAULTS, Sequence, definition, learning_rate, scores
-from full import audit
-from full.advantages import gae
-from full.batches import SampledBatch, collect
-from full.build import build
-from full.config import Config, choices_of
-from full.deltanet import TokenByToken
-from full.metrics import METRICS, Metric
-from full.objectives import (
+from full.audit import audit
+from full.learn.advantages import gae
+from full.learn.batches import SampledBatch, collect
+from full.learn.metrics import METRICS, Metric
+from full.learn.objectives import (
     LOSS_SETTINGS, critic_loss, divergence, grpo_loss, loss_denominator,
 )  # fmt: skip
-from full.packing import pack
-from full.questions import make_task
-from full.rollouts import Trajectory
+from full.learn.packing import pack
+from full.learn.rollouts import Trajectory
+from full.learn.trainer import Trainer
+from full.model.deltanet import TokenByToken
+from full.model.transformer import causal_attention
+from full.run.build import build
+from full.run.config import Config, choices_of
+from full.run.questions import make_task
 from full.tiny import TINY, tiny_model
-from full.trainer import Trainer
-from full.transformer import causal_attention
-from full.trie import TokenTrie
+from full.tree.trie import TokenTrie
 
 pytestmark = pytest.mark.quick
 CHOICES = {f.name: choices_of(f) for f in fields(Config)}

@@ -18,8 +18,8 @@ from test_ranks import as_script, ranks
 from test_rollout import checkpoint, folder  # noqa: F401, fixtures
 from test_run import cli
 
-from full.config import Config
-from full.flags import parse_config
+from full.run.config import Config
+from full.run.flags import parse_config
 
 MANUAL = Page("full/README.md")
 RECIPES = Page("full/RECIPES.md")

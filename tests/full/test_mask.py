@@ -5,8 +5,8 @@ import pytest
 import torch
 from conftest import shortened
 
-from full.masks import ALL, CAUSAL, FULL, NEVER, PARTIAL, Mask, Sizes, boxes
-from full.ring import indices
+from full.attention.masks import ALL, CAUSAL, FULL, NEVER, PARTIAL, Mask, Sizes, boxes
+from full.attention.ring import indices
 
 pytestmark = pytest.mark.quick
 

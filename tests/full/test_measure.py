@@ -10,9 +10,9 @@ from conftest import ROOT, installed, shortened
 from test_ranks import as_script
 from torch.utils.flop_counter import FlopCounterMode
 
-from full.hf import save_hf
+from full.model.hf import save_hf
 from full.tiny import tiny_model
-from full.trie import TokenTrie
+from full.tree.trie import TokenTrie
 
 
 def of_bound(row):

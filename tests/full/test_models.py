@@ -7,12 +7,12 @@ from conftest import shortened
 from oracles import Watch, draw, plain_attention, worst
 
 from check_models import relative_error as relative
-from full.cache import KVCache, forward_with_cache, prefill
-from full.generate import generate
-from full.hf import load_hf, save_hf
-from full.logprobs import require_tokens_in_vocabulary, token_logprobs
+from full.learn.generate import generate
+from full.model.cache import KVCache, forward_with_cache, prefill
+from full.model.hf import load_hf, save_hf
+from full.model.logprobs import require_tokens_in_vocabulary, token_logprobs
+from full.model.transformer import Critic, RMSNorm, Transformer, causal_attention
 from full.tiny import TINY, tiny, tiny_model
-from full.transformer import Critic, RMSNorm, Transformer, causal_attention
 from models import (
     FULL, Row, forward_with_cache as simple_forward_with_cache, packed_attention, sample,
 )  # fmt: skip

@@ -14,10 +14,10 @@ import pytest
 import torch
 from conftest import ROOT, complaint_of
 
-from full.advantages import ADVANTAGES, advantages, overlong_penalty
-from full.config import Config
-from full.objectives import OBJECTIVES, READS, SampledTokens, grpo_loss, sampler_weights
-from full.rollouts import Trajectory
+from full.learn.advantages import ADVANTAGES, advantages, overlong_penalty
+from full.learn.objectives import OBJECTIVES, READS, SampledTokens, grpo_loss, sampler_weights
+from full.learn.rollouts import Trajectory
+from full.run.config import Config
 
 pytestmark = pytest.mark.quick
 GOLDEN = json.loads((ROOT / "tests" / "golden_objectives.json").read_text())

@@ -15,11 +15,11 @@ from conftest import complaint_of as _fails
 from plan_training import build
 from test_ranks import ranks
 
-from full import ring
-from full.packing import PackedBatches
-from full.parallelize import parallelize
-from full.plans import Grid, Plan
-from full.transformer import causal_attention
+from full.attention import ring
+from full.learn.packing import PackedBatches
+from full.model.parallelize import parallelize
+from full.model.transformer import causal_attention
+from full.ranks.plans import Grid, Plan
 
 LENGTHS = [5, 2, 9, 1, 7, 3, 6]  # a sequence of one token has no target
 TEMPERATURE = 0.7

@@ -18,16 +18,16 @@ from test_ranks import ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from full import optimizer as optimizer_py
-from full.optimizer import (
+from full.learn.packing import run_forwards, run_micro_batches
+from full.model.parallelize import KEPT, parallelize
+from full.model.transformer import causal_attention
+from full.ranks import optimizer as optimizer_py
+from full.ranks.optimizer import (
     LocalOptimizer, clip_grad_norm, first_non_finite, reduce_gradients, sum_in_messages,
     training_tensors,
 )  # fmt: skip
-from full.packing import run_forwards, run_micro_batches
-from full.parallelize import KEPT, parallelize
-from full.places import full
-from full.plans import Grid, Plan
-from full.transformer import causal_attention
+from full.ranks.places import full
+from full.ranks.plans import Grid, Plan
 
 # Messages --------------------------------------------------------------------------------------
 

@@ -23,19 +23,20 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from full import checkpoint, ring
-from full.checkpoint import Damaged, read_checkpoint, write_checkpoint
-from full.directory import RunDirectory
-from full.optimizer import (
+from full.attention import ring
+from full.learn.packing import run_forwards, run_micro_batches, states_like
+from full.model.parallelize import parallelize
+from full.model.transformer import causal_attention
+from full.model.weights import split_for_decoding
+from full.ranks import checkpoint
+from full.ranks.checkpoint import Damaged, read_checkpoint, write_checkpoint
+from full.ranks.joining import all_gather_objects
+from full.ranks.optimizer import (
     LocalOptimizer, clip_grad_norm, reduce_gradients, tensors_of, training_tensors,
 )  # fmt: skip
-from full.packing import run_forwards, run_micro_batches, states_like
-from full.parallelize import parallelize
-from full.places import local
-from full.plans import Grid, Plan
-from full.ranks import all_gather_objects
-from full.transformer import causal_attention
-from full.weights import split_for_decoding
+from full.ranks.places import local
+from full.ranks.plans import Grid, Plan
+from full.run.directory import RunDirectory
 
 def equal_on_ranks(tmp_path, world, function, *args):
     """What function returns on every rank."""

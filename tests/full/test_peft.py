@@ -8,15 +8,15 @@ from conftest import installed
 from test_ranks import TASK
 from test_run import good
 
-from full import lora
 from full.__main__ import main
-from full.config import LORA_TARGETS
-from full.hf import load_hf, save_hf
-from full.lora import add_factors, is_factor
-from full.model_config import Lora
-from full.talk import load_policy
+from full.evaluate import load_policy
+from full.model import lora
+from full.model.config import Lora
+from full.model.hf import load_hf, save_hf
+from full.model.lora import add_factors, is_factor
+from full.model.transformer import Transformer
+from full.run.config import LORA_TARGETS
 from full.tiny import tiny_model
-from full.transformer import Transformer
 
 
 @pytest.mark.parametrize("family, targets", [

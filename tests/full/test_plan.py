@@ -9,13 +9,13 @@ import torch.distributed as dist
 from conftest import ROOT
 from test_ranks import ranks
 
-from full.config import Config
-from full.conflicts import of_parts, require
-from full.flags import parse_config
-from full.model_config import ModelConfig
-from full.optimizer import lr_factor
-from full.plans import LETTERS, Grid, Plan, letters_table
-from full.ranks import connect
+from full.model.config import ModelConfig
+from full.ranks.joining import connect
+from full.ranks.optimizer import lr_factor
+from full.ranks.plans import LETTERS, Grid, Plan, letters_table
+from full.run.config import Config
+from full.run.conflicts import of_parts, require
+from full.run.flags import parse_config
 from full.tiny import tiny
 from parallel import Grid as SimpleGrid
 # The grammar -----------------------------------------------------------------------------------

@@ -24,24 +24,24 @@ from test_ranks import TASK, ranks, read_metrics
 from test_run import begin, end, good
 from torch.distributed import fsdp
 
-from full import trainer
-from full.audit import audited
-from full.batches import RolloutQueue
-from full.build import build, build_teacher
+from full.audit.audit import audited
+from full.learn import trainer
+from full.learn.batches import RolloutQueue
+from full.run.build import build, build_teacher
 from check_models import relative_error as relative
-from full.config import Config
-from full.export import policy_in
-from full.flags import parse_config
-from full.hf import load_hf
-from full.optimizer import LocalOptimizer, reduce_gradients, training_tensors
-from full.parallelize import parallelize
-from full.places import full, part_of
-from full.plans import Grid, Plan
-from full.questions import make_task
-from full.talk import load_policy, settings_of_run
+from full.evaluate import load_policy, settings_of_run
+from full.learn.trainer import keep_wide
+from full.model.hf import load_hf
+from full.model.parallelize import parallelize
+from full.model.transformer import Transformer
+from full.ranks.optimizer import LocalOptimizer, reduce_gradients, training_tensors
+from full.ranks.places import full, part_of
+from full.ranks.plans import Grid, Plan
+from full.run.config import Config
+from full.run.export import policy_in
+from full.run.flags import parse_config
+from full.run.questions import make_task
 from full.tiny import tiny, tiny_model
-from full.trainer import keep_wide
-from full.transformer import Transformer
 from models import FULL, SLIDING
 
 BF16 = "--compute-dtype bfloat16"

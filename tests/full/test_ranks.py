@@ -29,14 +29,14 @@ import torch.distributed as dist
 from blocks import copied
 from conftest import ROOT
 
-from full.flags import parse_config
-from full.optimizer import clip_grad_norm
-from full.run import start_run
+from full.ranks.optimizer import clip_grad_norm
+from full.run.flags import parse_config
+from full.run.run import start_run
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["rank_server"])
 # The project's own files. An environment may be in the same folder.
-OWN = [ROOT.glob(x) for x in ("*.py", "full/*.py", "tests/**/*.py", "conformance/**/*.py")]
+OWN = [ROOT.glob(x) for x in ("*.py", "full/**/*.py", "tests/**/*.py", "conformance/**/*.py")]
 OWN = {str(path) for paths in OWN for path in paths}
 TASK = "--size 3 --turns 3 --dtype float64 --device cpu --prompts 5 --group 8"
 TASK += " --lr-warmup 0 --lr-decay constant"

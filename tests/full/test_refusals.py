@@ -23,16 +23,18 @@ from test_run import SAVING, TINY, TOML, _task, call, contents
 
 from conformance.parallel import subject_of  # noqa: F401, of a row
 import check_attention
-from full import attend, chunks, experts, logprobs, lora, masks, ring, tree, trie
-from full.model_config import Lora  # noqa: F401, in CALLS
-from full import generate as generation
-from full import weights
 from full.__main__ import main
-from full.advantages import advantages  # noqa: F401, of a row
 from full.api import Config, run  # noqa: F401, of a row
-from full.flags import parse_config
-from full.objectives import grpo_loss  # noqa: F401, of a row
+from full.attention import attend, masks, ring
+from full.learn import generate as generation
+from full.learn.advantages import advantages  # noqa: F401, of a row
+from full.learn.objectives import grpo_loss  # noqa: F401, of a row
+from full.model import experts, logprobs, lora
+from full.model import weights
+from full.model.config import Lora  # noqa: F401, in CALLS
+from full.run.flags import parse_config
 from full.tiny import tiny_model
+from full.tree import chunks, packed as tree, trie
 
 BEGIN = f"{TINY} --out new --steps 2"
 TORCHRUN = "is one process: start it without torchrun"
@@ -164,7 +166,7 @@ def folder(tmp_path_factory):
     (folder / "old.tmp").mkdir()
     _task(folder)
     text = (folder / "task.py").read_text()
-    text = text.replace("class Mine:", "from full.tasks import Task\nclass Mine(Task):")
+    text = text.replace("class Mine:", "from full.run.tasks import Task\nclass Mine(Task):")
     (folder / "task.py").write_text(text.replace("vocab_size,", "threads = False\n    vocab_size,"))
     return folder
 

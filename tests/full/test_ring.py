@@ -14,11 +14,11 @@ from test_ranks import ranks
 from torch.autograd import grad as grad_of
 
 import ring_attention as ra
-from full.attend import DTYPES, attend
+from full.attention.attend import DTYPES, attend
 from check_attention import by_way, compare, examples
-from full.masks import Mask
-from full.plans import Grid, Plan
-from full.ring import Ring, indices, ring_attention, shard, unshard
+from full.attention.masks import Mask
+from full.attention.ring import Ring, indices, ring_attention, shard, unshard
+from full.ranks.plans import Grid, Plan
 from parallel import Grid as SimpleGrid
 
 METHODS = ("ring", "allgather", "ulysses")

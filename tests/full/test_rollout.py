@@ -22,18 +22,18 @@ from conftest import ROOT, installed
 from example_tasks import Lookup
 from test_example_tasks import SortThree, converse
 
-from full import rollouts
-from full.batches import collect
-from full.config import Config
-from full.hf import save_hf
-from full.objectives import loss_denominator
-from full.questions import final_answer, make_task, same_answer
-from full.rollouts import Sampler, evaluate
-from full.talk import evaluated
-from full.tasks import Task, from_file
+from full.evaluate import evaluated
+from full.learn import rollouts
+from full.learn.batches import collect
+from full.learn.objectives import loss_denominator
+from full.learn.rollouts import Sampler, evaluate
+from full.learn.trainer import Trainer
+from full.model.hf import save_hf
+from full.model.transformer import Transformer
+from full.run.config import Config
+from full.run.questions import final_answer, make_task, same_answer
+from full.run.tasks import Task, from_file
 from full.tiny import TINY, tiny, tiny_model
-from full.trainer import Trainer
-from full.transformer import Transformer
 from train_grpo import uniforms
 
 pytestmark = pytest.mark.quick
@@ -444,7 +444,7 @@ def test_a_prompt_that_cannot_be_played_is_refused(prompt):
 
 
 OWN_TASK = """
-from full.tasks import Task, from_file
+from full.run.tasks import Task, from_file
 
 class Echo(Task):
     vocab_size, end = 4, (3,)

@@ -9,12 +9,12 @@ from test_ranks import TASK
 from test_run import good
 
 from full import equivalence
-from full.batches import RolloutQueue
 from full.equivalence import BASE, trainer_of
-from full.experts import RoutingCounts
-from full.flags import parse_config
-from full.hf import save_hf
-from full.optimizer import persistent_buffers
+from full.learn.batches import RolloutQueue
+from full.model.experts import RoutingCounts
+from full.model.hf import save_hf
+from full.ranks.optimizer import persistent_buffers
+from full.run.flags import parse_config
 from full.tiny import TwoTurns, tiny_model
 
 SHAPE = dict(vocab_size=12, num_experts=8, num_experts_per_tok=2, num_hidden_layers=3,

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from conftest import ROOT, SORT, installed, shortened
 
 from full import __main__
-from full.checkpoint import checkpoints, sealed
-from full.config import Config, choices_of
-from full.flags import parse_config
-from full.metrics import METRICS
+from full.learn.metrics import METRICS
+from full.ranks.checkpoint import checkpoints, sealed
+from full.run.config import Config, choices_of
+from full.run.flags import parse_config
 from test_ranks import join, read_metrics, start
 
 FULL = ["-m", "full"]  # a program, as python and torchrun name it
@@ -217,7 +217,7 @@ def runs_made_once(tmp_path_factory):
     return run
 
 
-GET = "full.batches.RolloutQueue.get"
+GET = "full.learn.batches.RolloutQueue.get"
 
 
 def flip_a_bit(path, place=None):

@@ -15,15 +15,15 @@ from test_ranks import SHAPE as FLAGS
 from test_ranks import ranks
 from test_start import shape_of
 
-from full import rollouts as rollouts_py
-from full.batches import collect
-from full.config import Config
-from full.optimizer import persistent_buffers, tensors_of
-from full.places import full, local
-from full.tasks import Task
+from full.learn import rollouts as rollouts_py
+from full.learn.batches import collect
+from full.learn.trainer import Trainer
+from full.model.transformer import Transformer
+from full.ranks.optimizer import persistent_buffers, tensors_of
+from full.ranks.places import full, local
+from full.run.config import Config
+from full.run.tasks import Task
 from full.tiny import tiny_model
-from full.trainer import Trainer
-from full.transformer import Transformer
 
 
 class Moody(Task):
@@ -168,7 +168,8 @@ def test_a_push_goes_tensor_by_tensor_from_any_layout(tmp_path, name):
     ranks(tmp_path, PUSHES[name][0], _pushed, name)
 
 
-ASKING, DECODING = "full.rollouts.Sampler._ask_once", "full.transformer.all_gather_logits"
+ASKING = "full.learn.rollouts.Sampler._ask_once"
+DECODING = "full.model.transformer.all_gather_logits"
 
 
 @pytest.mark.parametrize("where", shortened([ASKING, DECODING], ASKING))

@@ -8,15 +8,16 @@ import pytest
 from torch import nn
 from test_run import TINY
 
-from full import api, rollouts
-from full import run as run_py
+from full import api
 from full.__main__ import main
-from full.advantages import ADVANTAGES, Advantage
-from full.flags import parse_config
-from full.metrics import METRICS, Metric
-from full.objectives import AGGREGATIONS, OBJECTIVES
-from full.trainer import Trainer
-from full.transformer import Attention, Layer, Transformer
+from full.learn import rollouts
+from full.learn.advantages import ADVANTAGES, Advantage
+from full.learn.metrics import METRICS, Metric
+from full.learn.objectives import AGGREGATIONS, OBJECTIVES
+from full.learn.trainer import Trainer
+from full.model.transformer import Attention, Layer, Transformer
+from full.run import run as run_py
+from full.run.flags import parse_config
 
 pytestmark = pytest.mark.quick
 
@@ -103,7 +104,7 @@ def test_a_sampler(run, monkeypatch):
             return [row for row in rows if not after(row)]
 
     build = run_py.build
-    monkeypatch.setattr("full.run.build", lambda *made: (build(*made)[0], Guesses(), None))
+    monkeypatch.setattr("full.run.run.build", lambda *made: (build(*made)[0], Guesses(), None))
     lines = run("--turns 1 --prompts 3")
     assert [line["reward/solved"] for line in lines] == [1 / 3, 1 / 3]
 

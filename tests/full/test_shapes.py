@@ -9,17 +9,20 @@ import torch
 import models
 import ring_attention
 import tree_attention
-from full import attend, chunks, experts, logprobs, masks, transformer, tree, trie
-from full import cache, generate as generation
-from full import ring as full_ring
+from full.attention import attend, masks
+from full.attention import ring as full_ring
+from full.learn import generate as generation
+from full.model import cache
+from full.model import experts, logprobs, transformer
+from full.tree import chunks, packed as tree, trie
 from check_models import CASES, check_models
 from check_attention import TinyModel, example_loss, examples, forests
-from full.chunks import tree_backward, tree_scores
-from full.cache import forward_with_cache, prefill
-from full.generate import generate
-from full.ring import ring_attention as ring_of_masks
+from full.attention.ring import ring_attention as ring_of_masks
+from full.learn.generate import generate
+from full.model.cache import forward_with_cache, prefill
 from full.tiny import tiny_model
-from full.trie import TokenTrie
+from full.tree.chunks import tree_backward, tree_scores
+from full.tree.trie import TokenTrie
 
 SUFFIX = re.compile(r"_([A-Za-z0-9]*[A-Z][A-Za-z0-9]*)$")
 

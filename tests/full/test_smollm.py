@@ -15,9 +15,9 @@ from pages import Page, lines_of
 from test_ranks import as_script
 from test_transformers import float32_is_float64
 
-from full.generate import generate
-from full.hf import load_hf
-from full.text import Text
+from full.learn.generate import generate
+from full.model.hf import load_hf
+from full.run.text import Text
 
 needs_packages = pytest.mark.skipif(
     not all(map(find_spec, (*smollm.PACKAGES, "transformers"))),

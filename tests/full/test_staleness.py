@@ -15,15 +15,15 @@ from conftest import shortened
 from test_ranks import learns_something, read_metrics
 from test_run import GET, _main, at, call, cli, good
 
-from full.audit import audited
-from full.batches import SampledBatch, collect
-from full.build import build
-from full.checkpoint import checkpoints, sealed
-from full.flags import parse_config
-from full.logs import do_step
-from full.questions import make_task
-from full.rollouts import Sampler, evaluate
-from full.trainer import Trainer
+from full.audit.audit import audited
+from full.learn.batches import SampledBatch, collect
+from full.learn.rollouts import Sampler, evaluate
+from full.learn.trainer import Trainer
+from full.ranks.checkpoint import checkpoints, sealed
+from full.run.build import build
+from full.run.flags import parse_config
+from full.run.logs import do_step
+from full.run.questions import make_task
 
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
 TINY += "--lr 0.02 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 6 --out run"

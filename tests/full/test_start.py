@@ -19,18 +19,18 @@ from test_ranks import ranks, read_metrics
 from test_run import SAVING, TINY, good
 
 from full.api import run
-from full.audit import audited
-from full.config import Config, _flag
-from full.flags import parse_config
-from full.hf import load_hf, save_hf
-from full.logs import Warnings
-from full.parallelize import materialise, parallelize
-from full.places import full, local
-from full.plans import Grid, Plan
-from full.run import lost_to_rounding
+from full.audit.audit import audited
+from full.learn.trainer import first_weights
+from full.model.hf import load_hf, save_hf
+from full.model.parallelize import materialise, parallelize
+from full.model.transformer import Transformer
+from full.ranks.places import full, local
+from full.ranks.plans import Grid, Plan
+from full.run.config import Config, _flag
+from full.run.flags import parse_config
+from full.run.logs import Warnings
+from full.run.run import lost_to_rounding
 from full.tiny import tiny
-from full.trainer import first_weights
-from full.transformer import Transformer
 
 FLAGS = f"{SAVING} 2 --task {LOOKUP!r} --size 2"
 # Code is never imported from what a run stored, so the task is given again.

@@ -10,8 +10,8 @@ import released
 from conftest import complaint_of, installed
 
 transformers = installed("transformers")
-from full.hf import copy_text_files
-from full.text import Text
+from full.model.hf import copy_text_files
+from full.run.text import Text
 
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"

@@ -20,12 +20,12 @@ from test_ranks import ranks
 
 import models
 from check_models import relative_error as relative
-from full.chunks import tree_backward
-from full.generate import generate
-from full.hf import load_hf, rows_in_file, save_hf
-from full.model_config import FAMILIES, LINEAR, ModelConfig
-from full.optimizer import reduce_gradients
-from full.trie import TokenTrie
+from full.learn.generate import generate
+from full.model.config import FAMILIES, LINEAR, ModelConfig
+from full.model.hf import load_hf, rows_in_file, save_hf
+from full.ranks.optimizer import reduce_gradients
+from full.tree.chunks import tree_backward
+from full.tree.trie import TokenTrie
 from models import FULL, SLIDING
 
 transformers = installed("transformers")

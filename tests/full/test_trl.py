@@ -17,7 +17,7 @@ from test_loss import label, tensor
 from test_ranks import as_script
 from test_rollout import checkpoint  # noqa: F401, a fixture
 
-from full.objectives import grpo_loss
+from full.learn.objectives import grpo_loss
 
 GOLDEN = json.loads((ROOT / "tests" / "trl_loss_golden.json").read_text())
 COVERED = [case for case in GOLDEN["cases"] if case["ours"]]  # there is no KL times the ratio

@@ -18,12 +18,12 @@ import pytest
 from test_ranks import read_metrics
 from test_run import begin, cli, end, free_port, until, wait_for_steps
 
-from full.build import shape_of
-from full.config import Config
-from full.engine import Unanswered, ask_once
-from full.hf import save_hf
-from full.questions import make_task
-from full.transformer import Transformer
+from full.learn.engine import Unanswered, ask_once
+from full.model.hf import save_hf
+from full.model.transformer import Transformer
+from full.run.build import shape_of
+from full.run.config import Config
+from full.run.questions import make_task
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 if not PYTHON and importlib.util.find_spec("vllm"):

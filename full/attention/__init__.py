@@ -1,0 +1,5 @@
+"""Attention over masks: documents, trees and windows, for `ring_attention.py`'s causal mask.
+
+Read masks (a mask is two integers a key), attend (attention on one device), ring (across ranks).
+Others import `Mask`, `attend` and `ring_attention`, and the shards of ring.
+"""

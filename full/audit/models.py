@@ -1,0 +1,328 @@
+"""The models of a run's step, each in float64 and once more in the run's precision, its twin.
+
+A checkpoint's weights and moments go to files in a temporary directory, and are read one tensor at
+a time. The step kit trusts the forward of a model for one sequence, and so does this file.
+"""
+
+import copy
+import dataclasses
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from conformance import definition as D
+from conformance.computed import FACTOR, nudge, trim_memory
+from conformance.sequences import score, together
+from full.audit.replay import mean
+from full.learn.rollouts import Sampler, play_held_out
+from full.learn.trainer import empty_critic, keep_wide
+from full.model.deltanet import TokenByToken
+from full.model.exact import packed_attention, require_exact_kernels
+from full.model.hf import load_hf
+from full.model.lora import merge, plain
+from full.model.transformer import causal_attention
+from full.ranks.checkpoint import read_checkpoint
+from full.ranks.optimizer import persistent_buffers
+from full.ranks.places import set_tensor
+from full.run.build import build, empty_policy, shape_of
+from full.run.export import policy_in
+
+
+# Of a forward of several sequences. Each backward touches the memory of all gradients, which takes
+# longer than the sums of one short sequence; a graph of this many tokens is smaller than they are.
+MOST_TOKENS = 128
+
+
+class OnDisk(Mapping):
+    """Tensors by name, in files of a temporary directory."""
+
+    def __init__(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.files = {}
+
+    def __setitem__(self, name, x):
+        path = Path(self.folder.name, f"{len(self.files)}.safetensors")
+        save_file({"x": x.contiguous()}, path)
+        self.files[name] = path
+
+    def __getitem__(self, name):
+        return load_file(self.files[name])["x"]
+
+    def __iter__(self):
+        return iter(self.files)
+
+    def __len__(self):
+        return len(self.files)
+
+
+class Routing:
+    """A callback of `hidden` that counts the tokens of experts, and how narrowly they won."""
+
+    def __init__(self, model):
+        self.layers, self.counts, self.leads = model.model.layers, {}, []
+
+    def __call__(self, p_NE, ids_NK, /, *, layer):
+        # Experts are chosen by p plus the bias. The lead is over the next expert.
+        E, K = p_NE.shape[1], ids_NK.shape[1]
+        self.counts[layer] = torch.bincount(ids_NK.flatten(), minlength=E).double()
+        mlp = self.layers[layer].mlp
+        biased_NE = p_NE.detach().double() + (mlp.rate * mlp.votes if mlp.rate else 0)
+        best_NE = biased_NE.sort(-1, descending=True).values
+        if K < E:
+            self.leads += (best_NE[:, K - 1] - best_NE[:, K]).tolist()
+
+
+class Called(torch.nn.Module):
+    """A run's model as the step kit calls it. `module` is a prefix that the kit knows.
+
+    tick: called at each forward.
+    """
+
+    def __init__(self, model, tick=lambda: None):
+        super().__init__()
+        self.module, self.tick = model, tick
+        self.routed = []  # the Routing of each forward
+
+    def forward(self, tokens, at=None):
+        routing = Routing(self.module)
+        states = self.module.hidden(tokens, attention=TokenByToken(causal_attention),
+                                    on_routing=routing)  # fmt: skip
+        self.routed.append(routing)
+        self.tick()
+        states = states if at is None else states[at][None]  # at: rows and places
+        if self.module.logprobs is None:
+            return SimpleNamespace(logits=None, values=self.module.values(states))
+        return self.module.logits(states)
+
+    def counts(self) -> dict:
+        """Return {layer: how many tokens of the noted forwards went to each expert}."""
+        layers = self.routed[0].counts if self.routed else ()
+        return {layer: sum(r.counts[layer] for r in self.routed) for layer in layers}
+
+
+def pair(model, dtype, tick) -> list:
+    """Return [a model in float64, the same in a run's precision]. Float64's twin is nudged."""
+    if model is None:
+        return [None, None]
+    wide = copy.deepcopy(model)
+    if wide.residual_dtype is not None:
+        wide.residual_dtype = torch.float64
+    if dtype == "float64":
+        nudge(model.parameters())
+    trim_memory()
+    return [Called(wide.double(), tick), Called(model, tick)]
+
+
+def near_choices(models) -> int:
+    """Return how many choices of experts rounding may turn, by how far the twin's leads are off."""
+    mine, its = ([lead for r in model.routed for lead in r.leads] for model in models)
+    most = FACTOR * max((abs(x - y) for x, y in zip(mine, its)), default=0.0)
+    return sum(x <= most for x in mine)
+
+
+class Models:
+    """What the checkpoints before, at and after a step hold.
+
+    before, sampled, after: paths of checkpoints. after may be None.
+    """
+
+    def __init__(self, files, task, before, sampled, after, tick=lambda: None):
+        self.files, self.config, self.task, self.tick = files, files.config, task, tick
+        self.before, self.sampled, self.after = before, sampled, after
+        self.shape = shape_of(self.config, task)
+        # What each counts, such as `policy_version`. A damaged one is named now.
+        self.states = {path: read_checkpoint(path, {}, only=("no tensor",))
+                       for path in (before, sampled, after) if path}  # fmt: skip
+
+    def policy(self):
+        """Return the policy before the step and its twin."""
+        compute = self.config.compute
+        model = policy_in(self.before, self.config, self.task, compute, merged=False)
+        return pair(model, compute, self.tick)
+
+    def sampler(self):
+        """Return the model that sampled, whose weights a push rounds, and its twin."""
+        dtype = self.config.rollout_dtype
+        return pair(policy_in(self.sampled, self.config, self.task, dtype), dtype, self.tick)
+
+    def reference(self):
+        """Return the frozen reference and its twin. The reference of factors is their base."""
+        if not self.config.kl_coef:
+            return [None, None]
+        if self.config.lora is not None:
+            compute = self.config.compute
+            model = plain(policy_in(self.before, self.config, self.task, compute, merged=False))
+            for votes in model.buffers():
+                votes.zero_()
+        else:
+            model = build(self.config, self.task)[2].to_empty(device="cpu")
+            self.files.directory.read_reference(SimpleNamespace(model=None, reference=model))
+        return pair(model, self.config.compute, self.tick)
+
+    def teacher(self):
+        """Return the teacher and its twin."""
+        if not self.config.teacher:
+            return [None, None]
+        model = load_hf(self.config.teacher, dtype=getattr(torch, self.config.compute))
+        return pair(keep_wide(self.config, model), self.config.compute, self.tick)
+
+    def critic(self, weights):
+        """Return a critic with these weights and its twin."""
+        critic = empty_critic(self.config, self.shape)
+        for name, x in weights.items():
+            set_tensor(critic, name, torch.nn.Parameter(x))
+        compute = self.config.compute
+        return pair(critic.to(getattr(torch, compute)), compute, self.tick)
+
+    def kinds(self, path, prefix="") -> dict:
+        """Return trained weights and AdamW's moments of a checkpoint, as the kit names them.
+
+        prefix: of the names of the critic, or "" for the policy.
+        """
+        make = empty_critic if prefix else empty_policy
+        named = make(self.config, self.shape).named_parameters()
+        kinds = dict(before="", exp_avg=".exp_avg", exp_avg_sq=".exp_avg_sq", step=".step")
+        found, tensors = {kind: {} for kind in kinds}, {}
+        for name, p in named:
+            for kind, end in kinds.items() if p.requires_grad else ():
+                found[kind][name] = torch.empty(p.shape, dtype=p.dtype)
+                if kind == "step":
+                    found[kind][name] = torch.empty(())
+                of = "optimizer" if end else "model"
+                tensors[f"{prefix}{of}.{name}{end}"] = found[kind][name]
+        read_checkpoint(path, tensors, only=(f"{prefix}model.", f"{prefix}optimizer."))
+        stored = {"step": found.pop("step")}
+        for kind, by in found.items():
+            stored[kind] = self.new_kind()
+            for name in list(by):
+                stored[kind][name] = by.pop(name)
+        trim_memory()
+        return stored
+
+    @property
+    def are_large(self):
+        return self.shape.hidden_size >= 256
+
+    @property
+    def most_tokens(self):
+        """How many tokens one forward takes. Padding would count in the routing of experts."""
+        return MOST_TOKENS if self.are_large and not self.shape.sparse_layers else 0
+
+    def new_kind(self):
+        """Return a place for a tensor of each parameter: memory, or for large models the disk."""
+        return OnDisk() if self.are_large else {}
+
+    def votes_apart(self, model) -> tuple:
+        """Return the sums of the recorded biases' votes and of a model's, and how far apart."""
+        votes = persistent_buffers(model)
+        there = {name: torch.empty_like(x) for name, x in votes.items()}
+        read_checkpoint(self.after, {f"buffer.{n}": x for n, x in there.items()}, only=("buffer.",))
+        sizes = [sum(int(x.abs().sum()) for x in some.values()) for some in (there, votes)]
+        return *sizes, sum(int((there[n] - x).abs().sum()) for n, x in votes.items())
+
+    def as_sampled(self, model, weights):
+        """Return a model with new weights, as a push gives them to the sampler."""
+        precision = next(model.parameters()).dtype
+        for name in weights:
+            model.get_parameter(name).data = weights[name].to(precision)
+        rounded = getattr(torch, self.config.rollout_dtype)
+        model = merge(model, rounded) if self.config.lora is not None else model.to(rounded)
+        return Called(model.to(precision).requires_grad_(False), self.tick)
+
+
+# What models say of whole rollouts ----------------------------------------------------------------
+
+
+@torch.no_grad()
+def read(models, rows, temperature, column, of=0, most_tokens=0):
+    """Set a column of Sequences to a model's numbers. of: 0 log-probs, -1 values.
+
+    rows: the Sequences of the definition and of the twin. Without a twin, they get the same.
+    """
+    # The twin's are mirrored at the definition's: two forwards of a trainer round apart, and a
+    # difference of the twin's own two would be 0.
+    if models[0] is None:
+        return
+    mine, *its = ([found[of].tolist() for part in together(rows[0], most_tokens)
+                   for found in score(model, part, temperature)]
+                  for model in models if model is not None)  # fmt: skip
+    for n, (s, x) in enumerate(zip(*rows)):
+        setattr(s, column, mine[n])
+        setattr(x, column, [2 * a - b for a, b in zip(mine[n], its[0][n])] if its else mine[n])
+
+
+@torch.no_grad()
+def exact_numbers(models, rollouts, step) -> tuple:
+    """Return how many tokens and log-probs an exact run has, and how many are not the trainer's.
+
+    It shares the model's forward and the formula of log-probs with the run. It says that the
+    recorded numbers are of this model, in this precision, for each rollout alone and whole.
+    """
+    config = dataclasses.replace(models.config, exact=True)
+    model = policy_in(models.sampled, config, models.task, config.rollout_dtype)
+    require_exact_kernels(model)
+    count = tokens = bits = 0
+    for r in rollouts:
+        tokens_1S, at = torch.tensor([r.tokens]), torch.tensor(r.at)
+        attention = packed_attention(torch.zeros_like(tokens_1S))
+        logits_NV = model.logits(model.hidden(tokens_1S, attention=attention)[0, at - 1])
+        uniform_N = torch.tensor(r.draws(config, step), dtype=torch.float64)[at]
+        drawn_N, lp_N = model.sample(logits_NV, uniform_N, temperature=config.temperature)
+        told_N = torch.tensor(r.line["logprobs"], dtype=torch.float64)[at - 1]
+        count += len(at)
+        tokens += int((drawn_N != tokens_1S[0, at]).sum())
+        bits += int((lp_N.double() != told_N).sum())
+    return count, tokens, bits
+
+
+@torch.no_grad()
+def surprise(model, rollouts, config) -> tuple:
+    """Return the sum of -log p of an engine's tokens, of their entropies, and its deviation.
+
+    They are equal on average if tokens are drawn by p, and not if sampling is greedy or truncated.
+    """
+    found, expected, squares = 0.0, 0.0, 0.0
+    for r in rollouts:
+        # With forks several rollouts share a turn, which was drawn once.
+        own = [t for t in r.at if r.shares(config, t)[-1][0] == r.number]
+        logits = model(torch.tensor(r.tokens)[None], at=(0, torch.tensor(own) - 1))[0]
+        lp, H, logp_NV = D.scores(logits, [r.tokens[t] for t in own], config.temperature)
+        seen_NV = logp_NV.where(logp_NV.isfinite(), 0.0)
+        variance = (logp_NV.exp() * (seen_NV + H[:, None]) ** 2).sum()
+        found, expected = found - lp.sum().item(), expected + H.sum().item()
+        squares += ((lp + H).square().sum() + variance).item()
+    return found, expected, math.sqrt(squares)
+
+
+@torch.no_grad()
+def solved(models, make_twin, recorded) -> tuple:
+    """Return which part of held-out prompts greedy play solves, and how far rounding may move it.
+
+    models: of `Models`. make_twin: from 0 or 1 to the model in float64 or its twin.
+    recorded: the run's number. Where it is the same, no play is looked at again.
+    """
+    model = make_twin(0)
+    _, groups = play_held_out(models.config, models.task, Sampler(model.module))
+    played = [t for (t,) in groups]
+    value = mean([t.reward >= 1 for t in played])
+    if abs(value - recorded) < 1e-9:
+        return value, 0.0
+
+    # The closest choice of a play is the one with the smallest lead of the best token over the
+    # second. A play is in doubt if rounding moves leads by as much.
+    def leads(model):
+        for t in played:
+            at = torch.from_numpy(t.sampled).nonzero()[:, 0]
+            best_N2 = model(torch.tensor(t.tokens)[None], at=(0, at))[0].double().topk(2).values
+            yield best_N2[:, 0] - best_N2[:, 1]
+
+    mine = list(leads(model))
+    del model
+    its = list(leads(make_twin(1)))
+    most = FACTOR * max((x - y).abs().max().item() for x, y in zip(mine, its))
+    return value, mean([x.min().item() <= most for x in mine])

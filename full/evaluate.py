@@ -1,0 +1,287 @@
+"""eval and export: what `train_grpo.py` does not do with what it has trained.
+
+    python -m full eval RUN_OR_DIR     # pass@k on held-out prompts, with intervals
+    python -m full export RUN DIR      # a checkpoint as a Hugging Face directory
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from full.learn.rollouts import Sampler, evaluate, play_held_out, prompts_of_evaluation
+from full.model.config import read_json
+from full.model.hf import load_hf
+from full.model.lora import save_factors
+from full.ranks.checkpoint import checkpoints
+from full.run.build import require_room
+from full.run.config import Config, resumed_config
+from full.run.directory import RunDirectory
+from full.run.export import ONE_PROCESS, beside, of_export, one_process, policy_in, write_hf
+from full.run.flags import add_flags
+from full.run.questions import Jsonl, make_task
+from full.run.tasks import TASKS
+from full.run.text import text_of
+
+
+def is_run(directory) -> bool:
+    """Return whether a directory is a run's, else a checkpoint's: both hold a config.json."""
+    path = Path(directory) / "config.json"
+    what = "the directory of a run, or of a checkpoint in Hugging Face's format"
+    return "advantage" in read_json(path, what=what)
+
+
+def settings_of_run(run, given=None, imported=()) -> Config:
+    """Return what a run was started with, under the settings that are given: {field: value}.
+
+    imported: of `task` and `reward` those whose file the caller imports. If the run had a file and
+        none is given, a ValueError asks for it: no file is imported because a directory names it.
+    """
+    # `resumed_config` wants both flags again. A flag that is not imported is given as it stands.
+    given = given or {}
+    path = Path(run) / "config.json"
+    stored = read_json(path, what="the configuration of a run")
+    free = [name for name in ("task", "reward") if name in given or name not in imported]
+    again = {name: f"{stored[name]}" for name in free if name in stored}
+    config = dataclasses.replace(resumed_config(path, again), **given)
+    if config.model and not Path(config.model).is_dir():
+        raise ValueError(f"this run's model has its shape and text from --model {config.model}, "
+                         f"which is gone: put it back")  # fmt: skip
+    return config
+
+
+def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=True, base=""):
+    """Load the policy of a run or of a Hugging Face directory, whole. Return the model and a name.
+
+    task: of a run without --model, whose tokens are the task's.
+    step: int. Of the run's checkpoint. Default: the newest undamaged one.
+    dtype: str. Default: of a run its generator's, in which it evaluates; of a directory as stored.
+    merged: bool. Whether the factors of --lora-rank are added to their matrices.
+    base: str. Of the matrices that they are added to. Default: as in the run.
+    """
+    if not is_run(source):
+        if step is not None:
+            raise ValueError(f"--step is of a run, and {source} is a checkpoint in another format")
+        stored = getattr(torch, dtype) if dtype else None
+        model = load_hf(source, dtype=stored, device=device)
+        return model.requires_grad_(False), f"{source}"
+
+    # Which checkpoint. Steps are checked before anything large is read.
+    config = settings_of_run(source)
+    steps = {int(path.name[5:]): path for path in checkpoints(source)}
+    if not steps or step not in (None, *steps):
+        held = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"{source} holds no such checkpoint; those that it holds are of: {held}")
+
+    # A checkpoint does not hold the model's shape. --model or the flags say it, and
+    # `read_checkpoint` refuses tensors of another shape by name.
+    RunDirectory(source).require_noted("base.json", config)
+
+    def read(path):
+        kept = dtype or config.rollout_dtype
+        return policy_in(path, config, task, kept, merged=merged, base=base)
+
+    if step is None:
+        path, model = RunDirectory(source).read_newest(read)
+    else:
+        path, model = steps[step], read(steps[step])
+    return model.to(device), f"{source}, {Path(path).name}"
+
+
+# eval -------------------------------------------------------------------------------------------
+# An evaluation asks two things of the same held-out prompts. Greedy play says how many the policy
+# solves at its best. Several samples of each say how likely one answer solves it (pass@1), and how
+# often one of k does (pass@k). If the figures are far apart, training can still help.
+
+
+# Flags of a run that an evaluation has too. All others would change nothing, and are refused.
+EVAL_FLAGS = (
+    "task", "data", "eval_data", "template", "instruction", "template_args", "date", "reward",
+    "size", "turns", "eval_prompts", "max_new_tokens", "temperature", "batch_rows", "seed",
+    "device",
+)  # fmt: skip
+
+NORMAL_95 = 1.959964  # a normal number is within so many deviations 95 % of the time
+
+
+def pass_at_k(solved, count, k) -> float:
+    """Estimate the chance that one of k samples solves a prompt, if `solved` of `count` did.
+
+    Chen et al. 2021, arXiv:2107.03374: 1 - C(count - solved, k) / C(count, k). It has no bias, and
+    1 - (1 - solved / count)^k has one: with 1 of 2 solved it says 3/4 for k = 2, where it was 1.
+    """
+    # Of all ways to choose k of the samples, the share that chooses only failures.
+    return 1 - math.comb(count - solved, k) / math.comb(count, k)
+
+
+def wilson(mean, count):
+    """Return Wilson's 95 % interval for a chance, given the mean of `count` prompts."""
+    # The interval holds every chance p whose own spread, sqrt(p (1 - p) / count), reaches to the
+    # mean. So 7 of 7 gives 0.65 to 1, where mean +- 2 deviations would give 1 to 1.
+    #
+    # That is for prompts that count 0 or 1. pass@1 counts c / n, and pass@k too counts a number
+    # between 0 and 1. Of all such numbers with mean p, 0 and 1 spread the most: x^2 <= x, so the
+    # variance mean(x^2) - p^2 is at most p - p^2. For them the interval is right or too wide.
+    z2 = NORMAL_95**2 / count
+    center = (mean + z2 / 2) / (1 + z2)
+    half = math.sqrt(mean * (1 - mean) * z2 + z2 * z2 / 4) / (1 + z2)
+
+    # Rounding may leave an end just beyond 0 or 1, or the mean of 1 just outside.
+    return min(max(0.0, center - half), mean), max(min(1.0, center + half), mean)
+
+
+def evaluated(config, task, sampler, samples):
+    """Play each held-out prompt greedily and `samples` times at the temperature. Collective.
+
+    sampler: a Sampler, or an object with its methods.
+
+    Returns figures, name -> (value, low, high); the number of different prompts; and as texts
+    (prompt, answer, reward) of some samples.
+    """
+    # A run plays greedily every `eval_every` steps, by the same call: for the same weights it gives
+    # the same figure, if seed, prompts and limits are the run's.
+    values = {"solved": evaluate(config, task, sampler)[0]}
+
+    how = dict(group=samples, temperature=config.temperature)
+    starts, groups = play_held_out(config, task, sampler, **how)
+    counts = [sum(t.reward >= 1 for t in group) for group in groups]
+    powers = [2**n for n in range(samples.bit_length())]  # 1 2 4 of 6 samples, and 6 itself
+    for k in sorted({*powers, samples}):
+        values[f"pass@{k}"] = float(np.mean([pass_at_k(c, samples, k) for c in counts]))
+
+    # A prompt that is drawn twice is not a second prompt: `guess` has 7, and draws each 10 times.
+    different = len({(repr(state), tuple(prompt)) for _, state, prompt in starts})
+    figures = {name: (value, *wilson(value, different)) for name, value in values.items()}
+
+    # The first sample of the first prompts, so that a reader sees what the figures are about.
+    shown = []
+    for (_, _, prompt), (t, *_) in zip(starts[:3], groups):
+        texts = task.show(t.tokens[: len(prompt)]), task.show(t.tokens[len(prompt) :])
+        shown.append((*texts, t.reward))
+    return figures, different, shown
+
+
+def settings_of_evaluation(source, given) -> Config:
+    """Return the run's own settings, or the defaults for a directory, and what was given."""
+    # A file that is named now holds the prompts, and not the two files of the run.
+    if "data" in given:
+        given = {"eval_data": ""} | given
+
+    # A run's device may be gone, and its plan needs other processes.
+    if is_run(source):
+        elsewhere = ONE_PROCESS | {"device": ""}
+        return settings_of_run(source, elsewhere | given, imported=("task", "reward")).check()
+    if "task" not in given:
+        raise ValueError(f"{source} is a checkpoint, so say what to ask it: --task NAME, with "
+                         f"--data FILE for --task jsonl")  # fmt: skip
+    if "eval_data" in given:  # no line is trained on, so no other file is needed
+        given = {"data": given["eval_data"]} | given
+    return Config(**given | {"model": f"{source}"}).check()
+
+
+def evaluation(argv) -> int:
+    """`eval`: print how many held-out prompts a policy solves, greedily and in several samples."""
+    parser = argparse.ArgumentParser("python -m full eval", allow_abbrev=False)
+    parser.add_argument("source", metavar="RUN_OR_DIR", help="a run, or a Hugging Face directory")
+    parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float64", "bfloat16"), default="",
+        help="of the model's weights [of a run: its generator's; of a directory: as stored]",
+    )  # fmt: skip
+    parser.add_argument("--samples", type=int, default=8, metavar="K", help="of each prompt [8]")
+    parser.add_argument(
+        "--all-lines", action="store_true", help="jsonl: every line of --eval-data, or of --data, "
+        "a file of its own, in place of the tenth that is held out")  # fmt: skip
+    fields = [f for f in dataclasses.fields(Config) if f.name in EVAL_FLAGS]
+    add_flags(parser.add_argument_group("flags", "default: the run's own; of a directory [these]"),
+              fields)  # fmt: skip
+    options = parser.parse_args(argv)
+    if options.samples < 1:
+        raise ValueError(f"--samples must be positive, got {options.samples}")
+
+    # Everything that is wrong with the flags is said before a model is read. `given` are the flags
+    # that were typed: the others are the run's own.
+    given = {f.name: getattr(options, f.name) for f in fields if hasattr(options, f.name)}
+    config = settings_of_evaluation(options.source, given)
+    if options.all_lines and config.task != "jsonl":
+        raise ValueError(f"--all-lines is for --task jsonl, not {config.task}")
+    with one_process("an evaluation", config.device, config.threads) as device:
+        task = Jsonl(config, all_lines=True) if options.all_lines else make_task(config)
+        prompts = len(task.rows[True]) if options.all_lines else prompts_of_evaluation(config, task)
+        config = dataclasses.replace(config, eval_prompts=prompts)
+        which = dict(step=options.step, dtype=options.dtype, device=device)
+        model, name = load_policy(options.source, task, **which)
+        require_room(config, task, model.config, options.source)
+        figures, different, shown = evaluated(config, task, Sampler(model), options.samples)
+
+    # First what the task has decided by itself, such as a template. Then a table and samples for a
+    # reader, and one line of JSON for a program.
+    if getattr(task, "note", ""):
+        print(task.note)
+    which = "prompts" if options.all_lines else "held-out prompts"
+    print(f"{name}: {config.task}, {prompts_of_evaluation(config, task)} {which}, "
+          f"{different} different; "
+          f"{options.samples} samples each at temperature {config.temperature:g}, "
+          f"seed {config.seed}\n{'':24}   95 % interval over prompts")  # fmt: skip
+    for name, (value, low, high) in figures.items():
+        label = f"{name} (greedy)" if name == "solved" else name
+        print(f"{label:16}{value:8.3f}   {low:.3f} - {high:.3f}")
+    for prompt, answer, reward in shown:
+        print(f"\nprompt: {prompt}\nanswer: {answer}\nreward: {reward:g}")
+    print(f"\n{json.dumps(figures)}")
+    return 0
+
+
+# export -----------------------------------------------------------------------------------------
+# A run leaves its last weights in OUT/hf by itself. `export` does the same with any checkpoint.
+
+
+def export(argv) -> int:
+    """`export`: write a run's checkpoint as the directory that the run itself writes to OUT/hf."""
+    parser = argparse.ArgumentParser("python -m full export", allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="directory of a run")
+    parser.add_argument("directory", metavar="DIR", help="to write; not there yet, or empty")
+    parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
+    parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
+    parser.add_argument("--adapters", action="store_true", help="only the factors of --lora-rank, "
+                        "for PEFT")  # fmt: skip
+    options = parser.parse_args(argv)
+
+    # Nothing is deleted for this but an empty directory.
+    directory = Path(options.directory)
+    partial = beside(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} is not empty: give a directory that is, or a new one")
+    if partial.exists():
+        raise ValueError(f"{partial} is there, where the files are first written: remove it")
+    if not is_run(options.run):
+        raise ValueError(f"{options.run} is not a run: it is in Hugging Face's format already")
+
+    # A run without --model has a shape with its task's tokens. A task's file that only the run's
+    # directory names is asked for and not imported.
+    config = settings_of_run(options.run)
+    if options.adapters and config.lora is None:
+        raise ValueError(f"--adapters: {options.run} has none, because it began without "
+                         f"--lora-rank")  # fmt: skip
+    if options.task and (config.model or config.task in TASKS):
+        raise ValueError(f"--task is for a run with a task from a file: {options.run} needs none")
+    task = None
+    if not config.model:
+        given = {"task": options.task} if options.task else {}
+        task = make_task(settings_of_run(options.run, given, imported=("task",)))
+    with one_process("an export"):
+        # Factors alone are written as they were trained.
+        which = dict(dtype=config.dtype, merged=False) if options.adapters else of_export(config)
+        model, name = load_policy(options.run, task, step=options.step, **which)
+        if options.adapters:
+            save_factors(model, directory, config.model)
+        else:
+            write_hf(model, directory, config.model)
+    print(f"wrote {directory}: {name}")
+    if config.task == "jsonl" and (note := text_of(config).note):
+        print(note)
+    return 0

@@ -1,0 +1,269 @@
+"""Advantages: adds scalings, a critic and a teacher to `train_grpo.advantages`, (1).
+
+  (1)  A_i = R_i - mean R of the group    `group_mean` (Dr.GRPO), and of that
+           / (std R of the group + 1e-4)  `group_std` (GRPO)
+           / (std R of the step + 1e-4)   `batch_std` (LitePPO)
+           * G / (G - 1)                  `leave_one_out` (RLOO)
+       A_i = R_i                          `none` (REINFORCE), or `none_batch` (REINFORCE++):
+             (R_i - mean R) / (std R + 1e-8) over the step's sampled tokens
+       A_t = sum_n lambda^n (u_(t+n) + v_(t+n+1) - v_(t+n))    `gae` (PPO) of discount 1, then
+             (A_t - mean A) / (std A + 1e-8) over the step's sampled tokens; u the rewards, v the
+             critic's values; t + 1 is the next sampled token, whatever stands in between
+       A_t = tch_t - smp_t                `teacher`: tch is its log-prob (distillation)
+       with kl_in `reward`, sampled token t first takes kl_coef k(smp_t - ref_t) off the reward
+
+How much better than others a rollout was, or with a critic or a teacher, a token of it. If you
+know GRPO's advantage, read the tables and skip the rest.
+
+Letters:  P groups of G rollouts each   T positions of a padded trajectory   N sampled tokens
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+import train_grpo
+from full.learn.objectives import divergence, entry_of
+from full.ranks.joining import current_device, errors_on_all_ranks, summed
+
+# DEVIATES: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); a truncated
+# trajectory ends with value 0; `none_batch` has a biased variance (verl: unbiased). Pinned by
+# tests/full/test_objectives.py::test_loss_and_gradient_are_the_sources.
+
+# Each of these takes the float64 rewards (P, G) of the P groups of a step, and the number of
+# sampled tokens of each rollout. Rewards 1 0 0 1 and 0 0 0 1 of two groups:
+#
+#     group_mean     .5 -.5 -.5 .5    -.25 -.25 -.25 .75     Dr.GRPO
+#     group_std      divided by .577  divided by .5          GRPO
+#     batch_std      both divided by .518                    LitePPO
+#     leave_one_out  times 4/3        times 4/3              RLOO
+#     none           the rewards                             REINFORCE
+#     none_batch     R - 3/8, divided by .484                REINFORCE++
+
+
+def group_mean(rewards_PG, tokens_PG):
+    # Equal rewards of a group say nothing, and have exact zeros.
+    return np.apply_along_axis(train_grpo.advantages, -1, rewards_PG)  # (1)
+
+
+def group_std(rewards_PG, tokens_PG):
+    # Hard and easy prompts count the same if each group is scaled to a spread of one.
+    spread_PG = rewards_PG.std(-1, ddof=1, keepdims=True)
+    return group_mean(rewards_PG, tokens_PG) / (spread_PG + 1e-4)  # (1)
+
+
+def batch_std(rewards_PG, tokens_PG):
+    # The spread of a few rollouts is noisy. A whole step's is less so, and keeps the groups'
+    # proportions.
+    return group_mean(rewards_PG, tokens_PG) / (rewards_PG.std(ddof=1) + 1e-4)  # (1)
+
+
+def leave_one_out(rewards_PG, tokens_PG):
+    # The same as subtracting from each reward the mean of the other G - 1 rewards.
+    G = rewards_PG.shape[-1]
+    return group_mean(rewards_PG, tokens_PG) * G / (G - 1)  # (1)
+
+
+def none(rewards_PG, tokens_PG):
+    return rewards_PG  # (1)
+
+
+def none_batch(rewards_PG, tokens_PG):
+    # Without a baseline the mean of the step takes its place. As in PPO, mean and spread are of
+    # tokens, so a long rollout counts more.
+    if np.ptp(rewards_PG) == 0:
+        return np.zeros_like(rewards_PG)
+    share_PG = tokens_PG / tokens_PG.mean()
+    A_PG = rewards_PG - (share_PG * rewards_PG).mean()
+    return A_PG / (np.sqrt((share_PG * A_PG**2).mean()) + 1e-8)  # (1)
+
+
+class Advantage(NamedTuple):
+    """A function that computes (1), and among which rewards it looks for differences."""
+
+    of: Callable
+    compares: str = "group"  # rewards of a group | of the whole step | nothing
+
+
+# To add an advantage, write its function and its name here, or in
+# TOKEN_ADVANTAGES if tokens of a rollout have different ones.
+ADVANTAGES = {
+    "group_mean": Advantage(group_mean), "group_std": Advantage(group_std),
+    "batch_std": Advantage(batch_std), "leave_one_out": Advantage(leave_one_out),
+    "none": Advantage(none, compares="nothing"),
+    "none_batch": Advantage(none_batch, compares="step"),
+}  # fmt: skip
+
+
+def advantages(rewards_PG, /, kind="group_mean", *, tokens_PG=None):
+    """Return A of (1) for float64 rewards (G,) of one group, or (P, G) of the P groups of a step.
+
+    kind: of ADVANTAGES.
+    tokens_PG: sampled tokens of each rollout, for none_batch. None: equally many.
+    """
+    tokens_PG = np.ones_like(rewards_PG) if tokens_PG is None else tokens_PG
+    return entry_of(ADVANTAGES, kind, "advantage").of(rewards_PG, tokens_PG)
+
+
+def kl_penalties(config, trajectory):
+    """Return the KL that is subtracted from the reward at each sampled token: (T,)."""
+    if not config.kl_coef or config.kl_in != "reward":
+        return np.zeros(len(trajectory.mask))
+    d = trajectory.sampler_logprobs - trajectory.ref_logprobs
+    d = torch.from_numpy(np.where(trajectory.sampled, d, 0.0))
+    return config.kl_coef * divergence(d, config.kl).numpy()
+
+
+def overlong_penalty(config, t) -> float:
+    """Return DAPO's soft punishment (eq. 13): 0, or up to 1 in the last `overlong_buffer` tokens.
+
+    Of 16 new tokens with a buffer of 4: 0 for up to 12, 1/4 for 13, 1 for 16.
+    """
+    if not config.overlong_buffer:
+        return 0.0
+    free = config.max_new_tokens - config.overlong_buffer
+    return max(0, len(t.tokens) - t.prompt - free) / config.overlong_buffer
+
+
+def table_of_groups(numbers, groups, group_size, columns, cells_of, group=None):
+    """Return numbers of all ranks' trajectories, (X, P, G), on every rank. Collective.
+
+    numbers: P group numbers, of all ranks. groups: {number: trajectories} of this rank.
+    columns: X, how many numbers cells_of(trajectory) returns.
+    group: process group, of CPU tensors. Default: the default group, of the rank's device.
+    """
+    # Each rank fills in its own groups and leaves zeros elsewhere: the sum over ranks is the whole
+    # table, with the same bits on every rank.
+    table_XPG = np.zeros((columns, len(numbers), group_size))
+    for row, number in enumerate(numbers):
+        for n, t in enumerate(groups.get(number, [])):
+            table_XPG[:, row, n] = cells_of(t)
+    device = current_device() if group is None else "cpu"
+    return np.array(summed(table_XPG.tolist(), device, group))
+
+
+def rewards_of_step(config, batch):
+    """Return the rewards after penalties, and the sampled tokens, of all kept groups: (2, P, G)."""
+
+    def cells_of(t):
+        reward = t.reward - kl_penalties(config, t).sum() - overlong_penalty(config, t)
+        return reward, t.sampled.sum()
+
+    return table_of_groups(batch.kept, batch.groups, config.group, 2, cells_of)
+
+
+def reward_advantages(trainer, batch) -> dict:
+    """Give the trajectories of a step the advantages of their rewards, by ADVANTAGES."""
+    if not batch.kept:
+        return {}
+    rewards_PG, tokens_PG = rewards_of_step(trainer.config, batch)
+    A_PG = advantages(rewards_PG, trainer.config.advantage, tokens_PG=tokens_PG)
+    for A_G, number in zip(A_PG, batch.kept):
+        for A, t in zip(A_G, batch.groups.get(number, [])):
+            t.advantages = np.full(len(t.mask), A)
+    return {}
+
+
+def teacher_advantages(trainer, batch) -> dict:
+    """Give each token its log-prob's gain in the teacher: on-policy distillation."""
+    # A token that the teacher gives a higher log-prob than the sampler did should become likelier.
+    # The mean of A is -KL(sampler, teacher).
+    everyone = batch.trained()
+    positions = trainer.teacher.config.max_position_embeddings
+    with errors_on_all_ranks():
+        longest = max((len(t.tokens) for t in everyone), default=0)
+        if longest > positions:
+            raise ValueError(f"a rollout of {longest} tokens exceeds the {positions} positions of "
+                             f"the teacher {trainer.config.teacher}")  # fmt: skip
+    for t, teacher in zip(everyone, trainer.forward_only(everyone, trainer.teacher)):
+        t.advantages = np.where(t.sampled, teacher - t.sampler_logprobs, 0.0)  # (1)
+    return {}
+
+
+def gae(rewards, values, mask, /, lam):
+    """Return (1) `gae` of one trajectory: advantages and returns (T,), 0 off the mask.
+
+    rewards, values: (T,). Only sampled tokens, where mask is on, are actions and follow each
+    other; the task's replies are part of the environment.
+    """
+    # A turn's reward may be at a token of the task: it belongs to the sampled token before it.
+    #
+    #     target     0    1    2    3    4        lam = 1 and all values 0
+    #     sampled    yes  yes  -    -    yes
+    #     reward     0    0    0    2    1        the 2 counts for target 1
+    #     advantage  3    3    0    0    1
+    advantages, returns = np.zeros((2, len(mask)))
+
+    # From the last token to the first: (1) needs the next sampled token's value and advantage.
+    next_value = 0.0
+    next_advantage = 0.0
+    pending = 0.0  # rewards that no sampled token has taken yet
+    for t in reversed(range(len(mask))):
+        pending += rewards[t]
+        if mask[t]:
+            # delta is the surprise of this one action. The sum over n in (1) is a recursion.
+            delta = pending + next_value - values[t]
+            advantages[t] = delta + lam * next_advantage  # (1)
+            returns[t] = advantages[t] + values[t]  # g of (6): what the critic should have said
+            next_value = values[t]
+            next_advantage = advantages[t]
+            pending = 0.0
+    return advantages, returns
+
+
+def critic_advantages(trainer, batch) -> dict:
+    """Give all ranks' trajectories whitened advantages (1) `gae` and returns g. Return metrics."""
+    config = trainer.config
+    everyone = batch.trained()
+    sums = np.zeros(6)  # of 1, A, A^2, g, g^2, v over this rank's sampled tokens
+    for t, t.values in zip(everyone, trainer.forward_only(everyone, trainer.critic)):
+        rewards = -kl_penalties(config, t)
+        for at, reward in t.turn_rewards:
+            rewards[at] += reward
+        rewards[-1] -= overlong_penalty(config, t)
+        t.advantages, t.returns = gae(rewards, t.values, t.mask, config.gae_lambda)
+        A = t.advantages[t.mask]
+        g = t.returns[t.mask]
+        sums += len(A), A.sum(), (A**2).sum(), g.sum(), (g**2).sum(), t.values[t.mask].sum()
+
+    count, *totals = summed(sums.tolist(), trainer.device)
+    A, AA, g, gg, v = (total / max(1.0, count) for total in totals)
+    spread = math.sqrt(max(0.0, AA - A * A))
+    # NUMERICS: the mean and spread are of all ranks' tokens, so that no cut of the batch enters;
+    # 1e-8 only keeps a step without any spread finite. Pinned by
+    # tests/full/test_loss.py::test_advantages_are_whitened_over_the_step.
+    for t in everyone:
+        t.advantages = np.where(t.mask, (t.advantages - A) / (spread + 1e-8), 0.0)  # (1)
+
+    # g - v is A before whitening, so the variance that is left is spread^2.
+    variance = gg - g * g
+    explained = 1 - spread**2 / variance if variance > 1e-12 else 0.0
+    return {"value/token_mean": v, "value/explained_variance": explained}
+
+
+def advantage_metrics(trainer, batch) -> dict:
+    """Return mean and standard deviation of all ranks' advantages. Collective."""
+    # The mean is known before the first square is taken: a difference of two large sums would
+    # leave rounding where all advantages are nearly the same.
+    A_N = np.concatenate([t.advantages[t.mask] for t in batch] or [np.zeros(0)])
+    count, total = summed([len(A_N), A_N.sum()], trainer.device)
+    mean = total / max(1.0, count)
+    (squares,) = summed([((A_N - mean) ** 2).sum()], trainer.device)
+    spread = math.sqrt(squares / max(1.0, count))
+    return {"advantage/token_mean": mean, "advantage/token_std": spread}
+
+
+# Advantages of single tokens. Each is a function of the trainer and the step's batch that sets the
+# trajectories' advantages and returns metrics. It is collective.
+TOKEN_ADVANTAGES = {
+    "gae": Advantage(critic_advantages, compares="step"),
+    "teacher": Advantage(teacher_advantages, compares="nothing"),
+}  # fmt: skip
+
+
+def compared_by(kind) -> str:
+    """Return among which rewards an advantage looks for differences: group, step or nothing."""
+    return (ADVANTAGES | TOKEN_ADVANTAGES)[kind].compares

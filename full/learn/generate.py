@@ -1,0 +1,217 @@
+"""Generation: rows that come and go: slots that waiting rows take over, forks, turns, draws.
+
+It adds to `models.generate` limited slots, forks of rows, turns of a conversation, prompts that are
+computed once, and draws from a seed.
+"""
+
+import math
+from collections import Counter, deque
+
+import torch
+
+import models
+from full.model.cache import cache_of, forward_with_cache, prefill
+
+
+@torch.inference_mode()
+def generate(
+    model, rows, /, *, max_new_tokens, temperature=1.0, end=(), ending=None, after=None, seed=None,
+    slots=None, branches=None,
+):  # fmt: skip
+    """Decode rows (prompts of any lengths) until each has ended. Return them, in their order.
+
+    rows: `Row`s, or lists of token ids, which become Rows.
+    max_new_tokens: a row with this many tokens after its prompt ends, with `truncated` set.
+    temperature: as in `sample`. 0 is greedy and needs no draws.
+    end: the stop tokens. A sampled one calls `after`.
+    ending: ending(rows), called with the rows that this token has ended, before `after` is called
+        with each. So a task that is on another rank is asked once for all of them.
+    after: after(row) -> the rows that go on in its place. None, the default, ends it. The row
+        itself, with tokens in its queue, is the next turn of a conversation; several are a fork.
+        With `after`, forks are returned in the place of their row.
+    seed: makes the draws of rows that have none. ValueError if such a row gets no seed.
+    slots: how many rows are decoded at a time. When a row ends, a waiting row takes its slot.
+        Default: all.
+    branches: branches(row) -> slots that a row reserves, one for each row into which it may have
+        forked in the end, so that a fork never waits. Default: 1. A row that needs more than there
+        are enters when all others have ended.
+    """
+    if max_new_tokens < 1 or not 0 <= temperature < math.inf:
+        raise ValueError(f"max_new_tokens, temperature: expected at least 1, and finite and not "
+                         f"negative, got {max_new_tokens} and {temperature}")  # fmt: skip
+    if slots is not None and slots < 1:
+        raise ValueError(f"slots: expected at least 1, got {slots}")
+    rows = [row if isinstance(row, models.Row) else models.Row(row) for row in rows]
+    give_draws(rows, max_new_tokens if temperature > 0 else 0, seed)
+    longest = max([len(row.tokens) for row in rows], default=0)
+    positions = model.config.max_position_embeddings
+    if longest + max_new_tokens > positions:
+        raise ValueError(f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} exceed "
+                         f"the model's {positions} positions; shorten one of them")  # fmt: skip
+
+    reserved = branches or (lambda row: 1)
+    batch = Batch(model, rows, min(slots or math.inf, sum(map(reserved, rows))))
+    waiting = deque(((n,), row) for n, row in enumerate(rows))
+    turns = Turns(max_new_tokens, ending, after)
+    while waiting or batch.rows:
+        # Rows enter in their order. All ranks that decode the same rows let the same ones in.
+        entering = []
+        taken = sum(reserved(row) for _, row in batch.rows)
+        while waiting and (not taken or taken + reserved(waiting[0][1]) <= (slots or math.inf)):
+            taken += reserved(waiting[0][1])
+            entering.append(waiting.popleft())
+        if entering:
+            batch.admit(entering)
+
+        # Each row takes its token, sampled or queued. A fork of it is a copy of a row of the cache,
+        # and takes a free slot if there is one.
+        going = []  # (slot of the batch to go on from, place, row), or None: a free slot
+        forks = []
+        ended = batch.draw(temperature, end)
+        for b, followers in enumerate(turns.followers(batch.rows, ended)):
+            kept = [(b, place, row) for place, row in followers]
+            going.append(kept[0] if kept else None)
+            forks += kept[1:]
+        batch.go_on(without_holes(going + forks))
+    return turns.rows()
+
+
+class Turns:
+    """What follows the turns of rows: more turns, forks, or the end.
+
+    A row's place among all rows is its number, and after each turn also the number of the fork:
+    after two turns row 3 has the places (3, 0, 0) .., in which the rows are returned.
+    """
+
+    def __init__(self, max_new_tokens, ending=None, after=None):
+        self.limit = max_new_tokens
+        self.ending = ending
+        self.after = after
+        self.done = []  # (place, row)
+
+    def followers(self, entries, ended):
+        """Yield for each (place, row) a list of those that go on in its place.
+
+        entries: list of (place, row). They have got tokens.
+        ended: whether the last token ended a turn of the row. Then `ending` is called with all of
+            these rows, and `after` with each says what goes on: nothing, the row, or its forks.
+        """
+        over = [row for (_, row), has_ended in zip(entries, ended) if has_ended]
+        if self.ending and over:
+            self.ending(over)
+        for (place, row), has_ended in zip(entries, ended, strict=True):
+            found = [(place, row)]
+            if has_ended:
+                forks = self.after(row) if self.after else []
+                found = [((*place, n), fork) for n, fork in enumerate(forks)]
+                self.done += [] if forks else [(place, row)]
+            # Who has no token left goes on no more, a fork that has just begun neither.
+            for _, follower in found:
+                follower.truncated = follower.new >= self.limit
+            self.done += [entry for entry in found if entry[1].truncated]
+            yield [entry for entry in found if not entry[1].truncated]
+
+    def rows(self) -> list:
+        """Return the rows that have ended, in the order of their places."""
+        return [row for _, row in sorted(self.done, key=lambda entry: entry[0])]
+
+
+class Batch:
+    """The rows that `generate` decodes together, their cache, and the logits after each row.
+
+    A prompt that several rows have is computed once, and its keys are kept once, from when the
+    first of these rows enters until the last one has ended.
+    """
+
+    def __init__(self, model, rows, capacity):
+        number = {}  # prompt -> its number
+        self.prompt_of_row = [number.setdefault(tuple(row.tokens), len(number)) for row in rows]
+        self.tokens = [*number]  # of each prompt
+        self.waiting = Counter(self.prompt_of_row)  # prompt -> rows that have not entered yet
+        self.shares = len(number) < len(rows)
+        self.model = model
+        self.device = model.head_weight.device
+        self.rows = []  # (place, row), in the order of the cache's rows
+        make = cache_of(model)
+        self.cache = make(device=self.device, capacity=capacity)
+        self.prompts = make(device=self.device)  # those that rows share
+        self.held = []  # their numbers
+        self.after = {}  # prompt -> logits (V,), while rows wait for them
+        self.logits_BV = None
+
+    def admit(self, entering):
+        """Let rows in, after prompts that are not there yet have been computed, all at once."""
+        # A prompt whose logits are not kept has not been computed: they are kept for as long as a
+        # row with this prompt waits.
+        wanted = [self.prompt_of_row[place[0]] for place, _ in entering]
+        new = [prompt for prompt in dict.fromkeys(wanted) if prompt not in self.after]
+        if new:
+            prompts = [self.tokens[prompt] for prompt in new]
+            fresh, logits_RV = prefill(self.model, prompts)
+            self.after |= dict(zip(new, logits_RV))
+            into = self.prompts if self.shares else self.cache
+            into.begin(fresh, range(len(new)))
+            self.held += new
+        if self.shares:
+            self.cache.begin(self.prompts, [self.held.index(p) for p in wanted], share=True)
+        logits_BV = torch.stack([self.after[prompt] for prompt in wanted])
+        self.logits_BV = torch.cat([self.logits_BV, logits_BV]) if self.rows else logits_BV
+        self.rows = self.rows + entering
+        self.waiting.subtract(wanted)
+        for prompt in [prompt for prompt in self.after if not self.waiting[prompt]]:
+            del self.after[prompt]
+
+    def draw(self, temperature, end):
+        """Let each row take a token. Return whether it is a sampled one that ends a turn."""
+        uniform_B = None
+        if temperature > 0:
+            draws = [row.draws[row.new] for _, row in self.rows]
+            uniform_B = torch.tensor(draws, dtype=torch.float64, device=self.device)
+        sample = getattr(self.model, "sample", models.sample)
+        tokens_B, logprobs_B = sample(self.logits_BV, uniform_B, temperature=temperature)
+        drawn = zip(self.rows, tokens_B.tolist(), logprobs_B.tolist())
+        return [row.append(token, logprob) and token in end for (_, row), token, logprob in drawn]
+
+    def go_on(self, going):
+        """Keep these rows of the cache, (row of the cache, place, row), and feed their tokens."""
+        self.rows = [(place, row) for _, place, row in going]
+        origins = [b for b, _, _ in going]
+        if origins != [*range(len(self.cache.lengths))]:
+            self.cache.select(origins)
+            self.give_up_prompts()
+        if going:
+            last_B1 = torch.tensor([row.tokens[-1:] for _, row in self.rows], device=self.device)
+            self.logits_BV = forward_with_cache(self.model, self.cache, last_B1)
+
+    def give_up_prompts(self):
+        """Give up the prompts with which no row of the batch and no waiting row begins."""
+        used = set(self.cache.prompt_of)
+        kept = [r if r in used or self.waiting[p] else None for r, p in enumerate(self.held)]
+        if self.shares and None in kept:
+            kept = without_holes(kept)
+            self.prompts.select(kept)
+            self.held = [self.held[r] for r in kept]
+            self.cache.prompt_of = [kept.index(r) for r in self.cache.prompt_of]
+
+
+def without_holes(entries):
+    """Return a list without its Nones, which are filled from the end: a _ c d -> a d c."""
+    entries = list(entries)
+    for b in reversed(range(len(entries))):
+        if entries[b] is None:
+            entries[b] = entries[-1]
+            entries.pop()
+    return entries
+
+
+def give_draws(rows, needed, seed):
+    """Give rows without draws some from the seed. ValueError if a row has less than `needed`."""
+    # The generator draws for every row, also for one that has draws of its own: what a row gets
+    # depends on its place, and not on what other rows brought.
+    if seed is not None and needed:
+        generator = torch.Generator().manual_seed(seed)
+        for row in rows:
+            made = torch.rand(needed, generator=generator, dtype=torch.float64).tolist()
+            row.draws = row.draws if len(row.draws) else made
+    if any(len(row.draws) < needed for row in rows):
+        raise ValueError(f"each row needs {needed} draws, one for each new token, or give a seed")

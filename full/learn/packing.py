@@ -1,0 +1,515 @@
+"""A packed batch under a plan: adds batches of unequal sequences to `parallel.py`.
+
+In a loop over unequal sequences plans want different things: t a number of tokens that it divides,
+c this rank's tokens of each sequence, p all micro-batches at once and the loss on one stage. With
+`PackedBatches` the loop reads as on one device. RECIPES.md has one. Under fsdp, t, c, e and p every
+forward is collective: all ranks of a group must make the same calls, and `PackedBatches` does so.
+
+Letters:  B sequences   S tokens of one, s of this rank   T targets   N scored tokens   M width
+"""
+
+import contextlib
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import parallel
+from full.model.logprobs import require_tokens_in_vocabulary
+from full.ranks.joining import all_gather_objects, errors_on_all_ranks, is_lost_rank
+from full.ranks.places import part_of, reshard
+from full.tree.packed import scores_of
+
+
+class PackedRow(NamedTuple):
+    """Sequences end to end in a row of S places. On the CPU, and the same on every rank.
+
+    Sequences a b c and d e in 8 places. b, c and e are scored:
+
+        tokens      a b c d e 0 0 0        padding is in no document, and at position 0
+        document    0 0 0 1 1 - - -
+        position    0 1 2 0 1 0 0 0
+        mask        [[1, 1], [1, 0]]       of the targets b c and e, padded to two
+        at          [0, 1, 3]              b is predicted at a, c at b, e at d
+        held        1 1 1 1 1 0 0 0        in a tree, several sequences hold one token
+    """
+
+    tokens_1S: torch.Tensor
+    positions_1S: torch.Tensor
+    sees: object  # for the attention: (1, S), which sequence a token is of; -1: padding
+    mask_BT: torch.Tensor  # which targets are scored
+    at_N: torch.Tensor  # the place of the token that predicts each scored target
+    targets_N: torch.Tensor  # the tokens that are predicted
+    entries_K: torch.Tensor  # for each True of the mask, which of the N it is: in this row 0 1 2
+    held_S: torch.Tensor  # how many sequences hold the token of each place
+
+
+def pack_row(sequences, masks, length) -> PackedRow:
+    """Lay sequences end to end and pad the row to `length`. masks: which of tokens[1:] count.
+
+    Without sequences the row is padding alone.
+    """
+    lengths = [len(tokens) for tokens in sequences]
+    padding = np.zeros(length - sum(lengths), dtype=np.int64)
+    tokens_S = np.concatenate([*map(np.asarray, sequences), padding])
+    positions_S = np.concatenate([*map(np.arange, lengths), padding])
+    document_S = np.repeat([*range(len(lengths)), -1], [*lengths, len(padding)])
+
+    mask_BT = np.zeros((len(masks), max(lengths, default=1) - 1), dtype=bool)
+    for b, mask in enumerate(masks):
+        mask_BT[b, : len(mask)] = mask
+
+    # The token before a scored target predicts it. In this row it predicts no other target.
+    row_N, column_N = mask_BT.nonzero()
+    first_B = np.cumsum([0, *lengths[:-1]])
+    at_N = first_B[row_N] + column_N
+    in_row = [x_S[None] for x_S in (tokens_S, positions_S, document_S)]
+    scored = [mask_BT, at_N, tokens_S[at_N + 1], np.arange(len(at_N))]
+    held_S = (document_S >= 0).astype(np.int64)  # each token is of one sequence
+    return PackedRow(*map(torch.from_numpy, [*in_row, *scored, held_S]))
+
+
+class Micro(NamedTuple):
+    """A micro-batch: (B, S) token ids, their positions, and the attention of their documents."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    attention: object = None  # None: the model's
+    on_routing: object = None  # a callback of its sparse layers; None: they tell nobody
+
+    def through(self, stage, x):
+        """Run a model, or a stage of one, on states of the stage before, or None: on the tokens."""
+        options = dict(positions=self.positions, attention=self.attention)
+        # Only a model with experts needs to know what a routing is.
+        if self.on_routing is not None:
+            options["on_routing"] = self.on_routing
+        return stage.hidden(self.tokens if x is None else x, **options)
+
+
+def states_like(model, shape):
+    """Return memory for the states that one stage sends to the next, (B, s, M). None without p.
+
+    shape: (B, S) of the tokens of a micro-batch on this rank: the same for all micro-batches.
+
+    ValueError on all ranks of a replica unless t can cut S. Collective over c.
+    """
+    part = part_of(model)
+    if part.plan.pp == 1:
+        return None
+    rows, length = shape
+    part.grid.require_cut(length)
+    t = part.plan.tp if part.grid.sequence else 1
+    p = next(model.parameters())
+    dtype = getattr(model, "residual_dtype", None) or part.compute_dtype or p.dtype
+    states = rows, length // t, model.config.hidden_size
+    return torch.empty(states, dtype=dtype, device=part.device)
+
+
+def run_micro_batches(model, forward, number, like=None) -> None:
+    """Run forward and backward of micro-batches 0 to number - 1. Gradients add up in .grad.
+
+    forward: forward(root, n, x) runs micro-batch n, where `root.hidden` runs the layers: the model,
+        or a stage of it. x: None, or the states of the stage before, (B, s, M). It returns the
+        loss, a tensor (), if `model.part.pipeline.has_head(root)`, and states otherwise.
+    number: int. The same on all ranks of a replica. Under a schedule of torch a multiple of p, and
+        at least 2 p.
+    like: `states_like`, for p > 1.
+
+    Collective for p > 1. Then what forward raises on one stage is raised on all ranks of the
+    replica, after the last micro-batch. .grad is of no use afterwards.
+    """
+    with errors_on_all_stages(model, forward, like) as guarded:
+        part_of(model).pipeline.run(model, guarded, number, like)
+
+
+def run_forwards(model, forward, number, like=None) -> None:
+    """Run the forward of micro-batches 0 to number - 1, one after another, without gradients.
+
+    The arguments and errors are those of `run_micro_batches`. What forward returns on the last
+    stage is dropped.
+    """
+    with torch.no_grad(), errors_on_all_stages(model, forward, like) as guarded:
+        part_of(model).pipeline.run_forwards(model, guarded, number, like)
+
+
+@contextlib.contextmanager
+def errors_on_all_stages(model, forward, like):
+    """Give a forward that never raises, and at the end raise its error on all ranks of a replica.
+    """
+    part = part_of(model)
+    if part.plan.pp == 1:
+        yield forward
+        return
+    problem = None
+
+    def forward_or_zeros(root, n, x):
+        nonlocal problem
+        if problem is None:
+            try:
+                y = forward(root, n, x)
+                if not part.pipeline.has_head(root) and y.shape != like.shape:
+                    raise ValueError(f"micro-batch {n}: expected states {tuple(like.shape)} of a "
+                                     f"stage, as `like` is, got {tuple(y.shape)}")  # fmt: skip
+                return y
+            except Exception as error:
+                if is_lost_rank(error):
+                    raise
+                problem = error
+        # The other stages wait for states and for gradients. They get zeros.
+        y = torch.zeros_like(like, requires_grad=True) if x is None else x * 0
+        return y.sum() if part.pipeline.has_head(root) else y
+
+    yield forward_or_zeros
+    with errors_on_all_ranks(part.grid.group["pct"]):
+        if problem is not None:
+            raise problem
+
+
+class PackedBatches:
+    """Run batches of sequences and a loss on a model: one call, the same under every plan.
+
+    tokens_run is the number of tokens of the latest batch that the model has run on.
+
+    model: what `parallelize` returned, or an unsplit one with `hidden` and `logprobs`.
+    attention: attention(document_1S, group) makes the callable of the layers for a `PackedRow`:
+        tokens see earlier tokens of their own document. group: None, or the ranks of c.
+    indices: indices(length, rank, world), ascending: the tokens of a row that a rank of c has, as
+        this attention wants them: `ring.indices`. For c > 1 only.
+    count: count(held_s) makes the callback of a training micro-batch's sparse layers, such as an
+        `experts.RoutingCounts`. Default: none.
+    micro_tokens: int. Most tokens of a micro-batch. A longer sequence is alone in one.
+    temperature: float. Of the log-probs.
+
+    Different data shares bring different sequences. The c, t and p ranks of one share, its replica
+    group, bring the same ones: `gather_replica` makes one batch of their lists.
+    """
+
+    def __init__(self, model, *, attention, indices=None, count=None, micro_tokens=8192,
+                 temperature=1.0):  # fmt: skip
+        # Under c the callers say which tokens a rank has, because it depends on their attention.
+        self.model = model
+        self.part = part_of(model)
+        self.plan = self.part.plan
+        self.device = self.part.device
+        self.attention = attention
+        self.count = count
+        self.indices = indices
+        self.micro_tokens = micro_tokens
+        self.temperature = temperature
+        self.tokens_run = 0
+        if self.plan.cp > 1 and indices is None:
+            raise ValueError(
+                f"plan {self.plan} splits rows: give indices=, e.g. ring_attention.indices")
+
+    def forward_backward(self, sequences, masks, loss_fn) -> torch.Tensor:
+        """Add the gradient of a batch's loss to .grad. Collective.
+
+        sequences: lists of token ids.
+        masks: for each sequence a bool for each target, tokens[1:].
+        loss_fn: called as loss_fn(indices, mask_BT, logprobs_BT, entropies_BT), of a critic
+            (indices, mask_BT, values_BT): sequence indices[b] has row b, which is 0 where nothing
+            is scored. It returns this micro-batch's term of the loss, divided by the global count,
+            and the same value on all c and t ranks (under p, of the last stage).
+
+        Returns the loss, summed over data shares, float64.
+        """
+        micro_batches, rows = self.pack_micro_batches(sequences, masks)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+
+        def forward(root, k, x):
+            x_1sM = self.micro(rows[k], self.count).through(root, x)
+            if not self.part.pipeline.has_head(root):
+                return x_1sM
+            scores = self.score(rows[k], x_1sM)
+            if not micro_batches[k]:  # a loss of 0 with a graph: others wait for its messages
+                return sum(x_BT.sum() for x_BT in scores)
+            loss = loss_fn(micro_batches[k], rows[k].mask_BT.to(self.device), *scores)
+            total.add_(loss.detach())
+            return loss
+
+        # backward() adds to .grad, and that is right, because the losses are terms of one sum.
+        run_micro_batches(self.model, forward, len(rows), self.states_like(rows))
+        # COMM: an all-reduce of one number over all ranks. Of the ranks with the same sequences one
+        # counts. Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+        total *= speaks_for_replica(self.model)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total
+
+    @torch.no_grad()
+    def forward(self, sequences, masks) -> list:
+        """Return the scores of each sequence, as `scores_of` does, without gradient.
+
+        Each is (L - 1,), on the CPU, on every rank of the replica. Collective.
+        """
+        micro_batches, rows = self.pack_micro_batches(sequences, masks)
+        found = [None] * len(sequences)
+
+        def forward(root, k, x):
+            x_1sM = self.micro(rows[k]).through(root, x)
+            if not self.part.pipeline.has_head(root):
+                return x_1sM
+            # Sequences go back to their places, without their padding.
+            columns = [x_BT.cpu() for x_BT in self.score(rows[k], x_1sM)]
+            for b, i in enumerate(micro_batches[k]):
+                found[i] = tuple(x_BT[b, : len(sequences[i]) - 1] for x_BT in columns)
+
+        run_forwards(self.model, forward, len(rows), self.states_like(rows))
+        reshard(self.model)  # without a backward FSDP would keep the gathered weights
+        if self.plan.pp == 1:
+            return found
+
+        # COMM: the last stage has the scores; an all-gather over the replica gives them to its
+        # other ranks.
+        # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+        found = found if self.part.pipeline.has_head() else None
+        parts = all_gather_objects(found, self.part.grid.group["pct"])
+        return next(part for part in parts if part is not None)
+
+    def pack_micro_batches(self, sequences, masks):
+        """Return the micro-batches, as lists of indices, and a `PackedRow` of each. Collective.
+
+        A micro-batch without sequences is padding alone.
+        """
+        self.require_batch(sequences, masks)
+        # A pipeline of p stages idles less the more micro-batches it has. This limit gives about
+        # 2 p of them, of about one size, since all are padded to the longest.
+        lengths = [len(tokens) for tokens in sequences]
+        self.tokens_run = sum(lengths)
+        micro_tokens = self.micro_tokens
+        if self.plan.pp > 1:
+            longest = max(lengths, default=0)
+            micro_tokens = min(micro_tokens, sum(lengths) // (2 * self.plan.pp) + longest)
+
+        # Other ranks may need more micro-batches than this one has data for.
+        micro_batches = pack(lengths, micro_tokens)
+        count = self.agreed_micro_batches(len(micro_batches))
+        micro_batches += [[]] * (count - len(micro_batches))
+        sizes = [sum(lengths[i] for i in indices) or 1 for indices in micro_batches]
+        rows = []
+        for indices, length in zip(micro_batches, self.row_lengths(sizes), strict=True):
+            own = [sequences[i] for i in indices], [masks[i] for i in indices]
+            rows.append(pack_row(*own, length))
+        return micro_batches, rows
+
+    def require_batch(self, sequences, masks):
+        """Raise a ValueError, on all ranks of a replica, for masks that do not fit their sequences,
+        or sequences that differ among the ranks."""
+        is_alone = self.plan.world == self.plan.dp
+        replica = None if is_alone else self.part.grid.group["pct"]
+        with errors_on_all_ranks(replica, alone=is_alone):
+            if len(sequences) != len(masks):
+                raise ValueError(f"expected a mask for each of {len(sequences)} sequences, got "
+                                 f"{len(masks)}")  # fmt: skip
+            for i, (tokens, mask) in enumerate(zip(sequences, masks)):
+                if len(tokens) == 0 or len(mask) != len(tokens) - 1:
+                    raise ValueError(f"sequence {i} has {len(tokens)} tokens and a mask of "
+                                     f"{len(mask)}; it needs a token, and a mask of tokens[1:]")
+        if is_alone:
+            return
+
+        # COMM: an all-gather of some bytes over the replica tells whether all of its ranks have the
+        # same batch. Pinned by
+        # tests/full/test_packed.py::test_a_batch_that_cannot_be_is_refused_on_every_rank.
+        batch = [[*map(int, x)] for x in (*sequences, *masks)]
+        if len({*all_gather_objects(zlib.crc32(repr(batch).encode()), replica)}) > 1:
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(replica)))
+            raise ValueError(
+                f"ranks {ranks} work on the same sequences in plan {self.plan}, but were given "
+                f"different ones or masks; gather_replica makes one batch of them")  # fmt: skip
+
+    def agreed_micro_batches(self, count) -> int:
+        """Return how many micro-batches a rank runs that has data for `count`. Collective."""
+        count = self.part.pipeline.micro_batches(count)
+        if self.part.mode == "fsdp" or self.plan.ep > 1:
+            # COMM: an all-reduce of one number over all ranks. A sharded forward gathers weights
+            # from all, and tokens go to all ranks' experts, so ranks run the same number of
+            # micro-batches. Pinned by
+            # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+            most = torch.tensor(count, device=self.device)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            count = int(most)
+        return count
+
+    def row_lengths(self, sizes) -> list:
+        """Return the lengths to which rows of these sizes are padded."""
+        # Sequence parallelism cuts a row in t, and a zigzag over c cuts it in 2 c first. A pipeline
+        # wants all rows of one length.
+        unit = self.plan.tp * (2 * self.plan.cp if self.plan.cp > 1 else 1)
+        if self.plan.pp > 1:
+            sizes = [max(sizes)] * len(sizes)
+        return [-(-size // unit) * unit for size in sizes]
+
+    def own_tokens(self, row):
+        """Return the places of a row that this rank of c has, ascending: all of them without c."""
+        length = row.tokens_1S.shape[1]
+        if self.plan.cp == 1:
+            return torch.arange(length)
+        return self.indices(length, self.part.grid.group["c"].rank(), self.plan.cp)
+
+    def micro(self, row, count=None) -> Micro:
+        """Return this rank's tokens of a row, with the attention of its documents."""
+        # A rank of c would look at its own tokens only, and raise alone.
+        if self.plan.cp > 1:
+            require_tokens_in_vocabulary(row.tokens_1S, self.model.config.vocab_size)
+        # Attention is about the whole row. Tokens and positions are this rank's.
+        local_s = self.own_tokens(row)
+        group = self.part.grid.group["c"] if self.plan.cp > 1 else None
+        own = [x_1S[:, local_s].to(self.device) for x_1S in (row.tokens_1S, row.positions_1S)]
+        on_routing = count and count(self.held_here(row.held_S, local_s))
+        return Micro(*own, self.attention(row.sees, group), on_routing)
+
+    def held_here(self, held_S, local_s):
+        """Return how many sequences hold each token that this rank's sparse layers see.
+
+        It is 0 where another rank counts the token.
+        held_S: of a row. local_s: the places that this rank is given, ascending.
+        """
+        # The ranks of c have different tokens. The t ranks are given the same ones, and rank r
+        # counts the r-th chunk: with sequence parallelism its layers see no others. But around
+        # experts whose inner width is split, f and g gather all of them.
+        #
+        #     t2, 6 tokens, rank 1    counts 3 4 5    a layer sees 3 4 5, with etp 2 all six
+        plan = self.plan
+        if plan.tp == 1:
+            return held_S[local_s].to(self.device)
+        counted_s = parallel.own_chunk(local_s, self.part.grid.group["t"])
+        seen_s = local_s if plan.etp > 1 else counted_s
+        return (held_S[seen_s] * torch.isin(seen_s, counted_s)).to(self.device)
+
+    def states_like(self, rows):
+        """Return memory for the states that one stage sends to the next: rows have one length."""
+        return states_like(self.model, (1, len(self.own_tokens(rows[0])))) if rows else None
+
+    def score(self, row, hidden_1sM) -> list:
+        """Return the scores of a row's targets, (B, T) each, as `scores_of` does."""
+        # Some of the N scored tokens have their state on this rank, and searchsorted finds it.
+        # Example: this rank has 0 1 6 7 of 8 tokens, and 0 1 3 are scored. It scores 0 and 1.
+        local_s = self.own_tokens(row)
+        here_N = torch.isin(row.at_N, local_s)
+        at_n = row.at_N[here_N]
+        x_nM = hidden_1sM[0, torch.searchsorted(local_s, at_n).to(self.device)]
+        targets_n = row.targets_N[here_N].to(self.device)
+        columns = scores_of(self.model, x_nM, targets_n, self.temperature)
+
+        # Back into (B, T). The ranks of c have filled in different entries, and the others are 0:
+        # their sum is the whole, and all compute the same loss of it. Each has the whole gradient
+        # of the sum, so nothing is sent backward, or it would count c times.
+        here_n = here_N.nonzero()[:, 0].to(self.device)
+        entries_K = row.entries_K.to(self.device)
+        places = row.mask_BT.nonzero().T.to(self.device)
+        scores = []
+        for x_n in columns:
+            x_N = x_n.new_zeros(len(here_N)).index_copy(0, here_n, x_n)
+            if self.plan.cp > 1:
+                x_N = parallel.reduce_from_tp_region(x_N, self.part.grid.group["c"], sequence=False)
+            x_BT = x_n.new_zeros(row.mask_BT.shape)
+            scores.append(x_BT.index_put((*places,), x_N[entries_K]))
+        return scores
+
+
+def pack(lengths, micro_tokens, shared=None) -> list:
+    """Cut sequences into micro-batches of at most micro_tokens tokens, in order: lists of indices.
+
+    A longer sequence is alone in one. shared: how many tokens each has in common with the one
+    before it, where those are run once (a tree of prefixes).
+    """
+    # Lengths 9, 10 and 11 with micro_tokens 12, where all begin with the same 8:
+    #
+    #     shared None         [0] [1] [2]
+    #     shared [0, 8, 8]    [0, 1] [2]     9 + 2 new ones are 11; 3 more would be 14
+    packed = []
+    room = 0  # tokens that the last micro-batch can still take
+    for i, length in enumerate(lengths):
+        count = length if shared is None else length - shared[i]
+        # In a new micro-batch nothing is shared with the sequence before: it counts whole.
+        if not packed or count > room:
+            packed.append([])
+            room = micro_tokens
+            count = length
+        packed[-1].append(i)
+        room -= count
+    return packed
+
+
+def speaks_for_replica(model) -> bool:
+    """Return whether this rank's measurements count, among ranks with the same sequences."""
+    part = part_of(model)
+    if part.grid is None:
+        return True
+    # The first rank of its tensor group that is also the first of its context.
+    #
+    #     plan t2c2: tensor groups 0 1 | 2 3, contexts 0 2 | 1 3   ->   rank 0 alone
+    first = all(part.grid.group[letter].rank() == 0 for letter in "ct")
+    return first and part.pipeline.has_head()
+
+
+def gather_replica(model, items):
+    """Return a list of the items of all ranks of this rank's replica, and where its own begin.
+
+    Data is often distributed over all ranks, but the ranks of one c, t or p group run the same
+    forward.
+    items: list of anything that can be pickled. The parts are in the order of the ranks.
+    """
+    part = part_of(model)
+    if part.plan.world == part.plan.dp:
+        return items, 0
+    # COMM: an all-gather over the c, t and p ranks of one data share. Pinned by
+    # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+    replica = part.grid.group["pct"]
+    parts = all_gather_objects(items, replica)
+    first = sum(len(part) for part in parts[: replica.rank()])
+    return [item for part in parts for item in part], first
+
+
+class PaddedTokens(nn.Module):
+    """A model under sequence parallelism for callers that know nothing of it, such as trees.
+
+    It pads the tokens (1, S) to a multiple of t, runs the model, and drops the padding, which
+    attention never sees. `on_routing` gets what the layers see. The head is the model's.
+    """
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.config = model.config
+        self.logprobs = model.logprobs
+        self.values = getattr(model, "values", None)
+
+    def hidden(self, tokens_1S, /, *, positions, attention, **options):
+        # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
+        # rank without any still runs t, because the other ranks wait for it.
+        tp = part_of(self.model).plan.tp
+        length = tokens_1S.shape[1]
+        pad = -length % tp if length else tp
+
+        x_1SM = self.model.hidden(
+            F.pad(tokens_1S, (0, pad)), positions=F.pad(positions, (0, pad)),
+            attention=_WithoutPadding(attention, length, pad), **options,
+        )  # fmt: skip
+        return x_1SM[:, :length]
+
+
+class _WithoutPadding:
+    """An attention for rows of `length` tokens and `pad` tokens of padding, whose outputs are 0."""
+
+    def __init__(self, attention, length, pad):
+        self.attention = attention
+        self.length = length
+        self.pad = pad
+
+    def __call__(self, *qkv, **options):
+        out = self.attention(*(x[:, :, : self.length] for x in qkv), **options)
+        return F.pad(out, (0, 0, 0, self.pad))
+
+    def windows(self, x_1SX, /, **options):
+        x_1SXk = self.attention.windows(x_1SX[:, : self.length], **options)
+        return F.pad(x_1SXk, (0, 0, 0, 0, 0, self.pad))
+
+    def recurrence(self, *given, **options):
+        out = self.attention.recurrence(*(x[:, :, : self.length] for x in given), **options)
+        return F.pad(out, (0, 0, 0, self.pad))

@@ -1,0 +1,416 @@
+"""Rollouts: adds forks, slow tasks and split generators to `train_grpo.Episode`.
+
+What a step samples. Without tree rollouts, plans of several ranks and slow tasks it is `Episode`
+and nothing else: skip it.
+
+Letters:  B trajectories   T positions of their padded log-prob vectors (the targets are tokens[1:],
+so a trajectory of L tokens has L - 1)   P groups of G rollouts each
+"""
+
+import copy
+import dataclasses
+import functools
+import math
+import time
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch.distributed as dist
+
+import train_grpo
+from full.learn.generate import generate
+from full.learn.packing import gather_replica
+from full.model.weights import copy_weights, end_together
+from full.ranks.joining import Stop, current_device, errors_on_all_ranks, summed
+from train_grpo import EVALUATION
+
+
+def bare(x):
+    """Return what a task has returned, or the one entry of an array or a tensor of one."""
+    return x.item() if hasattr(x, "item") else x
+
+
+def is_finite_number(x) -> bool:
+    """Return whether x, which a task has returned, is a finite number, or an array of one."""
+    try:
+        return math.isfinite(bare(x))
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return False
+
+
+@dataclass
+class Trajectory:
+    """One rollout. Its vectors have an entry for each of the T targets, which are tokens[1:]."""
+
+    group: int
+    tokens: list[int]
+    mask: np.ndarray  # bool: sampled by the policy, and counts in the loss
+    sampler_logprobs: np.ndarray  # float64, 0 where not sampled
+    truncated: bool = False
+    prompt: int = 0  # tokens before the policy's first turn
+    turn_rewards: list = field(default_factory=list)  # (index of a turn's last target, reward)
+    advantages: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None  # None: the policy's own, detached
+    ref_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None  # of the critic, before the step
+    returns: np.ndarray | None = None
+
+    def __post_init__(self):
+        self.sampled = self.mask  # stays when `overlong` takes it out of the loss
+        # Added turn by turn: 0.1 + 0.2 + 0.3 is more than 0.3 + 0.3, and two sums may be compared.
+        self.reward = 0.0
+        for _, reward in self.turn_rewards:
+            self.reward += reward
+
+    def to_json(self) -> dict:
+        """Return what was sampled and heard as JSON values, which are read back bit for bit."""
+        return {
+            "tokens": list(map(int, self.tokens)), "sampled": self.sampled.astype(int).tolist(),
+            "logprobs": self.sampler_logprobs.tolist(), "truncated": bool(self.truncated),
+            "rewards": [list(pair) for pair in self.turn_rewards], "prompt": self.prompt,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, group, row, shape):
+        """Return the trajectory that `to_json` wrote; ValueError if no model can train on it.
+
+        shape: the `ModelConfig` of the model.
+        """
+        # A file may come from anybody. An id past the end would be read from beyond the embedding.
+        tokens = row["tokens"]
+        if not all(type(t) is int and 0 <= t < shape.vocab_size for t in tokens):
+            raise ValueError(f"group {group}: expected token ids under {shape.vocab_size}, got "
+                             f"{tokens}")  # fmt: skip
+        mask = np.array(row["sampled"], dtype=bool)
+        logprobs = np.array(row["logprobs"], dtype=np.float64)
+        if mask.shape != (len(tokens) - 1,) or logprobs.shape != mask.shape:
+            raise ValueError(f"group {group}: expected a mask and log-probs of {len(tokens) - 1}")
+        rewards = [(int(at), float(reward)) for at, reward in row["rewards"]]
+        return cls(group, tokens, mask, logprobs, row["truncated"], int(row["prompt"]), rewards)
+
+
+class ForkingEpisode(train_grpo.Episode):
+    """An `Episode` for the rollouts number .. number + count - 1 of its group, until it forks.
+
+    count, forks_left: 1, 0 without tree rollouts. It forks at its next forks_left turn boundaries.
+    """
+
+    def __init__(self, key, group, number, state, prompt, limit, count=1, forks_left=0):
+        super().__init__(key, group, number, state, prompt, limit)
+        self.key = key
+        self.number = number
+        self.count = count
+        self.forks_left = forks_left
+        self.prompt = self.turn  # its number of tokens
+        self.turn_rewards = []
+        self.heard = ()  # of the turn that has ended: the task's new state, reply and reward
+
+    def origin(self) -> tuple:
+        """Return the arguments that make this episode: its identity, and those after `state`."""
+        limit = len(self.draws)
+        identity = self.key, self.group, self.number
+        return identity, (self.tokens, limit, self.count, self.forks_left)
+
+    def hear(self, state, reply, reward):
+        """Take the task's answer to the turn. Return whether the episode goes on."""
+        # The reward stands at the turn's last target, which is one less than its last token.
+        self.turn_rewards = [*self.turn_rewards, (len(self.tokens) - 2, float(reward))]
+        return super().hear(state, reply, reward)
+
+    def fork(self, forks) -> list:
+        """Return the episodes that go on in the place of this one: itself, or its children."""
+        # An episode for rollouts 4 5 6 7 becomes with forks 2 one for 4 5 and one for 6 7. Each
+        # draws by the key of its own first rollout, so its tokens do not depend on its siblings.
+        if not self.forks_left:
+            return [self]
+        children = []
+        share = self.count // forks
+        for first in range(self.number, self.number + self.count, share):
+            child = copy.copy(self)
+            for name in ("tokens", "mask", "logprobs", "queue"):
+                setattr(child, name, getattr(self, name).copy())
+            child.draws = train_grpo.uniforms((*self.key, self.group, first), len(self.draws))
+            child.number = first
+            child.count = share
+            child.forks_left = self.forks_left - 1
+            children.append(child)
+        return children
+
+    def trajectories(self) -> list:
+        """Return a Trajectory for each rollout of this episode: equal ones if it never forked."""
+        logprobs = np.array(self.logprobs)
+        # NUMERICS: a token whose sampler log-prob is not finite has no ratio: it leaves loss and Z.
+        # Pinned by tests/full/test_rollout.py::test_non_finite_sampler_logprobs_leave_the_loss.
+        mask = np.array(self.mask, dtype=bool) & np.isfinite(logprobs)
+        logprobs = np.where(mask, logprobs, 0.0)
+        made = self.group, self.tokens, mask, logprobs, self.truncated, self.prompt
+        return [Trajectory(*made, self.turn_rewards) for _ in range(self.count)]
+
+
+REPLY_THREADS = 16
+LOOK_EVERY = 0.2  # seconds between two looks at replies that have not come
+GRACE = 5  # seconds that replies may still take after a signal
+
+
+class Unheard(ValueError):
+    """A reply that did not come. It holds a text and the number of the signal seen, or 0."""
+
+    def __str__(self):
+        return self.args[0]
+
+
+def asker_of(task, limit=0):
+    """Return a function that fills in `heard` of episodes whose turn has ended, by asking a task.
+
+    A tool may take seconds, so threads ask for the episodes. The replies are put in the order of
+    the episodes, so threads change no result. A task that must not be asked by several threads has
+    the attribute `threads = False`.
+
+    limit: seconds that a reply may take, or 0. After them, and some seconds after a signal, the
+        threads are left alone and Unheard is raised.
+    """
+    began = {}  # id of an episode -> when a thread began to ask about it
+
+    def place_of(episode, said=""):
+        """Return the episode's place, with its line of data unless that is said already."""
+        line = task.where(episode.state) if hasattr(task, "where") else ""
+        line = f", {line}" if line and line not in said else ""
+        return f"in group {episode.group}, rollout {episode.number}{line}"
+
+    def require_in_time(episode):
+        now, stop = time.monotonic(), Stop.current
+        seconds = now - began.get(id(episode), now)
+        number = stop.number if stop and stop.number and now > stop.seen_at + GRACE else 0
+        if number or 0 < limit < seconds:
+            shown = task.show(episode.tokens[episode.turn :])[:200]
+            raise Unheard(f"{type(task).__name__} has not replied after {seconds:.0f} s "
+                          f"{place_of(episode)}, to the answer {shown!r}", number)  # fmt: skip
+
+    def ask_one(episode):
+        began[id(episode)] = time.monotonic()
+        answer = episode.tokens[episode.turn :]
+        name = type(task).__name__
+        try:
+            told = task.reply(episode.state, answer)
+        except Exception as error:
+            error.add_note(place_of(episode, f"{error}"))
+            raise
+        if not isinstance(told, tuple | list) or len(told) != 3:
+            raise ValueError(f"expected reply to return (state, tokens or None, reward), got "
+                             f"{told!r} of {name}")  # fmt: skip
+        state, reply, reward = told
+        if not is_finite_number(reward):
+            raise ValueError(f"{name} gave reward {reward} {place_of(episode)}, for the answer "
+                             f"{task.show(answer)!r}: rewards must be finite")  # fmt: skip
+        # A token outside the vocabulary would be read from whatever lies past the embedding.
+        if reply is not None and not all(0 <= token < task.vocab_size for token in reply):
+            raise ValueError(f"{name} replied {reply} {place_of(episode)}: ids end at "
+                             f"{task.vocab_size - 1}")  # fmt: skip
+        return state, reply, float(bare(reward))
+
+    # The replies of `guess` are arithmetic: a thread would cost more than the reply.
+    safe = getattr(task, "threads", True) and type(task) is not train_grpo.Guess
+    pool = ThreadPoolExecutor(REPLY_THREADS) if safe else None
+
+    def replies(episodes):
+        if not pool:
+            return [ask_one(episode) for episode in episodes]
+        began.clear()
+        asked = {pool.submit(ask_one, episode): episode for episode in episodes}
+        pending = asked.keys()
+        while pending:
+            done, pending = wait(pending, LOOK_EVERY, FIRST_EXCEPTION)
+            for future, episode in asked.items():  # in the order of the episodes
+                if future in done:
+                    future.result()
+                elif future in pending:
+                    require_in_time(episode)
+        return [future.result() for future in asked]
+
+    def ask(episodes):
+        try:
+            heard = replies(episodes)
+        except Exception:
+            # The threads end with their pool, which a program that keeps the error would keep too.
+            if pool:
+                pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        for episode, one in zip(episodes, heard):
+            episode.heard = one
+
+    return ask
+
+
+class Sampler:
+    """Sample with a model of this process, or of the ranks that its plan splits it over.
+
+    Another sampler needs `push` and `generate`. If it leaves this process the time to train, it may
+    also have `start`, see `at_once`, and `group`: the process group of what was started.
+    """
+
+    ELSEWHERE = "another rank has the task's state of this episode"
+
+    def __init__(self, model):
+        self.model = model
+
+    def push(self, model, optimizer, version):
+        """Take a policy's weights, one tensor at a time, in this model's dtype. Collective."""
+        # What the two models hold in one memory needs no copy: see `shard_generator`.
+        copy_weights(model, self.model, optimizer)
+
+    def generate(self, rows, /, *, ending=None, **how) -> list:
+        """Decode this rank's rows. Collective under a plan: they are `ForkingEpisode`s then."""
+        part = getattr(self.model, "part", None)
+        if part is None or part.plan.world == part.plan.dp:
+            ended = generate(self.model, rows, ending=ending, **how)
+            end_together(self.model)
+            return ended
+
+        # Ranks that decode together decode the rows of all of them. The draws are the rows' own,
+        # and the logits are the same on all of these ranks, so they sample the same tokens.
+        # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that
+        # follows is computed identically. Pinned by
+        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+        origins, first = gather_replica(self.model, [row.origin() for row in rows])
+        together = [ForkingEpisode(*of, self.ELSEWHERE, *rest) for of, rest in origins]
+        together[first : first + len(rows)] = rows
+        asking_once = functools.partial(self._ask_once, ending)
+        ended = generate(self.model, together, ending=asking_once, **how)
+        end_together(self.model)
+
+        # What has been decoded together is distributed again.
+        return [row for row in ended if row.state is not self.ELSEWHERE]
+
+    def _ask_once(self, ask, episodes):
+        """Let each rank ask its task about its own episodes, and tell the others. Collective."""
+        # A task may be random, or answer by the clock: two ranks that asked by themselves might
+        # decode different tokens, and wait for each other for good.
+        own = [n for n, e in enumerate(episodes) if e.state is not self.ELSEWHERE]
+        with errors_on_all_ranks(self.model.part.grid.group["pct"]):
+            ask([episodes[n] for n in own])
+
+        # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
+        # Pinned by tests/full/test_sampler.py::test_a_task_is_asked_once.
+        parts, _ = gather_replica(self.model, [{n: episodes[n].heard[1:] for n in own}])
+        for told in parts:
+            for n in told.keys() - {*own}:
+                episodes[n].heard = (self.ELSEWHERE, *told[n])
+
+
+def at_once(function, *args) -> Future:
+    """Call a function that samples, and return a Future that has its result.
+
+    It is the `start` of a sampler in this process, which leaves no device to train on. A sampler
+    that has a `start` of its own returns before the end, and calls functions one after another.
+    """
+    future = Future()
+    future.set_result(function(*args))
+    return future
+
+
+def play(config, task, sampler, starts, key) -> list:
+    """Play every start `group` times. Return lists of trajectories, by group, in rollout order.
+
+    starts: list of (group number, state, prompt tokens), of this rank.
+    sampler: a `Sampler`, or an object with its methods.
+    key: (seed, step). Draw t of rollout r of group g is uniforms((seed, step, g, r))[t].
+
+    Collective under a plan.
+    """
+    # Without forks one episode for each rollout. With them each begins as `share` rollouts: group
+    # 4, forks 2, fork_turns 1 begins with episodes 0 and 2, which represent rollouts 0 1 and 2 3.
+    share = config.forks**config.fork_turns
+    limit = config.max_new_tokens  # of a trajectory after its prompt, the task's replies included
+    episodes = [
+        ForkingEpisode(key, number, first, state, prompt, limit, share, config.fork_turns)
+        for number, state, prompt in starts for first in range(0, config.group, share)
+    ]  # fmt: skip
+
+    # `generate` computes equal prompts once, lets a waiting episode enter where one has ended, and
+    # calls `ending` with all whose turn has ended, then `after` with each. An episode that will
+    # fork reserves a slot for each rollout, so that a fork finds its parent's keys in the cache.
+    def after(episode):
+        return episode.fork(config.forks) if episode.hear(*episode.heard) else []
+
+    unheard = None
+    try:
+        ended = sampler.generate(
+            episodes, max_new_tokens=limit, temperature=config.temperature, end=task.end,
+            ending=asker_of(task, config.reply_timeout), after=after, slots=config.batch_rows,
+            branches=lambda episode: episode.count,
+        )  # fmt: skip
+    except Unheard as error:
+        unheard = error
+    # All ranks give the step up together, as all of them have to save.
+    with errors_on_all_ranks(getattr(sampler, "group", None)):
+        if unheard is not None:
+            raise unheard
+
+    # Episodes end in any order; a group's rollouts are put back into theirs.
+    groups = {number: [] for number, _, _ in starts}
+    for episode in sorted(ended, key=lambda episode: episode.number):
+        groups[episode.group] += episode.trajectories()
+    return list(groups.values())
+
+
+def prompt_rng(seed, stream, step, group):
+    """Return the generator of one prompt. stream: ROLLOUT or EVALUATION."""
+    # numpy pads a key of fewer than four numbers with zeros. So of all keys in use this one alone
+    # may draw what another draws: [seed, 1, 0, 0] is deck [seed, 1] of `train_grpo.deal`. `guess`
+    # deals, and reads no number of its prompts' generators. A task that does both should add a
+    # number to the key of its decks.
+    return np.random.default_rng([seed, stream, step, group])
+
+
+def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
+    """Return (group, state, prompt tokens) for each group of a step that this rank plays.
+
+    stream: ROLLOUT or EVALUATION. It and step are part of the generators' keys.
+    groups: group numbers of the step, of all ranks.
+    first: number of the step's first prompt, counted from the start of the run.
+    """
+    # Group g is on rank g mod world: rank 1 of 2 plays 1, 3, 5 of six. Its generator is seeded by
+    # its number and not by the rank, so any number of ranks plays the same games.
+    starts = []
+    for group in groups:
+        if group % dist.get_world_size() == dist.get_rank():
+            rng = prompt_rng(config.seed, stream, step, group)
+            state, prompt = task.prompt(rng, first + group, held_out)
+            starts.append((group, state, prompt))
+    return starts
+
+
+def prompts_of_evaluation(config, task) -> int:
+    """Return how many prompts an evaluation asks: eval_prompts, but each prompt equally often."""
+    # With 15 held-out lines, 70 prompts would be ten lines five times and five lines four times.
+    # A line is asked once. `guess` has few secrets, and asks each of 7 ten times.
+    asked = config.eval_prompts
+    if isinstance(task, train_grpo.Guess):
+        return asked // task.size * task.size or asked
+    return min(asked, getattr(task, "held_out", None) or asked)
+
+
+def play_held_out(config, task, sampler, *, group=1, temperature=0.0):
+    """Play each held-out prompt `group` times, by default once and greedily. Collective.
+
+    Returns the starts of this rank, as of `draw_prompts`, and the lists of trajectories.
+    """
+    prompts = range(prompts_of_evaluation(config, task))
+    starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
+    # These rollouts are not trained on, so they do not fork.
+    plain = dict(forks=1, fork_turns=0)
+    config = dataclasses.replace(config, group=group, temperature=temperature, **plain)
+    # Samples have random numbers of their own: a key of five numbers, one more than a rollout's,
+    # which numpy does not pad.
+    return starts, play(config, task, sampler, starts, key=(config.seed, EVALUATION, 0))
+
+
+def evaluate(config, task, sampler):
+    """Return the fraction of held-out prompts solved greedily, and a trajectory to show."""
+    _, groups = play_held_out(config, task, sampler)
+
+    # Each rank has played its own prompts; the sum over ranks is of all.
+    solved_here = len([group for group in groups if group[0].reward >= 1])
+    (solved,) = summed([solved_here], current_device())
+    return solved / prompts_of_evaluation(config, task), groups[0][0] if groups else None

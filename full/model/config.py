@@ -1,0 +1,395 @@
+"""The shape of a model: adds whatever config.json may say to `models.ModelConfig`.
+
+`ModelConfig` adds to `models.ModelConfig` what checkpoints and balanced routers need, and
+refuses values that make no model. To add a family, write a row of FAMILIES, and its rules into
+`config_from`. A difference that no field of ModelConfig can say needs a field, an equation and a
+line in `models.Definition` or `hf.full_definition`.
+
+Equation (5) is in models.py, (11) in experts.py.
+
+References: Llama arXiv:2407.21783; Mistral arXiv:2310.06825; Qwen2 arXiv:2407.10671; Qwen3
+arXiv:2505.09388; Gemma 3 arXiv:2503.19786.
+"""
+
+import dataclasses
+import json
+import reprlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import models
+from full.model.rope import complete_rope, rope_frequencies
+from models import ACTIVATIONS, FULL, SLIDING
+
+LINEAR = "linear_attention"  # a type of layer: gated DeltaNet, see deltanet.py
+
+LORA_ALPHA = 32.0  # of a run. With AdamW another one is nearly another learning rate
+
+
+class Lora(NamedTuple):
+    """What a model's factors are: `model.lora`, see lora.py."""
+
+    rank: int  # r
+    alpha: float
+    targets: tuple  # last names of the matrices, such as "q_proj"
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass
+class ModelConfig(models.ModelConfig):
+    """The shape of a `Transformer`. ValueError for values that describe no model.
+
+    Field names are Hugging Face's wherever it has one. A family is a set of values: see FAMILIES.
+    """
+
+    model_type: str = "qwen3"  # a key of FAMILIES
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    eos_token_id: tuple[int, ...] = ()
+    router_bias_rate: float = 0.0  # the rate of (11). 0: the router has no bias
+    partial_rotary_factor: float = 1.0  # the part of a head that RoPE turns
+    attn_output_gate: bool = False  # of softmax layers: deltanet.GatedAttention
+    linear_conv_kernel_dim: int = 0  # of LINEAR layers: tokens of a convolution, widths and numbers
+    linear_key_head_dim: int = 0  # of heads
+    linear_value_head_dim: int = 0
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+
+    def __post_init__(self):
+        sizes = (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
+            "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+        )  # fmt: skip
+        for name in sizes:
+            require_size(name, getattr(self, name))
+        given = self.rope_parameters
+        super().__post_init__()
+        self.rope_parameters.pop(LINEAR, None)
+
+        # What is needed -> is it met?
+        layers = range(self.num_hidden_layers)
+        kinds = set(self.layer_types)
+        key_heads, value_heads = self.linear_num_key_heads, self.linear_num_value_heads
+        linear = (key_heads, value_heads, self.linear_key_head_dim, self.linear_value_head_dim,
+                  self.linear_conv_kernel_dim)  # fmt: skip
+        experts = (self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size)
+        needs = {
+            f"layer_types: {len(layers)} of {FULL} or {SLIDING}, or of {FULL} and {LINEAR}":
+                len(self.layer_types) == len(layers) and (
+                    kinds <= {FULL, SLIDING} or kinds == {FULL, LINEAR}),
+            f"layer_types: no {SLIDING}, with attn_output_gate":
+                not (self.attn_output_gate and SLIDING in kinds),
+            "linear_conv_kernel_dim, linear_key_head_dim, linear_value_head_dim, "
+            "linear_num_key_heads, linear_num_value_heads: positive, and for each key head a whole "
+            f"number of value heads, for {LINEAR}":
+                LINEAR not in kinds or min(linear) > 0 and value_heads % key_heads == 0,
+            "partial_rotary_factor: a part of head_dim that is an even number":
+                0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0,
+            "num_attention_heads: a multiple of num_key_value_heads":
+                self.num_attention_heads % self.num_key_value_heads == 0,
+            "head_dim: an even number, for RoPE": self.head_dim % 2 == 0,
+            f"hidden_act (or hidden_activation): one of {[*ACTIVATIONS]}":
+                self.hidden_act in ACTIVATIONS,
+            "sliding_window: a positive number, for sliding layers":
+                SLIDING not in kinds or (self.sliding_window or 0) > 0,
+            "sparse_layers: numbers of layers": set(self.sparse_layers) <= set(layers),
+            "num_experts, num_experts_per_tok, moe_intermediate_size: positive in sparse layers":
+                not self.sparse_layers or min(experts) > 0,
+            "num_experts_per_tok: at most num_experts":
+                self.num_experts_per_tok <= self.num_experts,
+            "rms_norm_eps, initializer_range, router_bias_rate: not negative":
+                min(self.rms_norm_eps, self.initializer_range, self.router_bias_rate) >= 0,
+            "query_pre_attn_scalar: positive, or null":
+                self.query_pre_attn_scalar is None or self.query_pre_attn_scalar > 0,
+            f"rope_parameters: for {FULL} or {SLIDING} layers": set(given) <= {FULL, SLIDING},
+        }  # fmt: skip
+        wrong = [need for need, met in needs.items() if not met]
+        if wrong:
+            raise ValueError(f"a {self.model_type} config needs {'; '.join(wrong)}; got {self}")
+        for kind, rope in self.rope_parameters.items():
+            rope = complete_rope(rope, self.rotary_dim, self.max_position_embeddings)
+            self.rope_parameters[kind] = rope
+
+            # YaRN is for positions up to factor x original, whatever length a file repeats.
+            if rope["rope_type"] == "yarn":
+                reach = min(rope["factor"] * rope["original_max_position_embeddings"], 2**28)
+                self.max_position_embeddings = max(self.max_position_embeddings, int(reach))
+
+    @classmethod
+    def from_hf(cls, raw, /) -> "ModelConfig":
+        """Read a Hugging Face config: a directory, a config.json, or the dict itself.
+
+        Absent fields get transformers' defaults. A field that would change the numbers and is not
+        implemented is a ValueError that names it.
+        """
+        if isinstance(raw, dict):
+            return config_from(raw)
+        path = Path(raw) / "config.json" if Path(raw).is_dir() else Path(raw)
+        raw = read_json(path, what="the config of a Hugging Face checkpoint directory")
+        try:
+            return config_from(raw)
+        except ValueError as error:  # whatever is wrong with a field, say in which file
+            raise ValueError(f"{path}: {error}") from error
+
+    def frequencies(self, kind):
+        """Return the frequencies of (5), scaled, in a type of layer: one for two entries."""
+        return rope_frequencies(self.rope_parameters[kind], self.rotary_dim)[0]
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many entries of a head RoPE turns."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def to_hf(self) -> dict:
+        """Return the config.json that transformers 4 and 5 and `from_hf` read back to this."""
+        same = (
+            "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
+            "rms_norm_eps", "tie_word_embeddings", "initializer_range", "hidden_act",
+        )  # fmt: skip
+        ropes = {kind: dict(rope) for kind, rope in self.rope_parameters.items()}
+        full = ropes.get(FULL) or ropes[SLIDING]
+        raw = {name: x for name, x in vars(self).items()
+               if name in same or x and name in OF_SOME}  # fmt: skip
+        raw |= dict(
+            architectures=[FAMILIES[self.model_type][0]], attention_bias=self.o_bias,
+            attention_dropout=0.0, eos_token_id=list(self.eos_token_id) or None,
+            rope_parameters=full, rope_theta=full["rope_theta"],
+            rope_scaling=None if full["rope_type"] == "default" else full,
+        )  # fmt: skip
+        if self.model_type == "gemma3_text":
+            raw |= dict(hidden_activation=raw.pop("hidden_act"), rope_parameters=ropes)
+            raw.pop("rope_scaling")
+            if SLIDING in ropes:
+                raw |= dict(rope_local_base_freq=ropes[SLIDING]["rope_theta"])
+        if self.model_type == "qwen3_5_text":
+            turned = dict(partial_rotary_factor=self.partial_rotary_factor)
+            raw |= dict(rope_parameters=full | turned, rope_scaling=None)
+        if self.sliding_window or self.model_type == "mistral":  # where an absent one means 4096
+            raw |= dict(sliding_window=self.sliding_window)
+        if self.model_type not in ("llama", "mistral"):  # transformers takes these for others then
+            raw |= dict(layer_types=list(self.layer_types))
+            raw |= dict(use_sliding_window=SLIDING in self.layer_types)
+        if self.num_experts:
+            dense = sorted({*range(self.num_hidden_layers)} - {*self.sparse_layers})
+            raw |= dict(mlp_only_layers=dense, decoder_sparse_step=1)
+
+        # Written is right if it reads back: a family's config cannot say every ModelConfig.
+        without_bias = dataclasses.replace(self, router_bias_rate=0.0)
+        where = f"a {self.model_type} config cannot say this: it"
+        require_same_numbers(config_from(raw), without_bias, where)
+        return raw
+
+
+def require_size(name, size) -> None:
+    """Raise a ValueError unless a size of a model is a positive integer, and not absurd."""
+    if type(size) is not int or size < 1:
+        raise ValueError(f"{name}: expected a positive integer, got {reprlib.repr(size)}")
+
+    # Bytes of a matrix must fit into 63 bits, and RoPE allocates head_dim / 2 frequencies.
+    most = 2**16 if name in ("num_hidden_layers", "head_dim") else 2**28
+    if size > most:
+        raise ValueError(f"{name}: expected at most {most}, got {size}")
+
+
+# transformers' defaults for what a config.json may leave out, of most families.
+QWEN = models.COMMON | dict(zip(models.SIZES, models.FAMILIES["qwen2"][1]))
+
+
+def of_the_five(family, **more):
+    """Return what differs in the equations of a family of models.py, and its defaults."""
+    differs, sizes, own = models.FAMILIES[family]
+    return differs, models.COMMON | dict(zip(models.SIZES, sizes)) | own | more
+
+
+FAMILIES = {  # model_type -> (transformers' class, what differs in its equations, defaults)
+    # Biases of q, k, v and o, and of the MLP, by the config. RoPE of type llama3.
+    "llama": ("LlamaForCausalLM", *of_the_five("llama", eos_token_id=2)),
+    # No biases. A window in every layer, or none.
+    "mistral": ("MistralForCausalLM", *of_the_five("mistral", eos_token_id=2)),
+    # Biases of q, k and v.
+    "qwen2": ("Qwen2ForCausalLM", *of_the_five("qwen2")),
+    # Norms of q and k, a width of heads of its own.
+    "qwen3": ("Qwen3ForCausalLM", *of_the_five("qwen3")),
+    # And experts, in all layers or in some.
+    "qwen3_moe": ("Qwen3MoeForCausalLM", *of_the_five("qwen3_moe")),
+    # Norms with 1 + w, four of them a layer, sqrt(M), two RoPE bases: layers slide, but every 6th.
+    "gemma3_text": ("Gemma3ForCausalLM", *of_the_five("gemma3_text", eos_token_id=1)),
+    # Recurrent layers, but every 4th. Norms with 1 + w, gated attention, RoPE on a part of a head.
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", dict(norm_offset=True), QWEN | dict(
+        vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32,
+        num_attention_heads=16, num_key_value_heads=4, head_dim=256, attn_output_gate=True,
+        partial_rotary_factor=0.25, full_attention_interval=4, linear_conv_kernel_dim=4,
+        linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16,
+        linear_num_value_heads=32, layer_types=[])),
+}  # fmt: skip
+
+# Fields of the families whose rows have them. In other families transformers ignores them.
+OF_SOME = {
+    "query_pre_attn_scalar", "num_experts", "num_local_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
+    "mlp_bias", "attn_output_gate", "full_attention_interval", "linear_conv_kernel_dim",
+    "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads",
+}  # fmt: skip
+
+IS = {  # a type in words -> whether a value of a JSON file has it
+    "an integer": lambda x: type(x) is int,  # true is not the number 1
+    "a finite number": lambda x: type(x) in (int, float) and abs(x) <= sys.float_info.max,
+    "true or false": lambda x: type(x) is bool,
+    "a string": lambda x: type(x) is str,
+    "an object": lambda x: type(x) is dict,
+    "a list (each an integer)": lambda x: type(x) is list and all(type(y) is int for y in x),
+    "a list (each a string)": lambda x: type(x) is list and all(type(y) is str for y in x),
+    "null": lambda x: x is None,
+}
+TYPES = {  # the types that a field of config.json, or of its RoPE parameters, may have -> the names
+    ("an integer",):
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+        "max_position_embeddings num_experts num_experts_per_tok moe_intermediate_size "
+        "max_window_layers decoder_sparse_step full_attention_interval linear_conv_kernel_dim "
+        "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads",
+    ("an integer", "null"):
+        "head_dim num_key_value_heads sliding_window sliding_window_pattern num_local_experts "
+        "_sliding_window_pattern original_max_position_embeddings",
+    ("an integer", "a list (each an integer)", "null"): "eos_token_id",
+    ("a list (each an integer)", "null"): "mlp_only_layers",
+    ("a finite number",): "rms_norm_eps initializer_range rope_theta rope_local_base_freq",
+    ("a finite number", "null"):
+        "query_pre_attn_scalar attention_dropout partial_rotary_factor "
+        "factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow",
+    ("true or false",): "tie_word_embeddings attention_bias mlp_bias norm_topk_prob "
+                        "attn_output_gate",
+    ("true or false", "null"): "use_sliding_window use_bidirectional_attention",
+    ("a string",): "model_type rope_type type",
+    ("a string", "null"): "hidden_act hidden_activation dtype torch_dtype",
+    ("a list (each a string)", "null"): "layer_types",
+    ("an object", "null"):
+        f"text_config rope_scaling rope_parameters quantization_config {FULL} {SLIDING}",
+}  # fmt: skip
+TYPE_OF = {name: kinds for kinds, names in TYPES.items() for name in names.split()}
+
+
+def require_types(raw, where="") -> None:
+    """Raise a ValueError that names the first field of an object whose type is not in TYPES."""
+    for name, value in raw.items():
+        kinds = TYPE_OF.get(name)
+        if kinds and not any(IS[kind](value) for kind in kinds):
+            raise ValueError(f"{where}{name}: expected {' or '.join(kinds)}, got "
+                             f"{reprlib.repr(value)}")  # fmt: skip
+        # RoPE parameters are an object, or one for each type of layer.
+        if name in ("rope_scaling", "rope_parameters", FULL, SLIDING):
+            require_types(value or {}, f"{where}{name}.")
+
+
+def config_from(raw) -> ModelConfig:
+    """Return the `ModelConfig` of a config.json's dict, in either spelling of transformers."""
+    # Multimodal: the language model's part. The ends of turns, and tying, may stand outside.
+    outer = {key: raw[key] for key in ("eos_token_id", "tie_word_embeddings", "text_config")
+             if raw.get(key) is not None}  # fmt: skip
+    require_types(outer)
+    if inner := outer.pop("text_config", None):
+        raw = {"model_type": f"{raw.get('model_type')}_text"} | inner | outer
+    family = raw.get("model_type")
+    if not isinstance(family, str | None) or family not in FAMILIES:
+        raise ValueError(f"model_type: expected a string, one of {', '.join(FAMILIES)}, got "
+                         f"{family!r}")  # fmt: skip
+
+    # A field of another family may have any value, as transformers does not read it either.
+    _, differs, defaults = FAMILIES[family]
+    ignored = OF_SOME - {*differs, *defaults} | ({"layer_types"} if family == "llama" else set())
+    raw = defaults | {name: x for name, x in raw.items() if name not in ignored}
+    require_types(raw)
+    sizes = ("num_hidden_layers", "num_attention_heads", "decoder_sparse_step",
+             "full_attention_interval")  # fmt: skip
+    for name in sizes:
+        require_size(name, raw.get(name, 1))  # these are computed with below
+    asked = [name for name in models.NOT_HERE if name not in defaults and raw.get(name)]
+    if asked:
+        raise ValueError(f"config asks for {', '.join(asked)}: not implemented here")
+
+    # Most fields are those of the five. Where no list says which layers slide, Gemma has a window.
+    window = raw.get("sliding_window", 4096)
+    if family == "gemma3_text" and window is None:
+        raise ValueError("sliding_window: expected a positive integer, got None")
+    if "full_attention_interval" in defaults and not raw.get("layer_types"):
+        every = raw["full_attention_interval"]
+        raw["layer_types"] = [
+            LINEAR if (n + 1) % every else FULL for n in range(raw["num_hidden_layers"])]
+    fields = models.config_fields({name: raw[name] for name in defaults}, differs)
+    turned = 1.0
+    if "partial_rotary_factor" in defaults:
+        # M-RoPE has three positions a token. In text they are equal, and its sections turn alike.
+        rope = fields["rope_parameters"][FULL]
+        for name in ("mrope_section", "mrope_interleaved"):
+            rope.pop(name, None)
+        said = rope.pop("partial_rotary_factor", None), raw.pop("partial_rotary_factor")
+        turned = next((x for x in said if x is not None), 1.0)
+    kinds = tuple(fields["layer_types"])
+    listed = raw.get("layer_types") or ()
+    if family in ("mistral", "qwen3_moe") and len({*listed}) > 1:
+        raise ValueError(f"layer_types {listed} in {family}: transformers has no mix")
+    if not raw.get("attn_output_gate", True):
+        raise ValueError("attn_output_gate false: not implemented here")
+
+    eos = raw.get("eos_token_id")
+    ends = eos if isinstance(eos, list) else [eos]
+    same = {x.name: raw[x.name] for x in dataclasses.fields(ModelConfig)
+            if raw.get(x.name) is not None}  # fmt: skip
+    return ModelConfig(**same | fields | dict(
+        partial_rotary_factor=turned, sliding_window=window if SLIDING in kinds else None,
+        rope_parameters={kind: read_rope(fields["rope_parameters"][kind], raw)
+                         for kind in {*kinds} & {FULL, SLIDING}},
+        eos_token_id=tuple(token for token in ends if token is not None),
+    ))  # fmt: skip
+
+
+def read_rope(rope, raw) -> dict:
+    """Return the RoPE parameters of a type of layer in the words of `ROPE_TYPES`.
+
+    rope: dict. As models.py reads them from `raw`, the config.json.
+    """
+    rope = {"rope_type" if key == "type" else key: value for key, value in rope.items()}
+    partial_factors = rope.pop("partial_rotary_factor", None), raw.get("partial_rotary_factor")
+    if any(factor not in (None, 1) for factor in partial_factors):
+        raise ValueError("partial_rotary_factor other than 1: not implemented here")
+    trained = raw.get("original_max_position_embeddings")
+    if trained and rope.get("rope_type") in ("yarn", "llama3"):  # outside the dict in older files
+        rope["original_max_position_embeddings"] = trained
+    return rope | {"rope_theta": float(rope["rope_theta"])}
+
+
+OF_NO_NUMBER = "initializer_range", "eos_token_id"  # fields that no trained model computes with
+
+
+def require_same_numbers(config, other, where) -> None:
+    """Raise a ValueError if a model of the other configuration would compute something else."""
+    for f in dataclasses.fields(config):
+        mine = getattr(config, f.name)
+        theirs = getattr(other, f.name)
+        if f.name not in OF_NO_NUMBER and mine != theirs:
+            raise ValueError(f"{where} has {f.name} {mine}, the model {theirs}")
+
+
+def read_json(path, /, *, what="a JSON file") -> dict:
+    """Return the object in a JSON file. Whatever is wrong with it is a ValueError that names it.
+
+    what: what the file should be, for the message.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"no {path}; expected {what}") from error
+    except OSError as error:  # a directory, no permission, a broken disk
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise ValueError(f"{path} is JSON of another kind: expected an object, got a {kind}")
+    return found

@@ -1,0 +1,398 @@
+"""Weights in Hugging Face's directories, both ways: adds checkpoint files to `models.py`.
+
+They go whole or into a model that is split over ranks. `full_definition` computes a model from its
+weights, token by token, for checks and audits.
+
+Equation (5) is in models.py.
+
+Letters:  S tokens   V words   E experts
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import re
+import shutil
+from functools import reduce
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+import models
+from full.model import deltanet
+from full.model.config import ModelConfig, read_json, require_same_numbers
+from full.model.transformer import Critic, Transformer
+from full.ranks.joining import errors_on_all_ranks
+from full.ranks.places import TIED, local, part_of
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INDEX = "model.safetensors.index.json"
+
+# The files of weights that some program would read: transformers takes model.safetensors before an
+# index, and adds an adapter of PEFT's to its base by itself. vLLM without an index takes all files.
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|adapter_(config\.json|model\.\w+)")
+
+
+class Stored(NamedTuple):
+    """A tensor in a safetensors file, read when asked for."""
+
+    path: Path
+    part: object  # safetensors' slice: get_shape(), get_dtype(), [ranges]
+
+
+def files_of_tensors(directory) -> dict:
+    """Return {tensor: file} as the index of a checkpoint says, or {} if it has none."""
+    if not (directory / INDEX).exists():
+        return {}
+    # A checkpoint comes from somebody else: a name that leads out of its directory would have us
+    # read any file of this machine.
+    found = read_json(directory / INDEX, what="an index of tensors").get("weight_map")
+    files = [*found.values()] if found and isinstance(found, dict) else [found]
+    wrong = [x for x in files if not isinstance(x, str) or not re.fullmatch(r"[\w.-]*\w", x)]
+    if wrong or not isinstance(found, dict):
+        raise ValueError(f"{directory / INDEX}: weight_map: expected names of files in this "
+                         f"directory, got {[*wrong, found][0]!r}")  # fmt: skip
+    return found
+
+
+def open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
+    """Return the tensors of a checkpoint by name, and how many others it has.
+
+    Of a multimodal Gemma 3 they are the language model's, under a text model's names.
+    """
+    directory = Path(directory)
+    files = files_of_tensors(directory)
+    tensors = {}
+    read = sorted(set(files.values())) or ["model.safetensors"]
+    others = sorted({x.name for x in directory.glob("*") if WEIGHTS.fullmatch(x.name)} - {*read})
+    if others:
+        raise ValueError(f"{directory}: expected one set of weights, got {read[0]} and "
+                         f"{others[0]}; other programs read the other set: remove one of the two")
+    for file in read:
+        path = directory / file
+        try:
+            reader = safetensors.safe_open(path, framework="pt")
+        except FileNotFoundError as error:
+            raise ValueError(f"{path} is missing") from error
+        except (safetensors.SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
+        tensors |= {name: Stored(path, reader.get_slice(name)) for name in reader.keys()}
+    places = {name: stored.path.name for name, stored in tensors.items()}
+    wrong = sorted(n for n in files.keys() | places.keys() if files.get(n) != places.get(n))
+    if files and wrong:
+        raise ValueError(f"{directory / INDEX} and its files disagree about {wrong[:4]}")
+
+    # Frequencies of RoPE, which Llama 2's files hold, follow from the config.
+    # The layers of Qwen3.5 that predict further tokens are no part of the model.
+    text = {n: x for n, x in tensors.items()
+            if not n.endswith("rotary_emb.inv_freq") and not n.startswith("mtp.")}  # fmt: skip
+    if any("language_model." in name for name in text):
+        names = {name: name.replace("language_model.", "") for name in text
+                 if "language_model." in name or name == "lm_head.weight"}  # fmt: skip
+        twice = [x for x in names.values() if [*names.values()].count(x) > 1]
+        if twice:
+            raise ValueError(f"{directory}: expected one {twice[0]} of the language model, got "
+                             f"{[x for x in names if names[x] == twice[0]]}")  # fmt: skip
+        text = {own: text[name] for name, own in names.items()}
+    return text, len(tensors) - len(text)
+
+
+class Source(NamedTuple):
+    """Where a part of one of our parameters is in a checkpoint."""
+
+    name: str
+    shape: tuple  # of the stored tensor
+    expert: int | None = None  # the part is [expert]. None: all of the parameter
+    row: int = 0  # its first row in the stored tensor, in the second to last dimension
+    rows: torch.Tensor | None = None  # of the stored tensor, in our order. None: in that order
+
+
+def rows_in_file(name, config):
+    """Return the rows of a stored tensor in the order that our parameter has. None: in that order.
+    """
+    is_mixed = name.endswith(("linear_attn.in_proj_qkv.weight", "linear_attn.conv1d.weight"))
+    return deltanet.rows_in_file(config) if is_mixed else None
+
+
+def sources_of(name, shape, stored, config) -> list[Source]:
+    """Return the sources of a parameter of this shape. stored: the names of a checkpoint."""
+    # We have the experts of a layer in one parameter. Checkpoints of transformers 4 have one tensor
+    # for each expert; later ones stack the experts, with the rows of gate first and then of up.
+    path, _, leaf = name.rpartition(".")
+    if not path.endswith(".experts") or name in stored:
+        return [Source(name, tuple(shape), rows=rows_in_file(name, config))]
+    E, rows, M = shape
+    if f"{path}.gate_up_proj" in stored:
+        first = rows if leaf == "up_proj" else 0
+        return [Source(f"{path}.gate_up_proj", (E, 2 * rows, M), None, first)]
+    return [Source(f"{path}.{e}.{leaf}.weight", (rows, M), e) for e in range(E)]
+
+
+def in_file_order(x, rows):
+    """Return the rows of our tensor x as a file has them. rows: of `rows_in_file`."""
+    return torch.empty_like(x).index_copy_(0, rows.to(x.device), x)
+
+
+def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
+    """Load a Hugging Face checkpoint directory, strictly: every tensor has a place and the reverse.
+
+    model: fill this one as it is. If `parallelize` has made it, each rank reads its own part.
+        All ranks must call, and what one rank finds wrong in its part, all raise.
+    dtype, device: of a new model. Default: the `dtype` of config.json, or the widest dtype that is
+        stored if config.json does not say; the CPU.
+
+    Names, shapes and dtypes are checked before anything is allocated or copied; then one tensor at
+    a time is read. Weights that are not finite in the model's dtype are refused as they are read:
+    then the weights of a given `model` are undefined, and after every other refusal untouched. A
+    router's bias is set to zero, and so is a value head that the checkpoint does not have.
+    """
+    if model is not None and (dtype or device):
+        raise ValueError("give load_hf a model to fill, or dtype and device of a new one, not both")
+    with errors_on_all_ranks(alone=not hasattr(model, "part")):
+        return _load(Path(directory), model, dtype, device)
+
+
+@torch.no_grad()
+def _load(directory, model, dtype, device) -> Transformer:
+    """`load_hf` on this rank."""
+    config = ModelConfig.from_hf(directory)
+    stored, _ = open_checkpoint(directory)
+    # Some writers store the head of a tied model next to the embedding.
+    head = stored.pop("lm_head.weight", None) if config.tie_word_embeddings else None
+
+    # A model on the meta device has shapes and no memory. Whatever sizes a damaged config asks for,
+    # they are compared with the stored tensors before anything is allocated. A given model may be
+    # a stage of a pipeline, have factors, or be a critic that starts from a policy.
+    with torch.device("meta"):
+        whole = Transformer(config)
+    if model is not None:
+        as_stored = dict(router_bias_rate=0.0)
+        if isinstance(model, Critic):  # it leaves the head out
+            as_stored["tie_word_embeddings"] = config.tie_word_embeddings
+        require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
+    sources = {name: sources_of(name, p.shape, stored, config)
+               for name, p in whole.named_parameters()}  # fmt: skip
+    wanted = {source.name: source.shape for some in sources.values() for source in some}
+    found = {name: tuple(x.part.get_shape()) for name, x in stored.items()}
+    wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+    if wrong:
+        told = [f"{name} {found.get(name, 'missing')} for {wanted.get(name, 'no parameter')}"
+                for name in wrong[:8]]  # fmt: skip
+        raise ValueError(f"{directory}: {len(wrong)} tensors do not fit its config.json: "
+                         f"{'; '.join(told)}")  # fmt: skip
+
+    # Quantized weights mean something only together with their scales, and integers are not
+    # weights at all. A cast would train them all the same.
+    for name, (path, part) in stored.items():
+        if part.get_dtype() not in DTYPES:
+            raise ValueError(f"{path}: {name} is stored as {part.get_dtype()}; expected one of "
+                             f"{', '.join(DTYPES)}: convert the checkpoint")  # fmt: skip
+    if head is not None:
+        require_tied(head, stored[TIED])
+    if model is None:
+        kept = dtype or _checkpoint_dtype(directory, stored)
+        model = whole.to(kept).to_empty(device=device or "cpu")
+    places = part_of(model).places
+    for name, parameter in model.named_parameters():
+        if name in sources:
+            _copy_in(local(parameter), places[name].region, sources[name], stored)
+        else:
+            parameter.zero_()
+    for buffer in model.buffers():
+        buffer.zero_()
+    return model
+
+
+def require_tied(head, embedding) -> None:
+    """Raise a ValueError unless a stored head is the embedding, as a tied model's is."""
+    shapes = [tuple(x.part.get_shape()) for x in (head, embedding)]
+    starts = range(0, shapes[0][0], 1024)  # 1024 rows at a time
+    if shapes[0] != shapes[1] or not all(
+        torch.equal(*(x.part[n : n + 1024].to(torch.float64) for x in (head, embedding)))
+        for n in starts
+    ):
+        raise ValueError(f"{head.path}: expected lm_head.weight {shapes[0]} to equal "
+                         f"{TIED} {shapes[1]}, as tie_word_embeddings is true, got another matrix; "
+                         f"to use it, set tie_word_embeddings to false in config.json")
+
+
+def _checkpoint_dtype(directory, stored):
+    """Return the dtype that a checkpoint's config.json names, or the widest of its tensors."""
+    raw = read_json(directory / "config.json")
+    # Not the dtype of whichever tensor comes first: a checkpoint in bfloat16 may have a norm or a
+    # router in float32.
+    for part in (raw, raw.get("text_config") or {}):
+        said = part.get("dtype") or part.get("torch_dtype")
+        if said in [str(x).removeprefix("torch.") for x in DTYPES.values()]:
+            return getattr(torch, said)
+    return reduce(torch.promote_types, {DTYPES[x.part.get_dtype()] for x in stored.values()})
+
+
+def _copy_in(own, region, sources, stored):
+    """Copy this rank's part of a parameter, and read no more of each stored tensor."""
+    for source in sources:
+        # What to read, and where it goes. An expert's tensor goes into that expert's slice, if this
+        # rank has it. Stacked gate and up begin at a row of their own.
+        cut = list(region)
+        into = own
+        if source.expert is not None:
+            experts, *cut = region
+            if not experts.start <= source.expert < experts.stop:
+                continue
+            into = own[source.expert - experts.start]
+        if source.row:
+            cut[-2] = slice(cut[-2].start + source.row, cut[-2].stop + source.row)
+        if into.numel():
+            path, part = stored[source.name]
+            into.copy_(part[tuple(cut)] if source.rows is None else part[:][source.rows[cut[0]]])
+            # NUMERICS: extremes pass NaN and infinity on, and need no memory. Taken of what was
+            # copied, so that a weight which the model's dtype cannot hold is seen as well. Pinned
+            # by
+            # tests/full/test_checkpoints.py::test_weights_that_are_not_finite_are_refused_by_name.
+            if not torch.stack(torch.aminmax(into)).isfinite().all():
+                raise ValueError(f"{path}: {source.name} has weights that are NaN, or not finite "
+                                 f"in {into.dtype}")  # fmt: skip
+
+
+@torch.no_grad()
+def save_hf(
+    model, directory, *, max_shard_bytes=5 * 10**9, tensors=None, untie=False,
+) -> None:  # fmt: skip
+    """Write a checkpoint, in the model's own dtype, for transformers and load_hf.
+
+    max_shard_bytes: larger models are written to several files, with an index.
+    tensors: yields (name, whole tensor) of each of the model's parameters, in their order. Every
+        rank must call then, file n is written by rank n modulo their number, and the directory is
+        new. Default: the model's own.
+    untie: write a tied head as well, for a reader that keeps it apart.
+
+    Of a split model, every rank must call: each tensor is gathered, and the first rank writes.
+    At most one file's tensors are in memory. Weights of an older checkpoint in the directory are
+    removed first. If the disk is full, all ranks raise an OSError.
+    """
+    if any(buffer.any() for buffer in model.buffers()):
+        raise ValueError("no Hugging Face checkpoint holds a router bias: save the state dict")
+    raw = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
+    directory = Path(directory)
+    places = part_of(model).places
+    meet = tensors is not None or any(place.cuts for place in places.values())
+    rank = dist.get_rank() if meet else 0
+    writers = 1 if tensors is None else dist.get_world_size()
+    if tensors is None:
+        tensors = ((name, places[name].gather(local(p))) for name, p in model.named_parameters())
+    copies = {TIED: "lm_head.weight"} if untie and model.config.tie_word_embeddings else {}
+
+    # Names of parameters, file by file. One parameter alone may be larger than a file should be.
+    files = [[]]
+    sizes = {}
+    for name, p in model.named_parameters():
+        count = 2 if name in copies else 1
+        sizes[name] = count * math.prod(places[name].shape) * p.element_size()
+        if files[-1] and sum(sizes[x] for x in [*files[-1], name]) > max_shard_bytes:
+            files.append([])
+        files[-1].append(name)
+
+    # A rank goes on to gather after a failed write, as the others wait for it.
+    weight_map = {}  # tensor name -> file name
+    problem = None
+    for n, names in enumerate(files):
+        place = f"-{n + 1:05}-of-{len(files):05}" if len(files) > 1 else ""
+        held = {}
+        for name, whole in itertools.islice(tensors, len(names)):
+            rows = rows_in_file(name, model.config)
+            stored = models.stored(name, whole if rows is None else in_file_order(whole, rows))
+            stored |= {copies[name]: whole} if name in copies else {}
+            weight_map |= dict.fromkeys(stored, f"model{place}.safetensors")
+            if n % writers == rank and problem is None:
+                held |= {at: x.detach().cpu().contiguous().clone() for at, x in stored.items()}
+        try:
+            if held and n == 0 and writers == 1:  # older weights would be read with the new ones
+                for old in [directory / INDEX, *directory.glob("model*.safetensors")]:
+                    old.unlink(missing_ok=True)
+            if held:
+                write_tensors(held, directory / f"model{place}.safetensors")
+        except OSError as error:
+            problem = error
+    texts = {"config.json": raw}
+    if len(files) > 1:
+        total = sum(sizes.values())
+        texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    with errors_on_all_ranks(alone=not meet):
+        if problem is not None:
+            raise problem
+        for name in texts if rank == 0 else ():
+            with _writing(directory / name):
+                text = json.dumps(texts[name], indent=2) + "\n"
+                (directory / name).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _writing(path):
+    """Name in an OSError what cannot be written."""
+    try:
+        yield
+    except (safetensors.SafetensorError, OSError) as error:
+        raise OSError(f"cannot write {path}: {error}") from error
+
+
+def write_tensors(tensors, path) -> None:
+    """Write one safetensors file."""
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors lets only us read it, and an engine may be another user
+
+
+# The files of a checkpoint besides its weights and config.json: all that text.py needs, and how its
+# authors sample. Some say the same in an older form.
+TEXT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+    "additional_chat_templates/*.jinja",
+)  # fmt: skip
+
+
+def copy_text_files(source, target) -> list[str]:
+    """Copy the text files of a checkpoint to another directory. Return the names copied."""
+    paths = [path for name in TEXT_FILES for path in sorted(Path(source).glob(name))]
+    names = [f"{path.relative_to(source)}" for path in paths]
+    for name in names:
+        own = Path(target) / name
+        own.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(Path(source) / name, own)
+    return names
+
+
+# The definition of a model ----------------------------------------------------------------------
+
+
+class BiasedDefinition(models.Definition):
+    """Adds to `models.Definition`: a bias of the router, which acts on the choice alone, (6')."""
+
+    def __init__(self, model, votes):
+        super().__init__(model)
+        self.votes = votes  # name of a sparse MLP -> (E,)
+
+    def choose(self, name, p):
+        return super().choose(name, p + self.config.router_bias_rate * self.votes.get(name, 0))
+
+
+def full_definition(model, tokens, /):
+    """Return the logits (S, V) of `models.Definition`, with a router's bias."""
+    config = model.config
+    if config.attn_output_gate:
+        return deltanet.logits_definition(model, tokens)
+
+    # A factor on cos and sin multiplies q and k, so their product by its square: as a scale does.
+    (factor,) = {factor for _, factor in model.rope.frequencies.values()}
+    scalar = (config.query_pre_attn_scalar or config.head_dim) / factor**4
+    config_alike = dataclasses.replace(config, query_pre_attn_scalar=scalar)
+    alike = SimpleNamespace(config=config_alike, named_parameters=model.named_parameters)
+    votes = {name.removesuffix("votes"): votes_E for name, votes_E in model.named_buffers()}
+    return BiasedDefinition(alike, votes).logits(tokens)

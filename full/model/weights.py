@@ -1,0 +1,215 @@
+"""Samplers of several ranks: adds to `parallel.py` models that only sample, and their weights.
+
+A model that only samples, split by t and e as the trainer's, and how weights reach it, one tensor
+at a time. Skip it if every rank samples with a whole model.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import parallel
+from full.model.lora import factors_of, is_factor, merged
+from full.model.parallelize import shard_model, with_sequence
+from full.ranks.joining import all_gather_objects
+from full.ranks.optimizer import persistent_buffers, weights_and_places
+from full.ranks.places import Part, local, part_of, place_of, set_tensor, whole_place
+
+
+def split_for_decoding(model, grid):
+    """Turn a whole model into this rank's part of a sampler, and return it.
+
+    grid: Grid of a plan of d, t and e, such as `Plan.for_sampling`.
+
+    The result only samples: rows of experts are sent without gradients. The t ranks of a replica
+    share the decoding: all of them get the same tokens, and compute the same logits of the whole
+    vocabulary. `gather_replica` makes the same batch of their lists. Ranks that exchange rows of
+    experts with other replicas need the same number of model calls: `end_together`.
+    """
+    # A group of experts is in one replica, or consists of whole replicas, which decode in step.
+    plan = grid.plan
+    if max(plan.ep, plan.tp) % min(plan.ep, plan.tp):
+        raise ValueError(f"plan {plan}: e = {plan.ep} or t = {plan.tp} must divide the other")
+    plan.require_fits(config=model.config)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    # One new token in a row cannot be split along the sequence, so between f and g every tensor
+    # rank has all rows.
+    grid = with_sequence(grid, False)
+    shard_model(model, grid)
+    places = {name: place_of(name, shape, grid, "ddp", False) for name, shape in shapes.items()}
+    model.part = Part(plan, grid.device, places, grid)
+    model.calls = None
+
+    # All t ranks have all rows. Each sends a share of them to experts that are whole, or these
+    # would get every row t times.
+    if plan.tp > 1 and plan.etp == 1:
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "experts"):
+                share_out_rows(layer.mlp, grid.group["t"])
+    if plan.ep * plan.etp > plan.tp:
+        model.calls = CallsInStep(model, grid.group["e"])
+        model.hidden = model.calls.hidden
+    return model
+
+
+def share_out_rows(mlp, group):
+    """Let each of the t ranks, which have the same rows, send some of them to the experts."""
+    run = mlp.forward
+
+    def forward(x_BSM, /, on_routing=None):
+        # 5 rows on 2 ranks are 0 1 2 and 3 4 -, where - is a row of zeros. Wherever it is routed
+        # to, its result is cut off.
+        rows_NM = x_BSM.flatten(0, -2)
+        padded_NM = F.pad(rows_NM, (0, 0, 0, -len(rows_NM) % group.size()))
+
+        def of_all_rows(*found, layer):
+            found = [parallel.all_gather(x, group)[: len(rows_NM)] for x in found]
+            on_routing(*found, layer=layer)
+
+        own_1nM = parallel.own_chunk(padded_NM, group)[None]
+        out_1nM = run(own_1nM, on_routing=on_routing and of_all_rows)
+        # COMM: an all-gather over the t ranks, which have the same number of rows. Pinned by
+        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+        return parallel.all_gather(out_1nM[0], group)[: len(rows_NM)].view_as(x_BSM)
+
+    mlp.forward = forward
+
+
+class CallsInStep:
+    """The model calls of ranks that exchange rows of experts, one at a time on all of them.
+
+        rank 0   call  call  call  call  end           a rank that has ended runs one token that
+        rank 1   call  call  end   ....  ....          is not used, as long as another one calls
+    """
+
+    def __init__(self, model, group):
+        self.run = model.hidden
+        self.group = group
+        self.device = model.part.device
+
+    def hidden(self, tokens_BS, /, **options):
+        """Run `hidden` on a rank that has something to decode."""
+        self.ranks_that_call(1)
+        return self.run(tokens_BS, **options)
+
+    def ranks_that_call(self, here) -> int:
+        # COMM: an all-reduce of one number over the e ranks before each model call, so that a rank
+        # which has ended knows whether the others need its experts once more. Pinned by
+        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+        count = torch.tensor(here, device=self.device)
+        dist.all_reduce(count, group=self.group)
+        return int(count)
+
+
+@torch.no_grad()
+def end_together(model) -> None:
+    """Serve this rank's experts until the other ranks have decoded all they had, too."""
+    calls = getattr(model, "calls", None)
+    if calls is not None:
+        token_11 = torch.zeros(1, 1, dtype=torch.int64, device=calls.device)
+        while calls.ranks_that_call(0):
+            calls.run(token_11)
+
+
+def share_or_allocate(source, target, device) -> None:
+    """Give a model on the meta device memory, the source's own where it can have it.
+
+    source, target: as in `gather_weights`. What an optimizer writes into a shared parameter of the
+        source is in the target at once, and `copy_weights` leaves it out.
+
+    The content of new memory is undefined.
+    """
+    # Both are cut alike by t and e. But FSDP moves its shards' memory about, a stage of a pipeline
+    # has some of the layers only, which the other ranks of its pipeline need to be sent, and what
+    # has factors is not shared: the target gets the merged weights.
+    shared = {}
+    part = part_of(source)
+    if part.mode != "fsdp" and part.plan.pp == 1:
+        shared = dict(source.named_parameters())
+        for name in factors_of(source):
+            del shared[name]
+    for name, q in [*target.named_parameters()]:
+        p = shared.get(name)
+        is_shared = p is not None and p.dtype == q.dtype
+        memory = p.detach() if is_shared else torch.empty_like(q, device=device)
+        set_tensor(target, name, nn.Parameter(memory, requires_grad=False))
+    for name, buffer in [*target.named_buffers()]:
+        set_tensor(target, name, torch.zeros_like(buffer, device=device))
+
+
+@torch.no_grad()
+def copy_weights(source, target, optimizer=None) -> None:
+    """Copy source's parameters and buffers into target's, in target's dtypes. Collective.
+
+    The arguments are those of `gather_weights`. A parameter that both have in one memory is left
+    out.
+    """
+    wanted = dict(target.named_parameters()) | persistent_buffers(target)
+    for name, x in gather_weights(source, target, optimizer):
+        local(wanted[name].detach()).copy_(x)
+
+
+@torch.no_grad()
+def gather_weights(source, target, optimizer=None):
+    """Yield the name and this rank's tensor of each parameter and buffer of target. Collective.
+
+    source: of any plan.
+    target: whole on every rank, also on the meta device, or of `split_for_decoding`, by the
+        source's t and e.
+    optimizer: the source's, which may have masters.
+
+    The tensors have target's shapes, and a dtype that is still to be rounded to target's. They may
+    be the source's own memory. One after the other is gathered: at most one whole tensor is in
+    memory. A value head that target does not have is left out, and so is a parameter that both
+    have in one memory. ValueError if names or shapes differ.
+    """
+    part = part_of(source)
+    # In compute_dtype a parameter is its master, rounded once. In another dtype it would be rounded
+    # twice. The master itself may be a part of a rank's part (zero1), and then costs more messages.
+    is_rounded = next(target.parameters()).dtype == part.compute_dtype
+    tensors, places = weights_and_places(source, None if is_rounded else optimizer)
+    tensors = tensors | persistent_buffers(source)
+    places = {name: whole_place(x) for name, x in tensors.items()} | places
+    factors_of_matrix = factors_of(source)
+    factors, places_of_factors = weights_and_places(source, optimizer)
+
+    # COMM: an all-gather over the stages says what each of them has. The first stage that has a
+    # tensor sends it. The ranks of this group have other layers, and the same entries of what t and
+    # e cut. Pinned by
+    # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+    group = part.grid.group["p"] if part.plan.pp > 1 else None
+    table = {name: places[name].shape for name in tensors if not is_factor(name)}
+    tables = [table] if group is None else all_gather_objects(table, group)
+
+    # Every rank has all tables now, so all of them find a difference before any weight is sent.
+    wanted = dict(target.named_parameters()) | persistent_buffers(target)
+    targets = {name: whole_place(x) for name, x in wanted.items()} | part_of(target).places
+    shapes = {name: shape for table in tables for name, shape in table.items()}
+    differ = shapes.items() ^ {name: targets[name].shape for name in wanted}.items()
+    if differ:
+        raise ValueError(f"models differ: {sorted({name for name, _ in differ})}")
+
+    for name, q in wanted.items():
+        q = local(q.detach())
+        x = local(tensors[name].detach()) if name in tensors else None
+        if x is not None and not q.is_meta and x.is_set_to(q):
+            continue
+        # The source was first cut as the target is, by t and e, or the target is whole. Only what
+        # was cut after that, by FSDP, is gathered.
+        kept = len(targets[name].cuts)
+        if x is not None:
+            x = places[name].gather(x, kept)
+            if name in factors_of_matrix:
+                pair = [places_of_factors[factor].gather(local(factors[factor].detach()))
+                        for factor in factors_of_matrix[name]]  # fmt: skip
+                region = [slice(r.start, r.stop) for r in places[name].boxes[kept]]
+                x = merged(x, *pair, source.lora.scale, region)
+        if group is not None:
+            # COMM: a broadcast over the stages. All take the names in one order. Pinned by
+            # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+            to = dict(dtype=q.dtype, device=part.grid.device if q.is_meta else q.device)
+            x = torch.empty(q.shape, **to) if x is None else x.to(**to).contiguous()
+            first = next(stage for stage, table in enumerate(tables) if name in table)
+            dist.broadcast(x, group=group, group_src=first)
+        yield name, x

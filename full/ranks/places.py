@@ -1,0 +1,250 @@
+"""Where a rank's part of each parameter lies: adds to `parallel.layout` what sums and files ask.
+
+The functions that sum and clip gradients, update, compare, write, read or send weights read the
+places of parameters. They do not ask how a model was split.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import parallel
+from full.ranks.pipeline import Pipeline
+from full.ranks.plans import Plan
+
+
+class Place(NamedTuple):
+    """Where this rank's entries of a parameter lie, and which ranks share the work on them.
+
+    A box is a range for each dimension. A matrix of 13 x 8, cut by t = 2 along dimension 0 and then
+    by FSDP over d = 2 along dimension 0, on the rank with t = 1 and d = 1:
+
+        boxes[0]   0-13, 0-8      the whole
+        boxes[1]   7-13, 0-8      t = 0 has the rows 0-7
+        boxes[2]   10-13, 0-8     d = 0 has the rows 7-10
+
+    mesh: DeviceMesh, of the grid. None without a grid.
+    boxes: tuple. boxes[k] holds this rank's entries after the first k cuts.
+    cuts: tuple of (dimension of the tensor, name of the mesh's dimension), in the order of cutting.
+    sums: tuple of process groups over which its gradient is summed, one after the other.
+    holders: int. How many ranks of the world hold each entry.
+    """
+
+    mesh: DeviceMesh | None
+    boxes: tuple
+    cuts: tuple = ()
+    sums: tuple = ()
+    holders: int = 1
+
+    @property
+    def shape(self) -> tuple:
+        """The shape of the whole parameter."""
+        return tuple(map(len, self.boxes[0]))
+
+    @property
+    def region(self) -> tuple:
+        """The slices of the whole that are on this rank."""
+        return tuple(slice(r.start, r.stop) for r in self.boxes[-1])
+
+    def cut(self, dim, name) -> "Place":
+        """Cut this rank's entries along `dim` over a dimension of the mesh, as `own_chunk` does."""
+        ranks = self.mesh[name].size()
+        if ranks == 1:
+            return self
+        # 7 rows on 2 ranks are 4 and 3. If rows run out, the last ranks have none.
+        rows = self.boxes[-1][dim]
+        size = math.ceil(len(rows) / ranks)
+        first = self.mesh.get_local_rank(name) * size
+        box = list(self.boxes[-1])
+        box[dim] = rows[first : first + size]
+        return self._replace(
+            boxes=(*self.boxes, tuple(box)), cuts=(*self.cuts, (dim, name)),
+            holders=self.holders // ranks,
+        )  # fmt: skip
+
+    def cut_copies(self) -> "Place":
+        """Cut by rows over the ranks with other tokens and the same entries."""
+        # A number without dimensions has no rows: each of the ranks has it.
+        return self.cut(0, self.mesh.mesh_dim_names[-1]) if self.shape else self
+
+    def as_dtensor(self, x):
+        """Return this rank's entries x as the DTensor that torch's checkpoints expect."""
+        if not self.cuts:
+            return x
+        # The mesh has its dimensions in the order of cutting, which is what a DTensor means by two
+        # cuts of one dimension.
+        by_name = {name: Shard(dim) for dim, name in self.cuts}
+        placements = [by_name.get(name, Replicate()) for name in self.mesh.mesh_dim_names]
+        whole = dict(shape=torch.Size(self.shape))
+        whole["stride"] = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(x, self.mesh, placements, run_check=False, **whole)
+
+    @torch.no_grad()
+    def gather(self, x, kept=0):
+        """Undo all cuts of this rank's entries x but the first `kept`. Collective.
+
+        It holds the result of one cut at a time, what this was gathered from, and a copy of that.
+        """
+        # 13 rows under t2, and then FSDP over d2:
+        #
+        #     t 0: 7 rows   d 0: 4  d 1: 3          gathered over d: 7 and 6 rows
+        #     t 1: 6 rows   d 0: 3  d 1: 3          and then over t: 13
+        for k in reversed(range(kept, len(self.cuts))):
+            dim, name = self.cuts[k]
+            group = self.mesh.get_group(name)
+            size = len(self.boxes[k][dim])
+            rows = x.movedim(dim, 0)
+            piece = math.ceil(size / group.size())
+            # COMM: an all-gather over the ranks of one cut. Pieces are padded to equal size, so an
+            # empty one is sent too. Pinned by
+            # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+            if len(rows) < piece:
+                rows = torch.cat([rows, rows.new_zeros(piece - len(rows), *rows.shape[1:])])
+            whole = rows.new_empty(piece * group.size(), *rows.shape[1:])
+            dist.all_gather_single(whole, rows.contiguous(), group=group)
+            x = whole[:size].movedim(0, dim)
+        return x
+
+
+def layout(name, grid):
+    """Return `parallel.layout`, with recurrent layers, and a critic's head, which is whole."""
+    if name == "score.weight":
+        name = "model.norm.weight"
+    path, is_recurrent, rest = name.partition(".linear_attn.")
+    if is_recurrent:
+        like = {"out_proj": "o_proj", "norm": "q_norm"}.get(rest.split(".")[0], "q_proj")
+        name = f"{path}.self_attn.{like}.weight"
+    return parallel.layout(name, grid)
+
+
+def place_of(name, shape, grid, mode, ends_share_embedding) -> Place:
+    """Return the place of a parameter with this shape of the whole: by `layout`.
+
+    ends_share_embedding: bool. The first and the last stage share an embedding, on different ranks.
+    """
+    plan = grid.plan
+    how = layout(name, grid)
+    is_expert = ".experts." in name
+    mesh = grid.experts if is_expert else grid.dense
+    place = Place(mesh, (tuple(map(range, shape)),), holders=plan.world // plan.pp)
+    if how["over"]:
+        place = place.cut(how["dim"], how["over"])
+    if is_expert:
+        place = place.cut(inner_width(name), "etp")
+
+    # Experts have got the rows of all ranks but those of edp. A router whose experts' width is cut
+    # sees a partial sum of the outputs that it weighs. After the last norm all t ranks compute the
+    # same: a critic's head has the whole gradient.
+    partial = "edp" if is_expert else how["partial"]
+    if plan.etp > 1 and ".mlp.gate." in name:
+        partial = "dct"
+    if partial == "dct" and not name.startswith("model."):
+        partial = "dc"
+    if mode == "fsdp":  # FSDP2 cuts what t and e have left, and sums over these ranks
+        place = place.cut_copies()
+        partial = "t" if partial == "dct" else ""
+    sums = [grid.group[partial]]
+    if ends_share_embedding and name == TIED and grid.ends is not None:
+        sums.append(grid.ends)
+        place = place._replace(holders=2 * place.holders)
+    return place._replace(sums=tuple(group for group in sums if group.size() > 1))
+
+
+TIED = "model.embed_tokens.weight"  # of a tied model, on the first stage and on the last
+
+
+@dataclasses.dataclass
+class Part:
+    """What this rank has of a model, under which plan.
+
+    places: dict. Name of a parameter -> Place.
+    grid: Grid. None for a model that `parallelize` has not seen: each rank has a copy.
+    mode, offload, compute_dtype: as given to `parallelize`.
+    pipeline: runs the model's stages. A whole model is one stage.
+    """
+
+    plan: Plan
+    device: torch.device
+    places: dict
+    grid: object = None
+    mode: str = "ddp"
+    offload: bool = False
+    compute_dtype: torch.dtype | None = None
+    pipeline: Pipeline = dataclasses.field(default_factory=Pipeline)
+
+
+def part_of(model) -> Part:
+    """Return a model's Part: what `parallelize` made, or a new one if every rank has it whole."""
+    if hasattr(model, "part"):
+        return model.part
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError("expected a whole model or one of parallelize, got one with DTensors")
+    # Without a process group there is one rank, and no other rank to sum with.
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    sums = (dist.group.WORLD,) if world > 1 else ()
+    places = {name: whole_place(p)._replace(sums=sums, holders=world)
+              for name, p in model.named_parameters()}  # fmt: skip
+    return Part(Plan(dp=world), next(model.parameters()).device, places)
+
+
+def whole_place(x) -> Place:
+    """Return the place of a tensor that is whole on this rank."""
+    return Place(None, (tuple(map(range, x.shape)),))
+
+
+def local(tensor):
+    """Return the plain tensor on this rank. A DTensor shares its memory with it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def set_tensor(model, name, x) -> None:
+    """Replace a parameter, a buffer or a module of a model by another one."""
+    owner, _, last = name.rpartition(".")
+    setattr(model.get_submodule(owner), last, x)
+
+
+def variant_of(model, kind, *given):
+    """Return a model of another class, kind(config, *given), that shares a model's parameters.
+
+    What the model does not have, such as factors, is on the meta device.
+    """
+    with torch.device("meta"):
+        made = kind(model.config, *given)
+    shared = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, _ in [*made.named_parameters(), *made.named_buffers()]:
+        if name in shared:
+            set_tensor(made, name, shared[name])
+    made.residual_dtype, made.head_dtype = model.residual_dtype, model.head_dtype
+    return made
+
+
+def full(tensor, place=None):
+    """Return a tensor whole, from this rank's part. Collective if it is sharded.
+
+    place: Place. Where the part lies, as `model.part.places` says it of a parameter and its
+        gradient. Default: the tensor is whole, or a DTensor, which says it itself.
+    """
+    if place is not None:
+        return place.gather(local(tensor.detach()))
+    # COMM: all-gathers over the ranks of each cut, by torch. All of them must call it. Pinned by
+    # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(model) -> None:
+    """Drop what FSDP gathered: a forward without a backward leaves the root's weights whole."""
+    for root in part_of(model).pipeline.stages(model).values():
+        if isinstance(root, fsdp.FSDPModule):
+            root.reshard()
+
+
+def inner_width(name) -> int:
+    """Return the dimension of the inner width in a weight of a layer's experts."""
+    # Weights are (E, inner, M), except for down_proj, which is (E, M, inner).
+    return 2 if name.endswith("down_proj") else 1

@@ -1,0 +1,243 @@
+"""Logs: adds rollouts and warnings to `train_grpo.Log`.
+
+Each class does one thing after a step. `run.run` puts them in order.
+"""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import torch.distributed as dist
+from tqdm import tqdm
+
+import train_grpo
+from full.learn.advantages import compared_by
+from full.learn.batches import gather_groups
+from full.learn.metrics import METRICS, mean_metrics
+from full.ranks.joining import say, warn
+
+
+class Logs:
+    """Tell several objects of each step, in their order. The loop has one log."""
+
+    def __init__(self, *logs):
+        self.logs = logs
+
+    def step(self, *done):
+        for log in self.logs:
+            log.step(*done)
+
+
+def step_metrics(trainer, batch, metrics, updates, step) -> dict:
+    """Merge all metrics of a step except seconds and the evaluation."""
+    found = batch.metrics | metrics | mean_metrics(updates) | {
+        "policy_version": trainer.policy_version, "updates/skipped": trainer.skipped,
+    } | trainer.rates(trainer.learning_rate(step))  # fmt: skip
+    if not updates:
+        text = "no update, since nothing was left to train on: every group was dropped, or every"
+        warn(f"step {step}: {text} rollout was truncated and filtered")
+        return found | {"tokens/trained": 0, "tokens/trained_flat": 0}
+
+    # The age of the sampler's weights when each update began. A skipped update made no version.
+    ages = []
+    version = trainer.policy_version
+    for update in reversed(updates):
+        if "nonfinite" not in update:
+            version -= 1
+        ages.append(version - batch.sampled_by)
+    return found | {"policy_age/update_mean": float(np.mean(ages))}
+
+
+def do_step(config, source, trainer, step) -> dict:
+    """Do one step of the loop without evaluation or log, for an audit; return its metrics."""
+    found = {}
+
+    def keep(step, batch, metrics, updates, solved):
+        found.update(step_metrics(trainer, batch, metrics, updates, step))
+
+    unevaluated = SimpleNamespace(get=source.get, evaluate=lambda: None)
+    only = dataclasses.replace(config, steps=step + 1)
+    train_grpo.train(only, unevaluated, trainer, keep, first_step=step)
+    return found
+
+
+COLUMNS = dict(
+    reward="reward/mean", solved="reward/solved", eval="eval/solved",
+    truncated="tokens/truncated_fraction", norm="grad_norm", entropy="entropy/token_mean",
+    clipped="ratio/clipped_fraction", gap="logprob_gap/max",
+)  # fmt: skip
+
+class Bar(tqdm):
+    """A bar that looks at the clock in every step, without tqdm's thread, which outlives it."""
+
+    monitor_interval = 0
+
+
+class Log:
+    """Write a line of metrics.jsonl for each step, and print a table with a bar, on rank 0.
+
+    tell: a function that gets each line, a dict, on rank 0. Default: none.
+    """
+
+    EVERY = 5  # steps between rows of the table, in addition to those with an evaluation
+
+    def __init__(self, config, trainer, source, directory, tell=None):
+        self.tell = tell
+        self.trainer = trainer
+        self.source = source
+        self.directory = directory
+        self.on = dist.get_rank() == 0
+        self.solved_before = None  # known in the process that does step 0
+        self.names = [x for name in METRICS for x in (f"{name}_first", name)]
+        say("  step" + "".join(f"{name:>10}" for name in COLUMNS) + "  tokens/s")
+        off = None if self.on else True  # None: on, if standard error is a terminal
+        how = dict(total=config.steps, initial=source.first_step, disable=off)
+        self.bar = Bar(**how, unit="step", miniters=1)
+
+    def before(self, solved):
+        """Print the row before the loop: what the weights solve with which the loop begins."""
+        self.solved_before = solved
+        self.row("before", {"eval/solved": solved})
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Write the line of a step. Collective."""
+        seconds = self.source.clock.read()
+        line = step_metrics(self.trainer, batch, metrics, updates, step) | seconds
+        if step == 0:
+            line["eval/solved_before"] = self.solved_before
+        if solved is not None:
+            line["eval/solved"] = solved
+        if not self.on:
+            return
+
+        line = {name: line[name] for name in self.names if name in line}
+        self.directory.append(self.directory.METRICS, [{"step": step} | line])
+        if self.tell:
+            self.tell({"step": step} | line)
+        self.bar.set_postfix_str(f"reward {line['reward/mean']:.3f}", refresh=False)
+        self.bar.update()
+        if solved is not None or step % self.EVERY == 0:
+            self.row(step, line)
+
+    def close(self):
+        """End the bar."""
+        self.bar.close()
+
+    def row(self, label, line):
+        """Print a row of the table."""
+        shown = [line.get(name) for name in COLUMNS.values()]
+        cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
+        if "seconds/total" in line:
+            tokens = line["tokens/generated"] + line["tokens/trained_flat"]
+            cells.append(f"{tokens / line['seconds/total']:10.0f}")
+        say(f"{label:>6}{''.join(cells)}".rstrip())
+
+
+class Warnings:
+    """Say in a line what keeps a run from learning: answers cut off, one reward, equal rewards."""
+
+    IDLE_STEPS = 3  # in a row with nothing to learn from, before it is said
+
+    def __init__(self, config):
+        self.config = config
+        self.idle = 0  # steps in a row with nothing to learn from, up to now
+        # From equal rewards too, a teacher's tokens are learned.
+        self.learns = compared_by(config.advantage) == "nothing"
+        self.is_truncation_said = False
+        self.is_reward_said = config.task != "jsonl" or self.learns
+
+    def step(self, step, batch, metrics, updates, solved):
+        m = batch.metrics
+        truncated = m["tokens/truncated_fraction"]
+        if truncated > 0.5 and not self.is_truncation_said:
+            self.is_truncation_said = True
+            warn(f"warning: step {step}: {truncated:.0%} of the rollouts were cut off after "
+                 f"--max-new-tokens {self.config.max_new_tokens}, and a turn that is cut off earns "
+                 f"nothing: raise --max-new-tokens")  # fmt: skip
+
+        # No reward is asked about truncated answers. A policy may have learned to solve all
+        # prompts, but seldom does it begin with that.
+        is_one = m["reward/values"] == 1 and truncated <= 0.5
+        if is_one and not self.is_reward_said and not (m["reward/solved"] > 0 and step > 0):
+            self.is_reward_said = True
+            warn(f"warning: step {step}: {self.one_reward(m)}")
+
+        is_idle = m["reward/groups_equal"] == 1 and not self.learns
+        self.idle = self.idle + 1 if is_idle else 0
+        if self.idle == self.IDLE_STEPS:
+            first = step - self.IDLE_STEPS + 1
+            warn(f"warning: steps {first} to {step}: {self.equal_rewards(m)}")
+
+    def one_reward(self, m) -> str:
+        """Say what helps if the task `jsonl` gives one reward to every answer of a step."""
+        if self.config.reward:
+            # A truncated answer has reward 0, so the mean over all is the one value times `heard`.
+            heard = 1 - m["tokens/truncated_fraction"]
+            return (f"--reward {self.config.reward} gave {m['reward/mean'] / heard:.3g} to every "
+                    f"answer: read samples.jsonl, and if some deserve another reward, fix the "
+                    f"function or name another with --reward")  # fmt: skip
+        if m["reward/solved"] > 0:
+            return "every answer is right, so there is nothing to learn: give harder --data"
+        return ("no answer ends in '#### ' and the answer of its line: ask for that with "
+                "--instruction, or score other forms with --reward")  # fmt: skip
+
+    def equal_rewards(self, m) -> str:
+        """Say what helps if some steps in a row had no two rewards to compare."""
+        if m["reward/groups_all"] == 1:
+            return ("every rollout is solved, so nothing more is learned: stop here, or give "
+                    "harder prompts")  # fmt: skip
+        if m["reward/groups_none"] == 1:
+            return ("no rollout is solved and no reward is better than another in its group, so "
+                    "nothing is learned: read samples.jsonl; reward parts of an answer, or raise "
+                    "--group, --max-new-tokens or --temperature")  # fmt: skip
+        return "in each group all rewards are equal, so nothing is learned: raise --group"
+
+
+class RolloutLog:
+    """Write rollouts.jsonl, and samples.jsonl with a rollout of each evaluation."""
+
+    def __init__(self, config, task, source, directory):
+        self.config = config
+        self.task = task
+        self.source = source
+        self.directory = directory
+        self.text = None  # of the latest sample
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Write the rollouts of a step that --log-rollouts says, and its sample. Collective."""
+        # A step whose sampler had a checkpoint's weights can be audited from that checkpoint: it is
+        # logged whole, and so are the last of a run and the first of a run and of a resumed one. An
+        # evaluation shows one group.
+        c = self.config
+        sampled_at = step - c.staleness
+        whole = step in (0, c.steps - 1) or c.log_rollouts == "all"
+        whole = whole or sampled_at == self.source.first_step
+        if c.save_every and sampled_at >= 0:
+            whole = whole or sampled_at % c.save_every == 0
+        shown = self.source.shown
+        if solved is not None and shown and dist.get_rank() == 0:
+            self.text = self.task.show(shown.tokens)
+            line = {"step": step, "reward": shown.reward, "text": self.text}
+            self.directory.append(self.directory.SAMPLES, [line])
+        if c.log_rollouts == "none" or not (whole or solved is not None):
+            return
+        one = batch.kept[0] if batch.kept else 0
+        groups = {number: group for number, group in batch.groups.items() if whole or number == one}
+
+        # Ranks have played groups of their own, and rank 0 writes: in the order of their numbers,
+        # so that the file does not tell how many ranks there were.
+        # COMM: what decides above is the same on all ranks, so all come here or none does.
+        # Pinned by tests/full/test_audit.py::test_honest_runs_pass.
+        for _, group in gather_groups(groups):
+            lines = [rollout_line(self.task, step, i, t) for i, t in enumerate(group)]
+            self.directory.append(self.directory.ROLLOUTS, lines)
+
+
+def rollout_line(task, step, number, t) -> dict:
+    """Return a line of rollouts.jsonl: rollout `number` of its group, a Trajectory."""
+    # Vectors as they are, of all targets, so that a line can be read without the run.
+    line = {"step": step, "group": t.group, "rollout": number, **t.to_json()}
+    line["text"] = task.show(t.tokens)
+    line["advantage"] = None if t.advantages is None else t.advantages.tolist()
+    del line["prompt"]
+    return line

@@ -1,0 +1,214 @@
+"""A run: adds resume, saving and refusals to the program of `train_grpo.py`.
+
+What surrounds `train_grpo.train` so that a run can be killed, resumed, watched and trusted. If you
+only want the algorithm, skip this file; `run` here and `Log` in logs.py say what a run writes.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import signal
+import time
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+import train_grpo
+from full.learn.batches import RolloutQueue, pending_batches
+from full.learn.rollouts import Sampler, Unheard
+from full.learn.trainer import Trainer
+from full.model.exact import require_exact_kernels
+from full.ranks.joining import (
+    Interrupted, Progress, Stop, agree, current_device, errors_on_all_ranks, say, warn,
+)  # fmt: skip
+from full.ranks.places import local
+from full.run.build import build, prepare, require_room
+from full.run.directory import RunDirectory
+from full.run.export import export_last
+from full.run.logs import Log, Logs, RolloutLog, Warnings
+from full.run.questions import make_task
+from full.run.saves import Checkpointer, audits_in_words
+from full.run.tasks import read_date
+
+
+class Ended(NamedTuple):
+    """How a run ended."""
+
+    directory: RunDirectory
+    solved: float | None  # by the last evaluation; None: a signal ended it
+    signal: int = 0  # the number of this signal
+
+
+def start_run(config, progress=None, *, make=make_task, log=None, goes_on=False) -> Ended:
+    """Set up a run and do it.
+
+    progress: of `naming_lost_ranks`.
+    make: a function that makes the task of a Config. Default: of the one that --task names.
+    log: a function that gets each line of metrics.jsonl, a dict, on rank 0. Default: none.
+    goes_on: bool. The process goes on after the run. Then signals get back their handlers, and all
+        ranks return when rank 0 has written everything. Otherwise they leave before.
+    """
+    progress = progress or Progress()
+    progress.where = lambda: "setting up"
+    # A chat template may write the date. It is the run's, also after midnight and in an audit.
+    if config.reads_text and not config.date:
+        date = agree(lambda: read_date("").isoformat())
+        config = dataclasses.replace(config, date=date)
+    with errors_on_all_ranks():
+        task, teacher = prepare(config, make)
+
+    with contextlib.ExitStack() as stack:  # the lock on the run's directory
+        model, generator, reference = build(config, task)
+        if config.exact:
+            with errors_on_all_ranks():
+                require_exact_kernels(generator, current_device())
+        if config.engine:
+            shape = dataclasses.replace(model.config, max_position_embeddings=generator.positions)
+            require_room(config, task, shape, "the engine")
+        trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
+        # All that can be refused has been: only now is a directory claimed.
+        # Rank 0 alone looks and writes, and holds the lock: the other ranks get the path.
+        directory = RunDirectory(agree(lambda: RunDirectory.claim(config, stack, task).path))
+        if config.engine:
+            generator.begin(directory.engine)
+            stack.callback(generator.worker.shutdown, wait=False, cancel_futures=True)
+        stop = Stop(goes_on)
+        if goes_on:
+            stack.callback(stop.close)
+            stack.callback(close_groups, trainer)
+        ended = run(config, task, trainer, directory, progress, stop, log)
+
+        # COMM: ranks wait for each other for the last time. Then no rank needs another one: rank 0
+        # may write for longer than --timeout, and the others leave. Pinned by
+        # tests/full/test_faults.py::test_a_fault_ends_a_run_as_its_row_says.
+        progress.where = lambda: "finished"
+        progress.advice = "what the run saved is whole"
+        dist.barrier()
+
+        def finish():
+            if not ended.signal:
+                export_last(config, task, directory)
+
+        if goes_on:
+            # COMM: ranks that go on wait for rank 0, in a group without a limit of its own. Pinned
+            # by tests/full/test_api.py::test_ranks_return_when_the_export_is_written.
+            year = datetime.timedelta(seconds=config.YEAR)
+            group = dist.new_group(backend="gloo", timeout=year)
+            agree(finish, group)
+            dist.destroy_process_group(group)
+
+            # A signal in or after the last step does not end the run. It is the program's then.
+            stop.close()
+            if stop.number and not ended.signal:
+                signal.raise_signal(stop.number)
+        elif dist.get_rank() == 0:
+            finish()
+        return ended
+
+
+def close_groups(trainer):
+    """Destroy the process groups of a trainer and its sampler, in a process that goes on."""
+    sampler = trainer.sampler
+    groups = {*trainer.grid.made.values(), getattr(sampler, "group", None)}
+    if isinstance(sampler, Sampler):
+        groups |= {*sampler.model.part.grid.made.values()}
+    for group in groups - {None, dist.group.WORLD}:  # of other ranks, of all
+        dist.destroy_process_group(group)
+
+
+def run(config, task, trainer, directory, progress, stop, tell=None) -> Ended:
+    """Do the run in its directory. stop: a Stop. tell: of `Log`, for the loop."""
+    began = time.perf_counter()
+    progress.where = lambda: trainer.where
+    progress.advice = directory.advice
+    first_step, origin, pending = restore(config, trainer, directory)
+    introduce(config, task, trainer, directory, first_step, origin)
+    # Lines after the checkpoint belong to steps that are now done again.
+    agree(lambda: directory.cut(first_step))
+    # A signal ends the loop after a step, in which all ranks have saved.
+    try:
+        queue = RolloutQueue(config, task, trainer, first_step, pending)
+        solved = loop(config, task, trainer, queue, directory, stop, tell)
+    except Interrupted as interrupted:
+        return Ended(directory, None, interrupted.args[0])
+    seconds = time.perf_counter() - began
+    say(agree(lambda: audits_in_words(config, directory)))
+    say(f"eval/solved {solved:.3f} after {config.steps} steps, {seconds:.0f} s")
+    return Ended(directory, solved)
+
+
+def loop(config, task, trainer, queue, directory, stop, tell) -> float:
+    """Do the steps of the loop. Return what the last weights solve."""
+    rollouts = RolloutLog(config, task, queue, directory)
+    saves = Checkpointer(config, trainer, queue, directory, stop)
+    try:
+        with contextlib.closing(Log(config, trainer, queue, directory, tell)) as log:
+            if queue.first_step == 0:
+                log.before(queue.evaluate())
+            # `log` is first: it reads the clock, and a step's seconds are without writing rollouts.
+            logs = Logs(log, rollouts, Warnings(config), saves)
+            solved = train_grpo.train(config, queue, trainer, logs.step, queue.first_step)
+            if solved is None:  # resumed at its last step
+                solved = queue.evaluate()
+    # A reply that did not come: the state before the step is saved, and the batch is lost. It was a
+    # signal that ended the wait, or --reply-timeout, which is an error.
+    except Unheard as unheard:
+        text, number = unheard.args
+        said = f"{text}: {saves.rescue()}; {directory.advice}"
+        if not number:
+            raise ValueError(said) from unheard
+        say(f"{signal.Signals(number).name}: {said}")
+        raise Interrupted(number) from unheard
+    if rollouts.text is not None:  # a run that was resumed at its last step has played nothing
+        say(f"sample: {rollouts.text}")
+    return solved
+
+
+def introduce(config, task, trainer, directory, first_step, origin):
+    """Say what is trained, how and where. All settings are in config.json."""
+    c = config
+    world = dist.get_world_size()
+    dtype = f"{c.dtype}, computes in {c.compute}" if c.is_mixed else c.dtype
+    trained = f" ({trainer.trained:,} trained)" if c.lora_rank else ""
+    say(f"{c.task}: {trainer.size:,} parameters{trained}, {origin}")
+    say(f"from step {first_step} of {c.steps}: {c.prompts} groups of {c.group} a step, "
+        f"{world} rank(s), plan {c.plan or f'd{world}'}, {c.data_parallel}, "
+        f"{trainer.device.type}, {dtype}")  # fmt: skip
+    say(f"out {directory}: `python -m full plot {directory}` draws it; Ctrl-C saves, "
+        f"{directory.flags_to_resume} goes on")  # fmt: skip
+    share = lost_to_rounding(trainer.model, c.lr) if c.dtype == "bfloat16" else 0.0
+    if share > 0.001:
+        warn(f"--dtype bfloat16 has no finer masters: rounding undoes a step of --lr {c.lr:g} in "
+             f"{share:.1%} of the weights; set --dtype float32 --compute-dtype bfloat16")
+    if c.proximal and c.rounds_apart:
+        say("old log-probs are the trainer's, since the sampler rounds otherwise; --no-proximal "
+            "takes the sampler's")  # fmt: skip
+    if getattr(task, "note", ""):  # what a task has decided, such as a template
+        say(task.note)
+
+
+def lost_to_rounding(model, step) -> float:
+    """Return which part of this rank's trained weights is the same after a step of this size."""
+    # AdamW's steps are about as long as the rate. A bfloat16 number near 0.02 has no neighbor
+    # within 6e-5, so with the rate 1e-6 it stays where it is for ever.
+    weights = [local(p.detach()) for p in model.parameters() if p.requires_grad]
+    kept = sum(int(((p + step == p) & (p - step == p)).sum()) for p in weights)
+    return kept / max(1, sum(p.numel() for p in weights))
+
+
+def restore(config, trainer, directory):
+    """Bring a trainer to where its run goes on. Collective.
+
+    Returns the first step to do, the source of the weights in words, and the pending batches.
+    """
+    if config.resume:
+        path, state = directory.read_newest(trainer.load_checkpoint)
+        if path:
+            pending = pending_batches(config, trainer, path, state)
+            directory.read_reference(trainer)
+            return state["step"], f"the weights of {path}", pending
+    origin = f"the weights of {config.model}" if config.model else f"random of seed {config.seed}"
+    if config.resume:
+        origin += f" (no checkpoint in {directory} yet)"
+    directory.write_reference(trainer)
+    return 0, origin, {}

@@ -1,0 +1,5 @@
+"""Both ways to train on a tree of tokens, for models and batches of any size: `tree_attention.py`.
+
+Read trie (the tree as arrays), packed (the whole tree in one call), chunks (depth first, in chunks
+of bounded memory), forest (recurrent layers on trees). Others import `TokenTrie` and a way.
+"""

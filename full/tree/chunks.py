@@ -1,0 +1,527 @@
+"""Depth first over chunks: adds losses of every kind and ranks to `tree_attention.py`.
+
+A chunk is a stretch of the preorder of at most max_tokens tokens: a segment of one path, followed
+by as many complete subtrees as fit. All ancestors of its tokens are in the chunk or on the path to
+its first token. Chunks run depth first, as the segments of `tree_attention.tree_backward` do. Whole
+subtrees in one call keep the matrices large.
+
+    |                   | tokens forward, backward | held at the peak                            |
+    | one by one        | sum L_i, sum L_i         | the graph of the longest sequence           |
+    | one chunk         | N, N                     | the graph of N tokens                       |
+    | chunks            | N, N                     | graphs of this chunk and of all above       |
+    | chunks, recompute | N + N', N                | the graph of this chunk; K, V of one path   |
+
+N' counts the tokens of chunks that others are below. Where graphs are held, a chunk that is the
+only child of another is one call with it, because a cut there would free nothing.
+
+AReaL-DTA (arXiv:2602.00482) walks leaf by leaf, one segment at a time, and Tree Training
+(arXiv:2511.00413) packs a tree that fits into memory. Chunks are both. The first token below a fork
+is scored in its parent's chunk, so there is no cache of forks. A gated DeltaNet has no keys: its
+state at a fork is one more leaf (forest.py). Not here: dropout; mixers other than these two;
+batches of trees (a forest is one tree). A packed tree has what this has not: layers that exchange
+messages with ranks of other trees (experts, FSDP), and context ranks.
+
+Equations (1) to (5) are in tree_attention.py, (6) is in packed.py.
+
+Letters:  N tokens of the tree   n tokens of a chunk   p tokens on the path above, m = p + n keys of
+both   R sequences, of L_i tokens   T = L - 1 of the longest   e edges scored in a chunk, from its
+tokens to their children   C = 2 scores of an edge, or a critic's 1
+"""
+
+import itertools
+import math
+import re
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from full.attention.ring import ring_of
+from full.model.config import LINEAR
+from full.model.deltanet import GatedDeltaNet
+from full.tree.forest import Forest
+from full.tree.packed import attend_short, path_edges, score_edges, wanted_edges
+from full.tree.trie import TokenTrie, TreeChunk, arrays_of_ids, partition_tree
+from models import FULL, SLIDING
+from tree_attention import leaf_of
+
+
+# Depth first over the chunks --------------------------------------------------------------------
+# In two parts: the losses of sequences, and the walk, which says what runs next
+# and what waits. It does for chunks what `tree_attention.tree_backward` does for segments.
+
+
+class _Losses:
+    """The losses of the sequences (3), from the scores of the edges, and their gradient (4).
+
+    scores_CN[c, t] is score c of edge t; dscores_CN is (4). loss_fn: of `tree_backward`, or None.
+    """
+
+    def __init__(self, model, trie, loss_fn=None, batched=False):
+        # NUMERICS: losses and the sums (4) are in the model's dtype, float32 at least. Pinned by
+        # tests/full/test_tree.py::test_the_loss_is_summed_in_the_models_precision.
+        weight = next(model.parameters())
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        C = 1 if model.logprobs is None else 2  # those of `scores_of`
+        self.scores_CN = torch.zeros(C, len(trie), dtype=dtype, device=weight.device)
+        self.dscores_CN = None if loss_fn is None else torch.zeros_like(self.scores_CN)
+        self.is_used = [False] * C  # which scores some loss depends on
+        self.total = self.scores_CN.new_zeros(())
+        self.trie = trie
+        self.loss_fn = loss_fn
+        self.batched = batched
+
+    def finish(self, edges_e, scores, sequences):
+        """Write a chunk's scores, and compute (3) and (4) of the sequences that end in it."""
+        for row_N, score_e in zip(self.scores_CN, scores, strict=False):
+            row_N[edges_e] = score_e.detach().to(row_N.dtype)
+
+        # One call of the loss per sequence, or one for a list of all, which costs less Python.
+        device = self.scores_CN.device
+        if self.batched and sequences:
+            self.call(sequences, *path_edges(self.trie, sequences, device))
+        for i in [] if self.batched else sequences:
+            self.call(i, *(x_1T[0] for x_1T in path_edges(self.trie, [i], device)))
+
+    def call(self, called_for, edges, inside):
+        """Call the loss once, and add its value to (3) and its gradient to (4)."""
+        # The scores along each path are leaves of a graph of their own. So the loss's backward ends
+        # here: a chunk must be gone through once, not once for every sequence that shares it.
+        leaves = [leaf_of(row_N[edges].masked_fill(~inside, 0.0)) for row_N in self.scores_CN]
+        with torch.enable_grad():
+            loss = self.loss_fn(called_for, *leaves)
+            loss = loss if torch.is_tensor(loss) else self.scores_CN.new_tensor(loss)
+            if loss.dim():
+                raise ValueError(f"expected one number from loss_fn, of shape (), got "
+                                 f"{[*loss.shape]} for sequence {called_for}; sum it")  # fmt: skip
+            if loss.requires_grad:
+                loss.backward()
+        self.total += loss.detach()  # (3)
+        grads = [leaf.grad for leaf in leaves]
+
+        # The gradients go back to the edges, and add up where paths meet. A score that no loss uses
+        # (often the entropy) gets no gradient, which is not a gradient of 0: a gradient of 0 would
+        # send the head's backward through the whole vocabulary a second time.
+        for c, grad in enumerate(grads):
+            if grad is not None:
+                grad = grad.masked_fill(~inside, 0.0).flatten()
+                self.dscores_CN[c].index_add_(0, edges.flatten(), grad)  # (4)
+                self.is_used[c] = True
+
+
+class _Open(NamedTuple):
+    """A chunk on the stack: others are below it, or it goes backward next."""
+
+    number: int
+    chunk: TreeChunk
+    leaves: dict  # layer -> a `summing_leaf` of each tensor that chunks below read
+    forward: tuple | None  # the result of `_TreeWalk.forward`. None: no graph, so it runs again
+
+
+class _ChunkAttention:
+    """What the layers of a chunk call: they read leaves of the chunks above, and leave their own.
+
+    A softmax layer leaves the keys and values of the tokens that chunks below see. A recurrent one
+    leaves a few inputs of its convolution, and the states at the forks and at the end.
+    """
+
+    def __init__(self, walk, chunk, stack):
+        trie = walk.trie
+        self.forest = walk.forest
+        self.chunk = chunk
+        self.stack = stack
+        self.mask = trie.mask(chunk.start, chunk.stop)
+        self.rows = walk.open_rows(chunk)
+        self.own = {}  # layer -> tensors that chunks below read
+        self.in_forward = True
+        self.keeps_graph = torch.is_grad_enabled()
+        self.has_below = int(trie.subtree_end[chunk.start : chunk.stop].max()) > chunk.stop
+
+        # The open tokens of a chunk have consecutive depths. Those whose depth is less than the
+        # depth at which the next chunk of the path begins are on the path to this chunk. Chunks
+        # that begin at the depths 0, 6 and 9 have 6 and 3 tokens on the path to the last one.
+        starts = [*(opened.chunk.start for opened in stack), chunk.start]
+        self.counts = trie.positions[starts].diff().tolist()
+
+    def leave(self, key, make):
+        """Note the tensors make() that chunks below read: `_TreeWalk.backward` starts from them."""
+        # After the forward a layer may call again, where a checkpoint recomputes it.
+        if not self.in_forward:
+            return
+        if key in self.own:
+            raise ValueError(f"two layers call attention with layer={key[0]}; number them")
+        lost_graph = self.keeps_graph and not torch.is_grad_enabled()
+        with torch.set_grad_enabled(self.keeps_graph):
+            self.own[key] = make() if self.has_below else []
+
+        # A reentrant checkpoint around a layer computes its keys without a graph, and again in the
+        # backward. So (5) has no keys to start from. Around attention alone, it gets keys that have
+        # a graph. Pinned by
+        # tests/full/test_tree.py::test_a_reentrant_checkpoint_of_whole_layers_is_refused.
+        if lost_graph and not all(x.requires_grad for x in self.own[key]):
+            raise ValueError("a reentrant checkpoint would lose the gradient of keys that "
+                             "other chunks read; pass use_reentrant=False")  # fmt: skip
+
+    def __call__(self, q, k, v, /, *, layer, scale, window=None):
+        self.leave((layer, "keys"), lambda: [x[:, :, self.rows] for x in (k, v)])
+        # The keys of the path, from the root down, and then the chunk's own.
+        if self.stack:
+            above = [[x[:, :, :n] for x in opened.leaves[layer, "keys"]]
+                     for opened, n in zip(self.stack, self.counts, strict=True)]  # fmt: skip
+            k, v = (torch.cat(parts, 2) for parts in zip(*above, (k, v), strict=True))
+        return attend_short(q, k, v, self.mask.with_window(window), scale=scale)[0]
+
+    def windows(self, x_1nX, /, *, kernel, layer):
+        """Return each token's last inputs, as `Forest.windows`."""
+        def read_of(chunk):
+            return self.forest.inputs_read_after(chunk.start, chunk.stop, kernel)
+
+        start, stop, _ = self.chunk
+        self.leave((layer, "inputs"), lambda: [x_1nX[:, read_of(self.chunk) - start]])
+        above = [(read_of(opened.chunk), *opened.leaves[layer, "inputs"]) for opened in self.stack]
+        return self.forest.inputs_at(x_1nX, np.arange(start, stop), above, kernel)
+
+    def recurrence(self, *given, layer):
+        """Return the outputs of a chunk, as `Forest.recurrence`."""
+        def read_of(chunk):
+            return self.forest.states_read_after(chunk.start, chunk.stop).tolist()
+
+        states = {}
+        for opened in self.stack:
+            states |= zip(read_of(opened.chunk), opened.leaves[layer, "states"], strict=True)
+        out_1HnV = self.forest.run(given, self.chunk.start, self.chunk.stop, states)
+        self.leave((layer, "states"), lambda: [states[token] for token in read_of(self.chunk)])
+        return out_1HnV
+
+
+class _TreeWalk:
+    """Run chunks depth first: forward, losses of finished sequences, the chunks below, backward.
+
+        chunk 0 - chunk 1      forward 0
+                `- chunk 2     forward 1, backward 1: adds to the gradient of 0's keys and values
+                               forward 2, backward 2: likewise
+                               backward 0: starts from its scores, and from its keys and values
+
+    losses: `_Losses`; without a loss_fn the walk is a forward, without memory for any gradient.
+    Takes the arguments of `tree_backward`.
+    """
+
+    def __init__(self, model, trie, losses, *, max_tokens=None, recompute=False, temperature=1.0,
+                 masks=None, routing=None):  # fmt: skip
+        self.model = model
+        self.trie = trie
+        self.losses = losses
+        self.trains = losses.loss_fn is not None
+        self.recompute = recompute
+        self.temperature = temperature
+        self.routing = routing
+        self.device = next(model.parameters()).device
+        self.forest = Forest(trie.parent.numpy())
+        joins = self.trains and not recompute  # then both chunks' graphs are held anyway
+        self.chunks = partition_tree(trie, max_tokens, join_only_children=joins)
+
+        # Edge t scores token t from its parent's state, so it belongs to the parent's chunk, even
+        # if token t is in a chunk below. Sorted by parents, the edges of a chunk are a run.
+        edges_e = torch.from_numpy(wanted_edges(trie, masks)[0])
+        self.edges = edges_e[trie.parent[edges_e].argsort(stable=True)]
+        self.parents = trie.parent[self.edges]
+        self.sorted_ends = trie.ends[trie.order]
+
+    def run(self):
+        """Run all chunks forward and, with a loss_fn, backward."""
+        stack = []  # the chunks above the current one, each `_Open`
+        for b, chunk in enumerate(self.chunks):
+            # Chunks that this one is not below are complete: nothing else will read their keys.
+            while stack and stack[-1].number != chunk.parent:
+                self.backward(stack)
+
+            # With recompute, a chunk that others are below keeps no graph while they run, only keys
+            # and values. A chunk with none below goes backward next, and keeps its graph.
+            has_children = b + 1 < len(self.chunks) and self.chunks[b + 1].parent == b
+            keep_graph = self.trains and not (self.recompute and has_children)
+            with torch.set_grad_enabled(keep_graph):
+                edges_e, scores, own = self.forward(chunk, stack)
+            leaves = {key: [summing_leaf(x, keep_graph) for x in tensors]
+                      for key, tensors in own.items()}  # fmt: skip
+
+            # All scores of the sequences that end here exist now, and no chunk of their paths has
+            # gone backward yet.
+            ended = self.trie.order[chunk.run_of(self.sorted_ends)] if self.trains else []
+            self.losses.finish(edges_e, scores, sorted(ended))
+            forward = (edges_e, scores, own) if keep_graph else None
+            stack.append(_Open(b, chunk, leaves, forward))
+            del scores, own, forward  # so that the backward frees them
+        while stack:
+            self.backward(stack)
+
+    def forward(self, chunk, stack):
+        """Call the model for a chunk, with an attention that reads the chunks on the stack.
+
+        Returns the edges that are scored (e,), C scores (e,), and `_ChunkAttention.own`.
+        """
+        # The model does not know that it runs on a tree: each layer calls this once.
+        attention = _ChunkAttention(self, chunk, stack)
+
+        # Positions are depths, so the keys of a path are right for every chunk below.
+        tokens = slice(chunk.start, chunk.stop)
+        hidden_1nM = self.model.hidden(
+            self.trie.tokens[tokens][None].to(self.device),
+            positions=self.trie.positions[tokens][None].to(self.device), attention=attention,
+            **({} if self.routing is None else {"on_routing": self.routing(chunk)}),
+        )  # fmt: skip
+        attention.in_forward = False
+        if not attention.own:
+            name = type(self.model).__name__
+            raise ValueError(f"{name}.hidden never called `attention`: its tokens mix in a way a "
+                             "tree cannot follow; every layer must call it")  # fmt: skip
+
+        # The children of a token may be in chunks below: their edges are scored already here.
+        # A chunk of leaves has no edge to score. But the scores of a whole tree have a graph.
+        edges_e = self.edges[chunk.run_of(self.parents)]
+        scores = ()
+        if len(edges_e) or chunk.stop - chunk.start == len(self.trie):
+            given = hidden_1nM[0], chunk.start, self.trie, edges_e
+            scores = score_edges(self.model, *given, self.temperature)
+        return edges_e.to(self.device), scores, attention.own
+
+    def open_rows(self, chunk):
+        """Return the rows of the chunk's tokens that other chunks are below: a slice or indices."""
+        # These are the ancestors of token `stop`: a path that starts with the chunk's first token.
+        # Subtrees of upper forks may stand between them, so a slice is not always enough.
+        end = self.trie.subtree_end.numpy()[chunk.start : chunk.stop]
+        rows = np.flatnonzero(end > chunk.stop)
+        if not len(rows) or rows[-1] == len(rows) - 1:
+            return slice(0, len(rows))
+        return torch.from_numpy(rows).to(self.device)
+
+    def backward(self, stack):
+        """Pop a chunk, and backpropagate through it once for all losses that it had a part in."""
+        _, chunk, leaves, forward = stack.pop()
+        if not self.trains:
+            return
+        if forward is None:
+            forward = self.forward(chunk, stack)  # again, and now with a graph
+        edges_e, scores, own = forward
+
+        # It starts at the scores; (4) is complete at them. And at its own keys, values, inputs and
+        # states, with what the chunks below have found for them. From here on nobody reads them.
+        dscores_CN, is_used = self.losses.dscores_CN, self.losses.is_used
+        pairs = [(x, dscores_CN[c, edges_e]) for c, x in enumerate(scores) if is_used[c]]
+        for key, tensors in own.items():
+            for x, leaf in zip(tensors, leaves[key], strict=True):
+                if leaf.grad is not None:
+                    pairs.append((x, leaf.grad))  # (5)
+        del leaves
+        pairs = [(x, grad.to(x.dtype)) for x, grad in pairs if x.requires_grad]
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))
+
+
+def summing_leaf(x, keep_graph):
+    """Return a tensor that chunks below read as a leaf, which sums the gradients it gets."""
+    # Where a graph is kept, it holds the tensor anyway, and a view costs nothing. If not, a
+    # view would hold all of the matrix that queries, keys and values come from.
+    # NUMERICS: `leaf_of` sums over all chunks below in float32 or better, and the sum is cast once.
+    # Pinned by tests/full/test_tree.py::test_gradients_of_keys_are_summed_in_float32_or_better.
+    return leaf_of(x if keep_graph else x.clone())
+
+
+# The public calls -------------------------------------------------------------------------------
+
+
+def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None):
+    """Return log-probs and entropies, or a critic's values, (L_i - 1,) of each sequence, in order.
+
+    model, trie, temperature, masks: as in `tree_backward`.
+    max_tokens: None: one graph of the whole tree, differentiable. A number: chunk by chunk, without
+        gradients; call it under torch.no_grad.
+
+    Raises ValueError where model, tree or masks do not fit, or max_tokens meets gradients.
+    """
+    require_tree_model(model, trie)
+    if max_tokens is not None and len(trie) and torch.is_grad_enabled():
+        raise ValueError("max_tokens is for forward passes: call tree_scores under "
+                         "torch.no_grad(), or train with tree_backward")  # fmt: skip
+    losses = _Losses(model, trie)
+    options = dict(max_tokens=max_tokens, temperature=temperature, masks=masks)
+    walk = _TreeWalk(model, trie, losses, **options)
+    columns = losses.scores_CN.unbind()
+    if max_tokens is not None:
+        walk.run()
+    elif len(trie):
+        edges_e, scores, _ = walk.forward(walk.chunks[0], [])
+        columns = [x_e.new_zeros(len(trie)).index_copy(0, edges_e, x_e) for x_e in scores]
+
+    # Each path reads its own scores. In the backward the gradients of all paths add up at an edge:
+    # (4) by autograd.
+    paths = [trie.path(i)[1:].to(walk.device) for i in range(len(trie.lengths))]
+    return [tuple(column_N[path] for column_N in columns) for path in paths]
+
+
+class TreeResult(NamedTuple):
+    """What `tree_backward` returns, detached."""
+
+    loss: torch.Tensor  # (3)
+    logprobs: list  # (L_i - 1,) of each sequence, in order
+
+
+def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, temperature=1.0,
+                  masks=None, batched=False, routing=None) -> TreeResult:
+    """Add the gradient of (3) to .grad, like loss.backward(), in O(path) memory.
+
+    model: like models.Transformer; see `require_tree_model`.
+    trie: the `TokenTrie` of the sequences.
+    loss_fn: loss_fn(i, logprobs, entropies), of a critic (i, values), (L_i - 1,) each, returns the
+        loss of sequence i, a tensor () or a number. Entry s - 1 is about token s; a value is of the
+        state before token s. Called once for each i, also where L_i = 1. It may return a tensor
+        without gradient, and must not use arguments of an earlier call.
+    max_tokens: tokens of a chunk, at most. Default: the whole tree is one chunk. Without recompute
+        an only child joins its parent chunk, because both graphs would be held anyway.
+    recompute: hold keys and values of the chunks above, not their graphs, and run them twice.
+    temperature: of (6).
+    masks: a bool (L_i - 1,) for each sequence. The head runs where any of them wants a score; other
+        entries that loss_fn gets are 0, without gradient. Default: everywhere.
+    batched: call loss_fn([i, ..], ..) once per chunk, for the R sequences that end in it, with
+        (R, T) scores, 0 past a sequence's end. Faster for many short sequences.
+    routing: routing(chunk) returns the on_routing= of `model.hidden` for the tokens chunk.start ..
+        chunk.stop - 1. With recompute it is called twice for some chunks. Default: none.
+
+    Hooks of parameters fire once per chunk. Raises ValueError where model, tree or masks do not
+    fit, before anything runs, or what loss_fn raises, when .grad may be half done.
+    """
+    require_tree_model(model, trie)
+    if torch.is_inference_mode_enabled() or not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("no parameter of the model requires a gradient here; use tree_scores")
+    losses = _Losses(model, trie, loss_fn, batched)
+    walk = _TreeWalk(model, trie, losses, max_tokens=max_tokens, recompute=recompute,
+                     temperature=temperature, masks=masks, routing=routing)  # fmt: skip
+
+    with torch.enable_grad():
+        walk.run()
+    logprobs = [losses.scores_CN[0, trie.path(i)[1:]] for i in range(len(trie.lengths))]
+    return TreeResult(losses.total, logprobs)
+
+
+# Checks of what callers pass --------------------------------------------------------------------
+# For: an error that names the mistake, before anything runs or changes.
+# Skip it to understand the algorithm; read it before you pass a model of your own.
+
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+
+MIXERS = (nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d)
+
+OTHER_MIXERS = re.compile("mamba|rwkv|deltanet|linearattention|ssm|retention", re.IGNORECASE)
+
+
+def require_tree_model(model, trie, /):
+    """Raise ValueError, before anything runs, if the model's tokens may mix otherwise than by (1).
+
+    A model needs .hidden(tokens, positions=, attention=) and .logprobs(hidden, targets,
+    temperature=). Each layer must call attention(q, k, v, layer=, scale=, window=) once, with a
+    number of its own; window may be left out.
+    """
+    if not isinstance(trie, TokenTrie):
+        raise ValueError(f"expected a TokenTrie, got {type(trie).__name__}; TokenTrie(sequences)")
+    # A shared token has one state. Nothing may make it differ between its sequences, and nothing
+    # but `attention`, which knows the tree, may carry information from token to token.
+    # Our recurrent layers ask the tree as well. Their convolution is but a weight.
+    ours = tuple(f"{name}." for name, module in model.named_modules()
+                 if isinstance(module, GatedDeltaNet))  # fmt: skip
+    for name, module in model.named_modules():
+        if isinstance(module, DROPOUT) and module.p and module.training:
+            raise ValueError(f"{name} drops out with p = {module.p}: a shared token would differ "
+                             "between its sequences; call model.eval(), or set p = 0")  # fmt: skip
+        is_other = isinstance(module, MIXERS) or OTHER_MIXERS.search(type(module).__name__)
+        if is_other and not f"{name}.".startswith(ours):
+            raise ValueError(f"{name} is {type(module).__name__}: it mixes tokens in another way "
+                             "than causal softmax attention; train the sequences one by one")
+    config = getattr(model, "config", None)
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    if kinds - {FULL, SLIDING, *([LINEAR] if ours else [])}:
+        raise ValueError(f"layers of {sorted(kinds)}: not all are causal softmax attention")
+
+
+# Which rank trains on which sequences -----------------------------------------------------------
+# For: data-parallel ranks whose sequences share prefixes.
+
+
+PAIR = 1 / (6 * 1024)  # a pair's time over a token's: 4 M / 24 M^2 FLOPs for a width M of 1024
+
+
+def time_of_path(lengths):
+    """Return the modeled time of paths of some lengths, in units of one token."""
+    return lengths + lengths * (lengths + 1) / 2 * PAIR
+
+
+def partition(sequences, world) -> list[list[int]]:
+    """Return which sequences each of `world` ranks trains on: indices, the same on every rank.
+
+    They are runs of the sorted sequences, so that shared prefixes stay together, cut where the
+    largest modeled time of a rank is least. More ranks than sequences: some lists are empty.
+    """
+    # The time of a sorted sequence: its whole path if a rank begins with it, else only the tokens
+    # that it does not share with the one before.
+    trie = TokenTrie(sequences)
+    whole = time_of_path(trie.lengths.numpy()[trie.order])
+    new = whole - time_of_path(trie.shared)
+    times = [*zip(whole.tolist(), new.tolist(), strict=True)]
+
+    # If no rank may take longer than some time, greedy runs use the fewest ranks. So find the least
+    # time for which `world` ranks are enough, by bisection.
+    low = whole.max(initial=0.0)
+    high = whole.sum()
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        if len(greedy_runs(times, middle)) > world:
+            low = middle
+        else:
+            high = middle
+    runs = greedy_runs(times, high)
+    runs += [[]] * (world - len(runs))
+    return [[trie.order[k] for k in run] for run in runs]
+
+
+def greedy_runs(times, limit):
+    """Return the longest runs of sorted sequences that take at most `limit`, as lists of numbers.
+
+    times: (time of the whole path, time of the new tokens) of each sequence.
+    """
+    runs = []
+    time = math.inf
+    for k, (whole, new) in enumerate(times):
+        time += new
+        if time > limit * (1 + 1e-12):
+            runs.append([])
+            time = whole
+        runs[-1].append(k)
+    return runs
+
+
+def redistribute(sequences, data, *, group=None):
+    """Distribute all ranks' sequences by `partition`; return this rank's (sequences, data).
+
+    sequences: this rank's own. data: anything that pickles, one for each (a tuple of advantages, a
+        mask, an id to find it again). Either may be []. Tensors return on the CPU.
+
+    Every rank of the group calls it, once. Raises ValueError on every rank if the lists of any rank
+    do not fit.
+    """
+    ring = ring_of(group)
+
+    def own():
+        arrays = arrays_of_ids(sequences)
+        items = tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, list(data))
+        if len(arrays) != len(items):
+            raise ValueError(f"{len(arrays)} sequences, but data for {len(items)}; one for each")
+        return arrays, items
+
+    # COMM: one message, which every rank sends, also with nothing or with its error in it. Pinned
+    # by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+    parts = zip(*ring.gather(own), strict=True)
+    arrays, items = (list(itertools.chain(*x)) for x in parts)
+
+    # Every rank has the same list now, so every rank finds the same partition.
+    share = partition(arrays, ring.world)[ring.rank]
+    return [torch.from_numpy(arrays[i]) for i in share], [items[i] for i in share]

@@ -1,0 +1,242 @@
+"""The tree of tokens as arrays: adds trees of any size to `tree_attention.py`.
+
+`TokenTrie` is `radix_tree` and `pack` in one, and `partition_tree` cuts it for chunks.py. Equations
+(1) to (5) are in tree_attention.py.
+
+Letters:  N tokens of the tree   R sequences, of L_i tokens
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from full.attention.masks import ALL, Mask
+
+
+class TokenTrie:
+    """The tree of all prefixes of some sequences, packed in preorder; of a fork's branches the
+    largest comes first.
+
+    sequences: 1-D integer tensors (or lists) of 1 token or more, ids >= 0. Not changed.
+
+    Sequences that equal others, or are prefixes of others, end inside the tree and add no token.
+    All tensors are int64 and on the CPU:
+
+        tokens (N,)        token ids           positions (N,)    depth, which is what RoPE wants
+        subtree_end (N,)   the index after a token's last descendant
+        parent (N,)        index of the token before, -1 for a first one
+        ends (R,)          index of each sequence's last token     lengths (R,)   L_i
+
+        paths              the paths of all sequences, end to end: path i begins at begins[i]
+        order              the sequences' numbers, as their paths end in preorder
+        shared (R,)        numpy: the first tokens each of them shares with the one before it
+
+    A ValueError names a sequence that is not 1-D integers. The cost is a sort and O(total tokens).
+    """
+
+    def __init__(self, sequences):
+        arrays = arrays_of_ids(sequences)
+        lengths = np.array([len(x) for x in arrays], np.int64)
+        begins = lengths.cumsum() - lengths
+
+        # Sort the sequences like words in a dictionary (as bytes, the most significant first). Then
+        # a sequence shares with its predecessor all that it shares with any sequence before it. The
+        # new tokens of one sequence after another are the tree in preorder:
+        #
+        #     sorted     5 6 7    5 6 8    5 9
+        #     shared       0        2       1
+        #     new        5 6 7        8      9       the tree's tokens: 5 6 7 8 9
+        words = [x.astype(">i8").tobytes() for x in arrays]
+        tokens, positions, parent, end, paths = np.zeros((5, int(lengths.sum())), np.int64)
+
+        n = 0  # tokens of the tree so far
+        path = before = np.zeros(0, np.int64)
+        for i in sorted(range(len(arrays)), key=words.__getitem__):
+            x = arrays[i]
+            compared = min(len(x), len(before))
+            differ = np.flatnonzero(x[:compared] != before[:compared])
+            shared = int(differ[0]) if len(differ) else compared
+
+            # The predecessor's tokens past the shared ones have nothing more below them. Its own
+            # tokens past the shared ones are new, and continue the path.
+            end[path[shared:]] = n
+            new = np.arange(n, n + len(x) - shared)
+            path = np.concatenate([path[:shared], new])
+            tokens[new] = x[shared:]
+            positions[new] = np.arange(shared, len(x))
+            parent[new] = np.append(-1, path)[positions[new]]
+            paths[begins[i] :][: len(x)] = path
+            n += len(new)
+            before = x
+        end[path] = n  # the tokens of the last path end with the tree
+
+        # Move whole branches, so that the largest one of each fork comes first. Then a chunk can go
+        # down the largest branch as one path. Old token t moves to place[t].
+        place = largest_branches_first(parent[:n], end[:n])
+        old = np.argsort(place)
+        self.tokens = as_int64(tokens[old])
+        self.positions = as_int64(positions[old])
+        self.parent = as_int64(np.append(place, -1)[parent[old]])
+        self.subtree_end = as_int64(np.arange(n) + (end[:n] - np.arange(n))[old])
+        self.paths = as_int64(place[paths])
+        self.begins = as_int64(begins)
+        self.lengths = as_int64(lengths)
+        self.ends = self.paths[self.begins + self.lengths - 1]
+
+        # In preorder, all tokens after the end of one sequence, up to the end of the next, are on
+        # the path of the next, and new. The rest of its path is shared.
+        order = np.argsort(self.ends.numpy(), kind="stable")
+        self.order = order.tolist()
+        self.shared = lengths[order] - np.diff(self.ends.numpy()[order], prepend=-1)
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def path(self, i):
+        """Return the tokens of sequence i, (L_i,) int64: tokens[path(i)] is the sequence."""
+        return self.paths[self.begins[i] :][: self.lengths[i]]
+
+    @functools.cached_property
+    def whole_mask(self):
+        """Return (1) as a `Mask`, made once for all layers, which then share its boxes."""
+        return self.mask(0, len(self))
+
+    def mask(self, start, stop, padding=0):
+        """Return (1) for the queries start .. stop - 1 of the preorder, and for padding after them.
+
+        The keys are the path above the first query, and the queries. A window counts in depth.
+        """
+        # All ancestors of the queries are among the keys: a subtree that begins before `start` and
+        # holds a query holds the first query too. So the keys are a tree themselves, in preorder,
+        # and the descendants of key j are the indices j + 1 .. end_j - 1. Each token of the padding
+        # is a tree by itself.
+        above = np.flatnonzero(self.subtree_end.numpy()[:start] > start)
+        keys = np.concatenate([above, np.arange(start, stop)])
+        end = self.subtree_end.numpy()[keys].clip(max=stop) - start + len(above)
+        end = np.append(end, len(keys) + 1 + np.arange(padding))
+        return Mask.tree(end).slice(slice(len(above), None), ALL)
+
+
+def arrays_of_ids(sequences):
+    """Return each sequence as an int64 array of its own, or raise ValueError."""
+    arrays = []
+    for i, x in enumerate(sequences):
+        array = x.detach().cpu().numpy() if torch.is_tensor(x) else np.asarray(x)
+        if array.ndim != 1 or not len(array) or array.dtype.kind not in "iu":
+            raise ValueError(f"sequence {i}: expected 1-D integers, 1 token or more, got "
+                             f"{array.dtype} {array.shape}; leave empty sequences out")  # fmt: skip
+        arrays.append(array.astype(np.int64))
+
+        # Ids beyond 2^63, which only uint64 holds, come out of the cast negative.
+        if arrays[-1].min() < 0:
+            raise ValueError(f"sequence {i}: expected token ids 0 to 2^63 - 1, got "
+                             f"{arrays[-1].min()}")  # fmt: skip
+    return arrays
+
+
+def largest_branches_first(parent, end):
+    """Return the new index of each token of a preorder, once every fork's branches are by size."""
+    # A subtree is consecutive indices, so moving a branch shifts all of its tokens by one number.
+    # Sort siblings by size. A branch moves to one past its parent, plus the sizes of the siblings
+    # that are now before it:
+    #
+    #     5 9 / 5 6 7 / 5 6 8      index   0 1 2 3 4      token 9 has size 1, token 6 size 3
+    #                              token   5 9 6 7 8      offset  0 4 1 1 2
+    #                              parent  . 0 0 2 2      place   0 4 1 2 3
+    index = np.arange(len(parent))
+    size = end - index
+    siblings = np.lexsort((index, -size, parent))
+    parent_of = parent[siblings]
+    size_of = size[siblings]
+
+    # Sizes are summed over all tokens, so take off what the sum was at the first sibling.
+    before = size_of.cumsum() - size_of
+    is_first = np.diff(parent_of, prepend=-2) != 0
+    before -= np.maximum.accumulate(np.where(is_first, before, 0))
+    offset = np.empty(len(parent), np.int64)
+    offset[siblings] = before + (parent_of >= 0)
+
+    # The place of a token is the sum of the offsets on its path: add each at the token, subtract it
+    # where the token's subtree ends, and sum up.
+    change = np.append(offset, 0)
+    np.subtract.at(change, end, offset)
+    return change[:-1].cumsum()
+
+
+def as_int64(x):
+    """Return a numpy array as an int64 tensor."""
+    return torch.from_numpy(np.asarray(x, np.int64))
+
+
+# Chunks -----------------------------------------------------------------------------------------
+
+
+class TreeChunk(NamedTuple):
+    """Tokens start .. stop - 1 of the preorder: one call of the model. Six tokens, max_tokens = 4:
+
+        index   0   1   2   3
+        token   5 - 6 - 7 - 8      chunk 0: tokens 0-3, parent -1
+        token        `- 9 - 3      chunk 1: tokens 4-5, parent 0
+        index           4   5
+    """
+
+    start: int
+    stop: int
+    parent: int  # index of the chunk that contains the parent of token `start`, -1 for none
+
+    def run_of(self, tokens):
+        """Return the slice of ascending token indices, a tensor, that are in this chunk."""
+        first, after = torch.searchsorted(tokens, torch.tensor([self.start, self.stop])).tolist()
+        return slice(first, after)
+
+
+def partition_tree(trie, max_tokens=None, *, join_only_children=False) -> list[TreeChunk]:
+    """Cut a tree into chunks of at most max_tokens tokens, in preorder. None: one chunk.
+
+    join_only_children: a chunk that is the only child of another joins it, however long they are.
+        For a walk that holds the graphs of both anyway.
+
+    Raises ValueError unless max_tokens is a positive integer or None.
+    """
+    if max_tokens is not None and not (hasattr(max_tokens, "__index__") and max_tokens > 0):
+        raise ValueError(f"expected max_tokens of 1 or more, or None, got {max_tokens}")
+    N = len(trie)
+    end = trie.subtree_end.numpy()
+    parent = trie.parent.numpy()
+    child_count = np.bincount(parent[parent >= 0], minlength=N)
+    segment_ends = np.append(np.flatnonzero(child_count != 1) + 1, N)
+
+    starts = []
+    start = 0
+    while start < N:
+        starts.append(start)
+        limit = start + (max_tokens or N)
+        stop = start
+        after = N  # the end of the subtree in which this chunk may have whole subtrees
+
+        # A subtree that does not fit begins with a part of its path: along the largest branch of
+        # each fork, which comes first, while there is room for the other branches. At the first
+        # fork where there is not, the path ends.
+        while stop < min(N, limit) and end[stop] > limit:
+            segment_end = segment_ends[np.searchsorted(segment_ends, stop, side="right")]
+            stop = min(int(segment_end), limit)
+            after = int(end[stop - 1])
+            if stop == limit or after - int(end[stop]) >= limit - stop:
+                break
+
+        # Then whole subtrees: below the path, or, without one, the next ones in preorder.
+        while stop < min(after, limit) and end[stop] <= limit:
+            stop = int(end[stop])
+        start = stop
+
+    # The chunk of a token is the last one that starts at it or before it; -1 stays -1. An only
+    # child comes right after its parent, so to join them is to forget where it starts.
+    parents = np.searchsorted(starts, parent[starts], side="right") - 1
+    if join_only_children:
+        is_joined = (parents >= 0) & (np.bincount(parents + 1)[parents + 1] == 1)
+        starts = np.array(starts, np.int64)[~is_joined].tolist()
+        parents = np.searchsorted(starts, parent[starts], side="right") - 1
+    stops = [*starts, N][1:]
+    return [TreeChunk(*x) for x in zip(starts, stops, parents.tolist(), strict=True)]
