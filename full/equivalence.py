@@ -27,7 +27,7 @@ from full.learn.trainer import Trainer
 from full.ranks.joining import all_gather_objects
 from full.ranks.optimizer import persistent_buffers
 from full.ranks.places import full
-from full.run.build import empty_model, empty_policy
+from full.run.build import build
 from full.run.config import LORA_TARGETS
 from full.run.flags import parse_config
 from full.run.logs import step_metrics
@@ -233,13 +233,10 @@ def trainer_of(config, family, device="cpu") -> Trainer:
     model_type, changes = FAMILIES[family]
     shape = tiny(model_type, vocab_size=TwoTurns.vocab_size, eos_token_id=(1,), **changes)
     shape = dataclasses.replace(shape, router_bias_rate=config.router_bias_rate)
-    generator = empty_model(config, shape, config.rollout_dtype).requires_grad_(False)
-    reference = None
-    if config.kl_coef and config.lora is None:
-        reference = drawn(empty_model(config, shape, config.compute), 2, device)
-        reference.requires_grad_(False)
-    policy = drawn(empty_policy(config, shape), 1, device)
-    return Trainer(config, policy, generator=generator, reference=reference)
+    policy, generator, reference = build(config, TwoTurns(), shape)
+    if reference is not None:
+        drawn(reference, 2, device)
+    return Trainer(config, drawn(policy, 1, device), generator=generator, reference=reference)
 
 
 @dataclass

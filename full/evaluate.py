@@ -18,10 +18,11 @@ from full.model.config import read_json
 from full.model.hf import load_hf
 from full.model.lora import save_factors
 from full.ranks.checkpoint import checkpoints
-from full.run.build import require_room
+from full.run.build import (
+    ONE_PROCESS, beside, of_export, one_process, policy_in, require_room, write_hf,
+)  # fmt: skip
 from full.run.config import Config, resumed_config
 from full.run.directory import RunDirectory
-from full.run.export import ONE_PROCESS, beside, of_export, one_process, policy_in, write_hf
 from full.run.flags import add_flags
 from full.run.questions import Jsonl, make_task
 from full.run.tasks import TASKS

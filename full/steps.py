@@ -20,10 +20,9 @@ from full.model.hf import save_hf
 from full.model.lora import draw_factors
 from full.model.transformer import Transformer, draw_weights
 from full.ranks.joining import connect
-from full.run.build import build, build_teacher, own_shape
+from full.run.build import ONE_PROCESS, build, build_teacher, own_shape
 from full.run.config import Config
 from full.run.directory import RunDirectory
-from full.run.export import ONE_PROCESS
 from full.run.logs import do_step, rollout_line
 from full.run.questions import make_task
 from full.tiny import tiny_model
@@ -84,15 +83,6 @@ STEPS = {  # settings that between them reach every line of conformance/definiti
 }  # fmt: skip
 
 
-def built(config, task, device):
-    """Return policy, generator and reference of `build`, the policy in memory on a device."""
-    model, generator, reference = build(config, task)
-    first_weights(model.to_empty(device=device), config.model, config.seed)
-    if config.lora_rank:
-        draw_factors(model, config.seed)
-    return model, generator, reference
-
-
 def step_error(device="cpu", **changes) -> float:
     """Do two steps of a run with some settings, and the second one by hand.
 
@@ -115,7 +105,10 @@ def step_error(device="cpu", **changes) -> float:
             draw_weights(teacher.double(), 5)
             save_hf(teacher, folder / "hf")
             config = dataclasses.replace(config, teacher=f"{folder}/hf")
-        model, generator, reference = built(config, task, device)
+        model, generator, reference = build(config, task)
+        first_weights(model.to_empty(device=device), config.model, config.seed)
+        if config.lora_rank:
+            draw_factors(model, config.seed)
         trainer = Trainer(config, model, generator=generator, reference=reference,
                           teacher=build_teacher(config, task))  # fmt: skip
         directory = RunDirectory(folder)

@@ -31,7 +31,7 @@ from full.audit import models as step_models
 from full.audit.replay import RunFiles, is_kept, mean, minibatches, replay, rollout_metrics
 from full.learn.metrics import METRICS as LINE
 from full.learn.trainer import CRITIC
-from full.run.export import one_process
+from full.run.build import one_process
 from full.run.logs import Bar
 from full.run.questions import make_task
 

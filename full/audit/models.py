@@ -29,8 +29,7 @@ from full.model.transformer import causal_attention
 from full.ranks.checkpoint import read_checkpoint
 from full.ranks.optimizer import persistent_buffers
 from full.ranks.places import set_tensor
-from full.run.build import build, empty_policy, shape_of
-from full.run.export import policy_in
+from full.run.build import build, empty_policy, policy_in, shape_of
 
 
 # Of a forward of several sequences. Each backward touches the memory of all gradients, which takes

@@ -20,10 +20,9 @@ from conformance.sequences import Sequence
 from full.learn.rollouts import Trajectory, bare, draw_prompts
 from full.learn.trainer import Trainer
 from full.ranks.checkpoint import checkpoints
-from full.run.build import build
+from full.run.build import ONE_PROCESS, build
 from full.run.config import resumed_config
 from full.run.directory import RunDirectory
-from full.run.export import ONE_PROCESS
 from full.run.saves import auditable_steps, step_of
 from train_grpo import ROLLOUT
 

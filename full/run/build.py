@@ -1,10 +1,14 @@
-"""The models of a run: adds what settings ask for to `models.Transformer`.
+"""Make the models of a run, read them back from its checkpoints, and export them.
 
-Shapes from settings or from a checkpoint's directory; policy, sampler, reference and teacher on the
-meta device; and what does not fit a model, refused before anything is written.
+One factory for a run and for all commands: shapes from settings or from a checkpoint's directory;
+policy, sampler, reference and teacher on the meta device; and what does not fit a model, refused
+before anything is written. `eval`, `export` and `audit` read the policy of a checkpoint in one
+process, whatever the plan of the run was.
 """
 
+import contextlib
 import dataclasses
+import shutil
 from pathlib import Path
 
 import torch
@@ -12,16 +16,21 @@ import torch.distributed as dist
 
 from full.learn.engine import Engine
 from full.learn.rollouts import prompt_rng
-from full.learn.trainer import keep_wide, plan_of
+from full.learn.trainer import first_weights, keep_wide, plan_of
 from full.model.config import ModelConfig, read_json
 from full.model.exact import ExactTransformer
-from full.model.lora import add_factors
+from full.model.hf import copy_text_files, save_hf
+from full.model.lora import add_factors, merge
 from full.model.transformer import Transformer
-from full.ranks.joining import warn
+from full.ranks.checkpoint import read_checkpoint
+from full.ranks.joining import is_one_of_several, joined, say, warn
+from full.ranks.optimizer import persistent_buffers
 from full.run.conflicts import of_parts, require
+from full.run.directory import writing
 from full.run.questions import make_task
 from train_grpo import EVALUATION, ROLLOUT
 
+# Models on the meta device ------------------------------------------------------------------------
 
 def own_shape(config, task) -> ModelConfig:
     """Return the shape of a model with random weights: the settings', with the task's tokens."""
@@ -46,17 +55,22 @@ def empty_model(config, shape, dtype) -> Transformer:
     return keep_wide(config, model.to(getattr(torch, dtype)))
 
 
-def empty_policy(config, shape) -> Transformer:
-    """Make the model that is trained, on the meta device: with LoRA a base and factors."""
+def empty_policy(config, shape, base="") -> Transformer:
+    """Make the model that is trained, on the meta device: with LoRA a base and factors.
+
+    base: str. The dtype of the base. Default: the one that products have.
+    """
     if config.lora is None:
         return empty_model(config, shape, config.dtype)
     # A base never changes, so it needs no masters: it has the precision of the products.
-    model = empty_model(config, shape, config.compute)
+    model = empty_model(config, shape, base or config.compute)
     return add_factors(model, config.lora, getattr(torch, config.dtype))
 
 
-def build(config, task):
+def build(config, task, shape=None):
     """Make policy, generator and, where there is a KL, a reference, all on the meta device.
+
+    shape: ModelConfig. Default: `shape_of` the run.
 
     The Trainer shards them, allocates this rank's parts, and gives the policy its first weights.
     The first push fills the generator, and `RunDirectory.write_reference` the reference. The
@@ -64,7 +78,7 @@ def build(config, task):
     """
     # A reference never changes, so it needs no masters: it has the precision in which the policy
     # computes.
-    shape = shape_of(config, task)
+    shape = shape or shape_of(config, task)
     model = empty_policy(config, shape)
     generator = empty_model(config, shape, config.rollout_dtype).requires_grad_(False)
     if config.engine:
@@ -103,17 +117,14 @@ def prepare(config, make=make_task):
     require_room(config, task, shape, config.model)
     if teacher is not None:
         require_room(config, task, teacher.config, config.teacher)
-    tell_of_router_loss(config, shape)
-    return task, teacher
 
-
-def tell_of_router_loss(config, shape):
-    """Say in one line if a checkpoint's experts were balanced by a loss in its training."""
+    # A checkpoint's experts may have been balanced by a loss in its training.
     raw = read_json(Path(config.model) / "config.json") if config.model else {}
     coef = raw.get("router_aux_loss_coef") if shape.sparse_layers else None
     if coef and not config.router_bias_rate:
         warn(f"the experts of {config.model} were balanced by router_aux_loss_coef {coef}; here "
              f"nothing does that without router_bias_rate")  # fmt: skip
+    return task, teacher
 
 
 def require_room(config, task, shape, source):
@@ -133,3 +144,98 @@ def require_room(config, task, shape, source):
         raise ValueError(
             f"a prompt of {longest} tokens and {config.max_new_tokens} max_new_tokens exceed the "
             f"{positions} positions of {source or 'the model'}")
+
+
+# The weights of a run in one process ---------------------------------------------------------------
+
+# One process reads a run without its plan, which is another way to compute the same.
+ONE_PROCESS = dict(
+    plan="", data_parallel="ddp", shard_ranks=0, ac="none", pp_schedule="1f1b", compile=False
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def one_process(command, device="cpu", threads=1):
+    """Make a process group of this process alone, unless there is one; yield the device."""
+    require_one_process(command)
+    # Checkpoints, prompts and sums ask for their rank and for the number of ranks: 0 and 1.
+    if dist.is_initialized():
+        yield "cpu"
+        return
+    with joined(device, threads=threads) as device:
+        yield device
+
+
+def require_one_process(command):
+    """Raise ValueError if this process is one of several ranks."""
+    if (dist.get_world_size() > 1) if dist.is_initialized() else is_one_of_several():
+        raise ValueError(f"{command} is one process: start it without torchrun")
+
+
+def policy_in(path, config, task, dtype, alone=False, merged=True, base=""):
+    """Return the policy of a checkpoint, whole, on the CPU, without gradients.
+
+    alone: no other rank calls it. merged: as one model, if --lora-rank trains factors of it.
+    base: str. The dtype of the frozen base of these factors. Default: the one it had in the run.
+    """
+    model = empty_policy(config, shape_of(config, task), base).to_empty(device="cpu")
+    if config.lora is not None:  # a checkpoint has the factors, and not their frozen base
+        first_weights(model, config.model, config.seed)
+
+    # The weights alone: AdamW's two moments of each are twice as much again, and stay on the disk.
+    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()
+               if p.requires_grad}  # fmt: skip
+    weights |= {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
+    read_checkpoint(path, weights, only=("model.", "buffer."), alone=alone)
+    dtype = getattr(torch, dtype)
+    if config.lora is not None and merged:
+        model = merge(model, dtype)
+    return keep_wide(config, model.to(dtype).requires_grad_(False))
+
+
+def of_export(config) -> dict:
+    """Return the dtypes of an exported policy, as keyword arguments of `policy_in`."""
+    # The generator's dtype, or in mixed precision the masters', which is finer. Factors were
+    # trained beside a base that --compute-dtype had rounded. They are exported on the base as it is
+    # stored: a rounded one would write its rounding down as if it had been trained.
+    dtype = config.dtype if config.is_mixed else config.rollout_dtype
+    return dict(dtype=dtype, base=config.dtype)
+
+
+def export_last(config, task, directory):
+    """Write the last weights to OUT/hf for transformers and --model, on rank 0 alone."""
+    if config.router_bias_rate:
+        say(f"{directory.hf} is not written: its format has no --router-bias-rate")
+        return
+
+    model = policy_in(directory.newest(), config, task, alone=True, **of_export(config))
+    with writing(directory.hf, directory.advice):
+        write_hf(model, directory.hf, config.model)
+
+
+def beside(directory) -> Path:
+    """Return where a directory is first written. A kill leaves it, and the next try deletes it."""
+    return Path(f"{Path(directory).absolute()}.tmp")
+
+
+def write_hf(model, directory, source):
+    """Write a model as a Hugging Face directory, all of it or nothing. An old one is replaced.
+
+    source: the --model directory whose text files are copied, or "".
+    """
+    partial = beside(directory)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        save_hf(model, partial)
+        if source and not Path(source).is_dir():
+            raise FileNotFoundError(f"the text files of --model {source} are gone")
+        if source:
+            copy_text_files(source, partial)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # half of a checkpoint would only take room
+        raise
+
+    # Between these two lines there is no directory, and never half of one. A directory cannot be
+    # renamed to one that holds files, so the old one has to go first.
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)

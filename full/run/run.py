@@ -22,9 +22,8 @@ from full.ranks.joining import (
     Interrupted, Progress, Stop, agree, current_device, errors_on_all_ranks, say, warn,
 )  # fmt: skip
 from full.ranks.places import local
-from full.run.build import build, prepare, require_room
+from full.run.build import build, export_last, prepare, require_room
 from full.run.directory import RunDirectory
-from full.run.export import export_last
 from full.run.logs import Log, Logs, RolloutLog, Warnings
 from full.run.questions import make_task
 from full.run.saves import Checkpointer, audits_in_words

@@ -23,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from full.__main__ import main as full_main
 from full.audit.audit import audited
-from full.run.export import one_process
+from full.run.build import one_process
 
 TINY = "--size 3 --turns 3 --device cpu --layers 2 --hidden 16 --heads 4 --prompts 4 --group 4 "
 TINY += "--lr-warmup 0 --eval-every 2 --eval-prompts 6 --save-every 1 --keep 9 --steps 3 "

@@ -63,10 +63,10 @@ from full.model.parallelize import parallelize
 from full.model.transformer import Transformer
 from full.ranks.joining import connect
 from full.ranks.plans import Grid, Plan
+from full.run.build import build
 from full.run.config import Config
 from full.run.questions import make_task
 from full.run.tasks import Task
-from full.steps import built
 from full.tiny import TINY, tiny, tiny_model
 from full.tree.chunks import tree_backward
 from full.tree.forest import parents_in
@@ -608,7 +608,7 @@ def step_of(name, config, device):
     """Return config, task and a trainer of a row of STEPS, without a tree."""
     config = dataclasses.replace(config, device=device).check()
     task = make_task(config) if name.startswith("guess") else Work(config)
-    model, generator, _ = built(config, task, device)
+    model, generator, _ = build(config, task)
     if "0.6B" in name:
         task = Work(config, QWEN3_06B["vocab_size"])
         shape = ModelConfig(**QWEN3_06B)

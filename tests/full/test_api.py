@@ -131,7 +131,7 @@ def _runs_of_a_rank(rank, world, port, flags):
     as_torchrun(rank, world, port)
     seen = []
     if rank == 0:
-        at("full.run.export.save_hf", 2, lambda *args: time.sleep(4))
+        at("full.run.build.save_hf", 2, lambda *args: time.sleep(4))
     for out in ("run", "again"):
         config = config_of(flags, out=out, timeout=3)
         result = run(config, task=Sort(config), log=seen.append)

@@ -22,10 +22,9 @@ from full.model.hf import save_hf
 from full.model.lora import add_factors, is_factor, merged
 from full.ranks.optimizer import LocalOptimizer, training_tensors, weights_to_store
 from full.ranks.places import full
-from full.run.build import build
+from full.run.build import build, policy_in
 from full.run.config import LORA_TARGETS, Config
 from full.run.directory import RunDirectory
-from full.run.export import policy_in
 from full.run.flags import parse_config
 from full.run.logs import do_step
 from full.run.questions import make_task
@@ -108,7 +107,7 @@ def test_the_first_factors_are_drawn_by_their_names_and_change_nothing(process_g
     task = make_task(config)
     other = dict(Trainer(config, build(config, task)[0]).model.named_parameters())
     assert all(p.equal(other[n]) == n.endswith("B") for n, p in factors.items())
-    with mock.patch("full.run.export.read_checkpoint"):
+    with mock.patch("full.run.build.read_checkpoint"):
         again = policy_in("", config, task, "float64", merged=False)
     for name, p in again.named_parameters():
         assert is_factor(name) or torch.equal(p, other[name]), name

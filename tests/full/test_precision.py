@@ -27,7 +27,7 @@ from torch.distributed import fsdp
 from full.audit.audit import audited
 from full.learn import trainer
 from full.learn.batches import RolloutQueue
-from full.run.build import build, build_teacher
+from full.run.build import build, build_teacher, policy_in
 from check_models import relative_error as relative
 from full.evaluate import load_policy, settings_of_run
 from full.learn.trainer import keep_wide
@@ -38,7 +38,6 @@ from full.ranks.optimizer import LocalOptimizer, reduce_gradients, training_tens
 from full.ranks.places import full, part_of
 from full.ranks.plans import Grid, Plan
 from full.run.config import Config
-from full.run.export import policy_in
 from full.run.flags import parse_config
 from full.run.questions import make_task
 from full.tiny import tiny, tiny_model
