@@ -3,8 +3,8 @@
 Start it from the repository's root: `python -m full --help`. The folder has seven rooms: ranks,
 attention, model, tree, learn, run, audit. Each imports only from those before it, and its
 `__init__.py` says what it adds to which of the five, and in which order to read it. Beside the
-rooms stand the commands (__main__, api, evaluate, plot, check), and the tiny runs of check and of
-tests (equivalence, steps, tiny). Public names, by file:
+rooms stand the commands (__main__, api, evaluate, check), and the tiny runs of check and of tests
+(equivalence, tiny). Public names, by file:
 
 Attention:
     full/attention/masks.py: Mask

@@ -7,8 +7,11 @@
     python -m full check [parallel | grpo]                    # against definitions, float64
 """
 
+import contextlib
+import os
 import signal
 import sys
+import traceback
 
 if __name__ == "__main__" and __package__ != "full":
     sys.exit("error: start it from the repository's root, as python -m full ..")
@@ -17,13 +20,12 @@ import torch.distributed as dist  # noqa: E402
 
 from full import check, evaluate  # noqa: E402
 from full.audit import audit  # noqa: E402
-from full.plot import plot  # noqa: E402
 from full.ranks.joining import (  # noqa: E402
     ERRORS, Progress, connect, errors_on_all_ranks, is_one_of_several, naming_lost_ranks,
 )  # fmt: skip
 from full.run.config import Config  # noqa: E402
-from full.run.exits import leave, quietly, replacing_characters, report  # noqa: E402
 from full.run.flags import parse_config  # noqa: E402
+from full.run.logs import plot, replacing_characters  # noqa: E402
 from full.run.questions import require_task  # noqa: E402
 from full.run.run import start_run  # noqa: E402
 from full.run.tasks import place_in_users_file  # noqa: E402
@@ -51,6 +53,69 @@ def connected(argv):
         if problem is not None:
             raise problem
     return config
+
+
+def quietly(command, argv) -> int:
+    """Return the exit code of a command whose output may go to `| head`."""
+    try:
+        code = command(argv)
+        print(end="", flush=True)
+        return code
+    except BrokenPipeError:
+        # The reader of our output has seen enough. What is still buffered would fail once more as
+        # Python ends, so it goes nowhere. 141 is what a shell gives for such an end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def report(error) -> int:
+    """Name an error in one line on stderr, after the traceback of one that no flag can mend.
+
+    Returns 2.
+    """
+    # An error that all ranks raised is named by the rank that found it, any other by each rank.
+    finder = finder_of(error)
+    if finder is None or finder == dist.get_rank():
+        said = " ".join(f"{error}".splitlines())
+        # A note says in which rollout a task has failed.
+        places = *getattr(error, "__notes__", ()), place_in_users_file(error)
+        if any(places):
+            said += f" ({'; '.join(filter(None, places))})"
+        if not isinstance(error, ERRORS):
+            said = f"{type(error).__name__}: {said}"
+        if not isinstance(error, (*ERRORS, SystemExit)):
+            traceback.print_exception(error)
+        # One write, so that the lines of two ranks do not run into each other.
+        who = f"rank {os.environ['RANK']}: " if os.environ.get("RANK") else ""
+        sys.stderr.write(f"{who}error: {said}\n")
+        sys.stderr.flush()
+
+    # COMM: torchrun ends all ranks when one ends. So the ranks that share an error leave together,
+    # after the finder has named it: all of them come here. A rank that is lost meanwhile is no
+    # other error. Pinned by tests/full/test_commands.py::test_an_error_of_all_ranks_is_named_once.
+    if finder is not None:
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
+    return leave(2)  # a clean teardown would wait for ranks that may be gone or stuck
+
+
+def finder_of(error):
+    """Return which rank found an error that all ranks raised, see `errors_on_all_ranks`, or None.
+
+    All ranks raised it too if it was raised in the place of such an error.
+    """
+    while error is not None and not hasattr(error, "finder"):
+        error = error.__cause__
+    return None if error is None else error.finder
+
+
+def leave(code, at_once=False) -> int:
+    """Return the exit code. Of several ranks, or at_once, exit here: gloo may abort at an end."""
+    if at_once or is_one_of_several():
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 @replacing_characters()

@@ -24,7 +24,7 @@ from full.audit.audit import Report, audited
 from full.ranks.joining import PYTHON, Interrupted, Progress, agree, joined, naming_lost_ranks
 from full.run.build import require_one_process
 from full.run.config import Config, resumed_config
-from full.run.exits import replacing_characters
+from full.run.logs import replacing_characters
 from full.run.questions import Jsonl, make_task, require_task, require_usable
 from full.run.run import start_run
 from full.run.tasks import Task

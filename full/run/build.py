@@ -30,7 +30,7 @@ from full.run.directory import writing
 from full.run.questions import make_task
 from train_grpo import EVALUATION, ROLLOUT
 
-# Models on the meta device ------------------------------------------------------------------------
+# Models on the meta device ----------------------------------------------------------------------
 
 def own_shape(config, task) -> ModelConfig:
     """Return the shape of a model with random weights: the settings', with the task's tokens."""
@@ -146,7 +146,7 @@ def require_room(config, task, shape, source):
             f"{positions} positions of {source or 'the model'}")
 
 
-# The weights of a run in one process ---------------------------------------------------------------
+# The weights of a run in one process ------------------------------------------------------------
 
 # One process reads a run without its plan, which is another way to compute the same.
 ONE_PROCESS = dict(

@@ -1,9 +1,13 @@
-"""Logs: adds rollouts and warnings to `train_grpo.Log`.
+"""Log a run: metrics, rollouts, warnings, and curves of what runs have logged.
 
 Each class does one thing after a step. `run.run` puts them in order.
 """
 
+import argparse
+import contextlib
 import dataclasses
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +19,7 @@ from full.learn.advantages import compared_by
 from full.learn.batches import gather_groups
 from full.learn.metrics import METRICS, mean_metrics
 from full.ranks.joining import say, warn
+from full.run.directory import RunDirectory
 
 
 class Logs:
@@ -241,3 +246,99 @@ def rollout_line(task, step, number, t) -> dict:
     line["advantage"] = None if t.advantages is None else t.advantages.tolist()
     del line["prompt"]
     return line
+
+
+@contextlib.contextmanager
+def replacing_characters():
+    """Print ? for a character that standard output cannot encode, while the context lasts.
+
+    A text of a model may hold any character, and no print of it may end a run that has trained.
+    Standard error of Python does so by itself. A notebook's output takes every character.
+    """
+    stream = sys.stdout
+    before = getattr(stream, "errors", None)
+
+    def reconfigure(errors):
+        # A stream may be closed by now, its reader may have gone, or another file took its place.
+        with contextlib.suppress(OSError, ValueError):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors=errors)
+
+    reconfigure("replace")
+    try:
+        yield
+    finally:
+        reconfigure(before)
+
+
+# Curves -----------------------------------------------------------------------------------------
+
+# The least upper end of the axis of each panel.
+LEAST = dict(reward=0.1, solved=0.1, entropy=0.1, gap=1e-6, norm=1e-2)
+
+
+def plot(argv) -> int:
+    """Draw rewards, solved prompts, entropy, the log-prob gap and the gradient's norm by step.
+
+    Writes curve.png into the first run's directory.
+    """
+    parser = argparse.ArgumentParser("python -m full plot", description=plot.__doc__)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="directory of a run")
+    runs = [Path(run) for run in parser.parse_args(argv).runs]
+    for run in runs:
+        if not (run / "metrics.jsonl").exists():
+            raise ValueError(f"{run} holds no metrics.jsonl; give the directory of a run")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plot needs matplotlib: pip install matplotlib") from error
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    panels = figure.subplot_mosaic([["reward", "solved", "solved"], ["entropy", "gap", "norm"]])
+    dots = {}  # (step, solved) -> numbers of the runs that have this evaluation
+    for n, run in enumerate(runs):
+        lines = RunDirectory(run).lines(RunDirectory.METRICS)
+        for name, axes in panels.items():
+            points = [(x["step"] + 1, x[COLUMNS[name]]) for x in lines if COLUMNS[name] in x]
+            columns = np.array(points, dtype=float).reshape(-1, 2).T  # there may be no point
+            axes.plot(*columns, f"C{n}.-", lw=0.8, markersize=1.5, label=run.name)
+
+        # What a step leaves is drawn after it, and what was solved before the first step at 0.
+        found = [(0, x["eval/solved_before"]) for x in lines if "eval/solved_before" in x]
+        found += [(x["step"] + 1, x["eval/solved"]) for x in lines if "eval/solved" in x]
+        for dot in found:
+            dots.setdefault(dot, []).append(n)
+    draw_dots(panels["solved"], dots)
+
+    # An axis reaches from 0 to the largest value, so a curve of small rewards is not flat. Negative
+    # rewards extend it. It reaches at least to LEAST, because smaller values are mostly noise.
+    for name, axes in panels.items():
+        axes.update_datalim([(0, 0), (0, LEAST[name])])
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+        axes.set_title(COLUMNS[name], fontsize="medium")
+    panels["solved"].set_title("line: reward/solved   dots: eval/solved", fontsize="medium")
+
+    # Some steps have a hundred times the norm or the gap of others, and with --exact a gap is 0.
+    for name in ("gap", "norm"):
+        panels[name].set_yscale("symlog", linthresh=LEAST[name] / 10)
+    figure.supxlabel("step", fontsize="medium")
+    labels = panels["reward"].get_legend_handles_labels()
+    figure.legend(*labels, loc="outside upper center", ncols=min(5, len(runs)), frameon=False)
+    figure.savefig(runs[0] / "curve.png", dpi=150)
+    print(f"wrote {runs[0] / 'curve.png'}")
+    return 0
+
+
+def draw_dots(axes, dots):
+    """Draw a dot for each run that has it: equal dots of several runs stand side by side."""
+    from matplotlib.transforms import ScaledTranslation
+
+    size = 3.5  # points; an inch has 72
+    for (x, y), runs in dots.items():
+        for place, n in enumerate(runs):
+            # The shift is in inches, not in steps. It comes after plot, which sets the limits.
+            (dot,) = axes.plot([x], [y], f"C{n}o", markersize=size)
+            inches = size / 72 * (place - (len(runs) - 1) / 2)
+            shift = ScaledTranslation(inches, 0, axes.figure.dpi_scale_trans)
+            dot.set_transform(axes.transData + shift)

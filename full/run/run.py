@@ -23,10 +23,9 @@ from full.ranks.joining import (
 )  # fmt: skip
 from full.ranks.places import local
 from full.run.build import build, export_last, prepare, require_room
-from full.run.directory import RunDirectory
+from full.run.directory import Checkpointer, RunDirectory, audits_in_words
 from full.run.logs import Log, Logs, RolloutLog, Warnings
 from full.run.questions import make_task
-from full.run.saves import Checkpointer, audits_in_words
 from full.run.tasks import read_date
 
 

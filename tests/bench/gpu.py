@@ -29,7 +29,7 @@ from full import equivalence
 from check_models import CASES, path_errors
 from check_attention import TinyModel, rows_of_rank, tree_rows
 from full.ranks.joining import connect
-from full.steps import STEPS, step_error
+from full.check import STEPS, step_error
 from full.tiny import tiny_model
 
 BEGIN, END = "<!-- gpu.sh: begin -->", "<!-- gpu.sh: end -->"

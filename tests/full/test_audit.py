@@ -108,7 +108,7 @@ def test_a_default_run_says_which_steps_can_be_audited(tmp_path, process_group, 
     assert "(0, 3), got 1; save_every 1" in refusal(capsys, run, "--step", 1)
 
 
-# Settings that a file or a precision has a part in; STEPS of full/steps.py has all the others.
+# Settings that a file or a precision has a part in; STEPS of full/check.py has all the others.
 HONEST = {  # flags, ranks, the step that is audited next to step 0
     "critic": (f"{CRITIC} --kl-coef 0.05 --kl-in reward --kl k1 --lr-warmup 9", 1, 2),
     "forks": ("--forks 2 --fork-turns 2 --dtype float64", 1, 2),

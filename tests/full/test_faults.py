@@ -43,12 +43,12 @@ from test_run import (
     until, verified, wait_for_steps,
 )  # fmt: skip
 
+from full.__main__ import leave
 from full.learn import rollouts
 from full.ranks.checkpoint import Damaged, checkpoints, read_checkpoint, sealed
 from full.ranks.joining import Stop, agree, connect, is_lost_rank, own_device, store_of_this_attempt
 from full.ranks.plans import Grid, Plan
 from full.run.directory import RunDirectory
-from full.run.exits import leave
 
 STEPS, MANY = 6, 100  # steps of a run, and of one that is started again
 RUN = f"{TINY} --out run --save-every 2 --timeout 20 --keep 9"
@@ -158,7 +158,7 @@ JOIN, BUILD = "torch.distributed.init_process_group", "full.run.run.build"
 SAVE, DCP = "full.learn.trainer.Trainer.save_checkpoint", "torch.distributed.checkpoint.save"
 OUT, BATCH = "full.run.directory.RunDirectory.claim", "full.learn.trainer.Trainer.forward_backward"
 UPDATE, RENAME = "full.learn.trainer.Trainer.optim_step", "pathlib.Path.rename"
-WRITE, EXPORT = "full.run.saves.Checkpointer.write", "full.run.build.save_hf"
+WRITE, EXPORT = "full.run.directory.Checkpointer.write", "full.run.build.save_hf"
 EVALUATE, RMTREE = "full.learn.batches.evaluate", "shutil.rmtree"
 ROOM = r".*checkpoint run/step-\d+ not written .*older ones are whole.*--resume --out run"
 LOG = r".*run/(metrics|rollouts).jsonl not written .*--resume --out run"

@@ -4,7 +4,7 @@ import pytest
 from conftest import shortened
 
 from full.run.config import Config
-from full.steps import STEPS, step_error
+from full.check import STEPS, step_error
 
 # Settings whose parts are in no other setting of the default suite, or in none of test_audit.py.
 BY_DEFAULT = (
