@@ -17,7 +17,7 @@ tokens t = 1, 2, .. of a document, per head, with x the layer's input and |k| = 
          and it returns [o0 R] and [B A], since every column of S goes its own way
 
 As with attention, the layer does not know which tokens come before which: the caller says so. A
-recurrent layer calls two more methods of the object that `attention` is, see `Documents`. (5) has C
+recurrent layer calls two methods of an `attend.Attention`, as `Documents` is one. (5) has C
 times fewer steps than (3), and products of (C, C) matrices in addition. Every fourth layer is
 softmax attention, `GatedAttention`. Not here: the fused kernels of flash-linear-attention.
 
@@ -35,6 +35,7 @@ from torch import nn
 from torch.linalg import solve_triangular
 
 import models
+from full.attention.attend import Attention
 
 CHUNK = 64  # tokens of (5): the triangular system grows with it, the number of steps shrinks
 
@@ -105,13 +106,11 @@ def by_chunk(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, S_BHKV=None, restart_BS=N
     return torch.cat(out, 2), S_BHKV
 
 
-# One seam ---------------------------------------------------------------------------------------
-# Softmax layers call attention(q, k, v, layer=, scale=). Recurrent layers call two more methods of
-# the same object. All three answer one question: which tokens come before which?
+# Rows of documents ------------------------------------------------------------------------------
 
 
-class Documents:
-    """Adds what recurrent layers need to the attention of rows of documents side by side.
+class Documents(Attention):
+    """The attention of rows of documents side by side.
 
     attention: the callable of the softmax layers, in which tokens see their own document.
     ids_BS: int64. Which document each token is of. Default: each row is a document.
@@ -121,11 +120,10 @@ class Documents:
         self.attention = attention
         self.ids_BS = ids_BS
 
-    def __call__(self, q, k, v, /, **options):
+    def attend(self, q, k, v, /, **options):
         return self.attention(q, k, v, **options)
 
     def windows(self, x_BSX, /, *, kernel, layer):
-        """Return the last `kernel` inputs of each token, (B, S, X, kernel), its own the last."""
         # With kernel 3 and documents 0 0 1 1, the windows are ..0, .01, ..2 and .23. A dot is 0.
         inputs_BSXk = F.pad(x_BSX, (0, 0, kernel - 1, 0)).unfold(1, kernel, 1)
         if self.ids_BS is None:
@@ -139,7 +137,6 @@ class Documents:
         return ids_BSk == ids_BSk[..., -1:]
 
     def recurrence(self, q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, /, *, layer):
-        """Return the outputs (B, H, S, V) of (3)."""
         restart_BS = None
         if self.ids_BS is not None:
             restart_BS = (self.ids_BS.diff(prepend=self.ids_BS[:, :1]) != 0).to(q_BHSK.device)
@@ -150,7 +147,6 @@ class TokenByToken(Documents):
     """Rows that are a document each, by (3) in the place of (5): what audits trust."""
 
     def recurrence(self, q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, /, *, layer):
-        """Return the outputs (B, H, S, V) of (3)."""
         return by_token(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS)[0]
 
 
@@ -187,10 +183,10 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = nn.Linear(width_v, M, bias=False)
 
     def forward(self, x_BSM, ropes, attention, /):
-        if not hasattr(attention, "recurrence"):
+        if not isinstance(attention, Attention):
             name = getattr(attention, "__qualname__", type(attention).__name__)
-            raise ValueError(f"layer {self.layer} is a gated DeltaNet: expected an attention with "
-                             f"`windows` and `recurrence`, got {name}")  # fmt: skip
+            raise ValueError(f"layer {self.layer} is a gated DeltaNet: expected an `Attention`, "
+                             f"got {name}")  # fmt: skip
         # NUMERICS: the decay, the state and what enters it are float32 where the model computes in
         # less: errors of a state stay in it for as long as it lasts. Pinned by
         # tests/full/test_deltanet.py::test_a_bfloat16_model_keeps_float32_states.

@@ -242,7 +242,7 @@ class ExactCache(KVCache):
 
     copies_prompts = True
 
-    def __call__(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
+    def attend(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
         """Write the keys and values of S new tokens a row, and attend to all tokens so far."""
         B, _, S, _ = k_BGSD.shape
         step, store = self.write(k_BGSD, v_BGSD, layer, None)
