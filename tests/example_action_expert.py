@@ -35,8 +35,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from full.model.rope import Rope
-from full.model.transformer import Layer, RMSNorm, Transformer, draw_weights
+from full.model.transformer import Layer, RMSNorm, Rope, Transformer, draw_weights
 from full.tiny import tiny
 from models import SLIDING, apply_rope
 

@@ -87,7 +87,7 @@ def test_settings_know_tables_and_no_machinery():
         reached |= new
         new = {x for name in new for x in imported(names[name]) if x in names} - reached
     assert {name.removeprefix("full.") for name in reached} == {
-        "learn.advantages", "learn.metrics", "learn.objectives", "model.config", "model.rope",
+        "learn.advantages", "learn.metrics", "learn.objectives", "model.config",
         "ranks.joining", "ranks.plans", "run.config", "run.conflicts", "run.tasks"}  # fmt: skip
 
 

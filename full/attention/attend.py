@@ -22,6 +22,7 @@ Reference: FlashAttention-2 arXiv:2307.08691.
 
 import functools
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,12 +54,27 @@ def tile_forward(q_bHiD, k_bGjD, v_bGjD, visible, scale):
     return out.reshape(q_bHiD.shape), lse.reshape(q_bHiD.shape[:3])
 
 
-def tile_backward(dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD, lse_bHi, dlse_bHi, visible, scale):
+class Saved(NamedTuple):
+    """The tensors that a forward stores, or those of one tile: O(S), no scores."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor  # of these queries over all keys, wherever the keys are
+    lse: torch.Tensor  # likewise, in float32 or better
+
+    def of_tile(self, rows, columns):
+        """Return the tensors of a tile, whose queries are `rows` and whose keys are `columns`."""
+        q, k, v, out, lse = self
+        return Saved(q[rows], k[columns], v[columns], out[rows], lse[rows])
+
+
+def tile_backward(saved, dout_bHiD, dlse_bHi, visible, scale):
     """Compute the parts dq_bHiD, dk_bGjD, dv_bGjD of one tile by the formulas, equation (3).
 
-    out, lse, dlse: of these queries over all keys. dlse: the gradient of lse, or None.
+    dlse: the gradient of lse, or None.
     """
-    dout, out, v = dout_bHiD, out_bHiD, v_bGjD
+    dout, q, k, v, out = map(widen, (dout_bHiD, saved.q, saved.k, saved.v, saved.out))
     if dlse_bHi is not None:
         # (6) is (3) with one more number in each vector: (dout, dlse) . (v, 0) is dout . v, and
         # (dout, dlse) . (out, -1) is dout . out - dlse.
@@ -68,12 +84,12 @@ def tile_backward(dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD, lse_bHi, dlse_bHi
 
     # The sums over r in dk and dv run over all query heads that read the key head, which is the
     # gradient of having copied it.
-    g = k_bGjD.shape[1]
+    g = k.shape[1]
     if visible is not None:
-        visible = group_query_heads(visible.expand(*q_bHiD.shape[:3], -1), g)
-    dout, q, out, lse = (group_query_heads(x, g) for x in (dout, q_bHiD, out, lse_bHi))
-    dq, dk, dv = block_backward(dout, q, k_bGjD, v, out, lse, visible, scale)  # (3)
-    return dq.reshape(q_bHiD.shape), dk, dv[..., : q_bHiD.shape[3]]
+        visible = group_query_heads(visible.expand(*q.shape[:3], -1), g)
+    dout, q, out, lse = (group_query_heads(x, g) for x in (dout, q, out, saved.lse))
+    dq, dk, dv = block_backward(dout, q, k, v, out, lse, visible, scale)  # (3)
+    return dq.reshape(saved.q.shape), dk, dv[..., : q.shape[3]]
 
 
 def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, scale, before=None, /):
@@ -114,37 +130,37 @@ def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, scale, before=None, /):
     return out_BHqD, lse_BHq
 
 
-def backward_tiles(dout, q_BHqD, k_BGkD, v_BGkD, out, lse, dlse, mask, scale, before=None, /):
+def backward_tiles(saved, dout, dlse, mask, scale, before=None, /):
     """Compute dq_BHqD, dk_BGkD, dv_BGkD tile by tile, in float32 or better, equation (3).
 
-    q, k, v, mask, scale: as in `forward_tiles`, which stored no scores.
+    saved: Saved. mask, scale: as in `forward_tiles`.
     dout (B, H, q, D), dlse (B, H, q): the gradients that arrive for out and lse, 0 where a query
         sees nothing. dlse may be None.
-    out (B, H, q, D), lse (B, H, q): the results of these queries over all keys, wherever those are.
     before: dq of the same queries over other keys, to which the new part is added in place.
     """
     # Torch's kernels know no gradient of lse. Where one arrives, the formulas compute every tile.
-    fuses = dlse is None and can_fuse(q_BHqD)
-    wide = torch.promote_types(q_BHqD.dtype, torch.float32)
-    q, k, v, dout, out = ready_for_tiles(fuses, q_BHqD, k_BGkD, v_BGkD, dout, out)
+    fuses = dlse is None and can_fuse(saved.q)
+    wide = torch.promote_types(saved.q.dtype, torch.float32)
+    q, k, v, out, dout = ready_for_tiles(fuses, *saved[:4], dout)
+    saved = Saved(q, k, v, out, saved.lse)
 
     # The sums are float32 or better, whatever the dtype of a tile is.
     dq_BHqD = torch.zeros_like(q, dtype=wide) if before is None else before
     dk_BGkD = torch.zeros_like(k, dtype=wide)
     dv_BGkD = torch.zeros_like(v, dtype=wide)
     for rows, columns, seen, is_causal, is_fused in iterate_tiles("backward", mask, fuses, q):
-        block = dout[rows], q[rows], k[columns], v[columns], out[rows]
+        tile = saved.of_tile(rows, columns)
         if is_fused:
-            dq, dk, dv = flash_backward(*block, lse[rows], seen, is_causal, scale)
+            dq, dk, dv = flash_backward(tile, dout[rows], seen, is_causal, scale)
         else:
             dlse_rows = None if dlse is None else dlse[rows]
-            dq, dk, dv = tile_backward(*map(widen, block), lse[rows], dlse_rows, seen, scale)
+            dq, dk, dv = tile_backward(tile, dout[rows], dlse_rows, seen, scale)
 
         # Gradients are plain sums over tiles: the weights are in P already.
         dq_BHqD[rows] += dq
         dk_BGkD[columns] += dk
         dv_BGkD[columns] += dv
-        del block, dq, dk, dv  # before the next tile has results of its own
+        del dq, dk, dv  # before the next tile has results of its own
     return dq_BHqD, dk_BGkD, dv_BGkD
 
 
@@ -205,7 +221,7 @@ class TiledAttention(torch.autograd.Function):
             lse = lse.masked_fill(blind_BHq, 0.0)
             dlse = None if dlse is None else dlse.masked_fill(blind_BHq, 0.0)
         backward, where, scale = ctx.setting
-        grads = backward(dout, q, k, v, out, lse, dlse, where, scale)
+        grads = backward(Saved(q, k, v, out, lse), dout, dlse, where, scale)
         return *(grad.to(q.dtype) for grad in grads), None, None, None, None
 
 
@@ -219,6 +235,31 @@ def not_compiled(function):
         return run(*args, **options)
 
     return call
+
+
+class Attention:
+    """What the layers of a model call: it knows which tokens of a row come before which.
+
+    An `Attention` is also called as the five files call theirs, so that their models take it.
+    """
+
+    def __call__(self, q, k, v, /, **options):
+        return self.attend(q, k, v, **options)
+
+    def attend(self, q, k, v, /, *, layer, scale, window=None):
+        """Return the outputs (B, H, S, D) of a softmax layer; window: of a sliding one."""
+        raise NotImplementedError
+
+    def windows(self, x_BSX, /, *, kernel, layer):
+        """Return the last `kernel` inputs of each token in a recurrent layer, (B, S, X, kernel).
+
+        The last of them is the token's own. An input before a document's first one is 0.
+        """
+        raise NotImplementedError
+
+    def recurrence(self, q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, /, *, layer):
+        """Return the outputs (B, H, S, V) of a recurrent layer, by (3) of deltanet.py."""
+        raise NotImplementedError
 
 
 @not_compiled
@@ -363,18 +404,19 @@ def flash_forward(q_bHiD, k_bGjD, v_bGjD, bias, is_causal, scale):
     return out_bHiD, lse_bHi
 
 
-def flash_backward(dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD, lse_bHi, bias, is_causal, scale):
-    """Compute the parts of dq, dk, dv of one tile with torch's kernel. out and lse are final."""
+def flash_backward(saved, dout_bHiD, bias, is_causal, scale):
+    """Compute the parts of dq, dk, dv of one tile with torch's kernel."""
     # Given the out and lse over all keys, the kernel computes this tile's part of (3).
-    given = dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD
+    *tensors, lse_bHi = saved
     aten = torch.ops.aten
-    if q_bHiD.device.type == "cuda":
+    if dout_bHiD.device.type == "cuda":
         # Nothing is packed (None, None), and the seed is for dropout, which is off.
-        seed = torch.empty(2, dtype=torch.uint64, device=q_bHiD.device)
-        lengths = None, None, q_bHiD.shape[2], k_bGjD.shape[2]
+        seed = torch.empty(2, dtype=torch.uint64, device=dout_bHiD.device)
+        lengths = None, None, saved.q.shape[2], saved.k.shape[2]
         return aten._scaled_dot_product_flash_attention_backward(
-            *given, lse_bHi.contiguous(), *lengths, 0.0, is_causal, seed, seed[0], scale=scale
-        )
+            dout_bHiD, *tensors, lse_bHi.contiguous(), *lengths, 0.0, is_causal, seed, seed[0],
+            scale=scale,
+        )  # fmt: skip
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *given, lse_bHi, 0.0, is_causal, attn_mask=bias, scale=scale
+        dout_bHiD, *tensors, lse_bHi, 0.0, is_causal, attn_mask=bias, scale=scale
     )

@@ -171,18 +171,18 @@ def ring_forward(q_BHsD, k_BGsD, v_BGsD, shards, scale, /):
     return so_far
 
 
-def ring_backward(dout_BHsD, q_BHsD, k_BGsD, v_BGsD, out, lse, dlse, shards, scale, /):
+def ring_backward(saved, dout_BHsD, dlse, shards, scale, /):
     """Compute dq_BHsD, dk_BGsD, dv_BGsD of this rank's tokens, in float32 or better.
 
-    out, lse: the results of the forward, over the keys of all ranks. dlse: None, lse is not used.
+    saved: `attend.Saved`, of this rank's tokens. dlse: None, lse is not used.
     """
     # As in `RingAttention`, the sum of a block's gradients follows the block one hop later. But the
     # owner keeps its own part, of hop 0, and adds the sum when it returns: one message less.
     group = shards.ring.group
     dq_BHsD = None
-    for hop, (*kv, mask) in enumerate(masked_blocks(k_BGsD, v_BGsD, shards)):
-        given = dout_BHsD, q_BHsD, *kv, out, lse, dlse, mask, scale, dq_BHsD
-        dq_BHsD, *part = backward_tiles(*given)
+    for hop, (k_BGkD, v_BGkD, mask) in enumerate(masked_blocks(saved.k, saved.v, shards)):
+        of_block = saved._replace(k=k_BGkD, v=v_BGkD)
+        dq_BHsD, *part = backward_tiles(of_block, dout_BHsD, dlse, mask, scale, dq_BHsD)
         sum_2BGpD = shards.padded(torch.stack(part), 3)
         if hop == 0:
             own_2BGpD = sum_2BGpD
@@ -196,7 +196,7 @@ def ring_backward(dout_BHsD, q_BHsD, k_BGsD, v_BGsD, out, lse, dlse, shards, sca
         arrived_2BGpD, wait_for_sum = shift(sum_2BGpD, group)
     wait_for_sum()
     own_2BGpD += arrived_2BGpD
-    dk_BGsD, dv_BGsD = own_2BGpD[:, :, :, : k_BGsD.shape[2]]
+    dk_BGsD, dv_BGsD = own_2BGpD[:, :, :, : saved.k.shape[2]]
     return dq_BHsD, dk_BGsD, dv_BGsD
 
 

@@ -23,6 +23,7 @@ from full.learn.rollouts import Sampler, play_held_out
 from full.learn.trainer import empty_critic, keep_wide
 from full.model.deltanet import TokenByToken
 from full.model.exact import packed_attention, require_exact_kernels
+from full.model.experts import Routing
 from full.model.hf import load_hf
 from full.model.lora import merge, plain
 from full.model.transformer import causal_attention
@@ -59,8 +60,8 @@ class OnDisk(Mapping):
         return len(self.files)
 
 
-class Routing:
-    """A callback of `hidden` that counts the tokens of experts, and how narrowly they won."""
+class RoutingLeads(Routing):
+    """Count the tokens of experts, and how narrowly these won."""
 
     def __init__(self, model):
         self.layers, self.counts, self.leads = model.model.layers, {}, []
@@ -85,10 +86,10 @@ class Called(torch.nn.Module):
     def __init__(self, model, tick=lambda: None):
         super().__init__()
         self.module, self.tick = model, tick
-        self.routed = []  # the Routing of each forward
+        self.routed = []  # the RoutingLeads of each forward
 
     def forward(self, tokens, at=None):
-        routing = Routing(self.module)
+        routing = RoutingLeads(self.module)
         states = self.module.hidden(tokens, attention=TokenByToken(causal_attention),
                                     on_routing=routing)  # fmt: skip
         self.routed.append(routing)

@@ -13,7 +13,7 @@ import functools
 import numpy as np
 import torch
 
-from full.attention.attend import attend
+from full.attention.attend import Attention, attend
 from full.attention.masks import Mask
 from full.attention.ring import indices, ring_attention
 from full.learn.packing import (
@@ -35,8 +35,8 @@ def padded(vectors, like):
     return torch.from_numpy(out_BT).to(like)
 
 
-class MaskedAttention:
-    """What layers call: attention under a mask of the whole row, by a group or alone.
+class MaskedAttention(Attention):
+    """Attention under a mask of the whole row, by a group or alone.
 
     parent_N: which token comes before which, for recurrent layers; see `forest.Forest`.
     method: how the ranks of the group share the keys, as in `ring_attention`.
@@ -44,15 +44,19 @@ class MaskedAttention:
     """
 
     def __init__(self, mask, parent_N, group, method="ring", attend_alone=attend):
-        forest = Forest(parent_N) if group is None else SharedForest(parent_N, group)
-        self.windows = forest.windows
-        self.recurrence = forest.recurrence
+        self.forest = Forest(parent_N) if group is None else SharedForest(parent_N, group)
         self.mask = mask
         self.group = group
         self.method = method
         self.attend_alone = attend_alone
 
-    def __call__(self, q, k, v, /, *, layer, scale, window=None):
+    def windows(self, x_1SX, /, **options):
+        return self.forest.windows(x_1SX, **options)
+
+    def recurrence(self, *given, layer):
+        return self.forest.recurrence(*given, layer=layer)
+
+    def attend(self, q, k, v, /, *, layer, scale, window=None):
         # A layer with a window narrows the mask further.
         mask = self.mask.with_window(window)
         if self.group is None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallel
+from full.attention.attend import Attention
 from full.model.logprobs import require_tokens_in_vocabulary
 from full.ranks.joining import all_gather_objects, errors_on_all_ranks, is_lost_rank
 from full.ranks.places import part_of, reshard
@@ -494,7 +495,7 @@ class PaddedTokens(nn.Module):
         return x_1SM[:, :length]
 
 
-class _WithoutPadding:
+class _WithoutPadding(Attention):
     """An attention for rows of `length` tokens and `pad` tokens of padding, whose outputs are 0."""
 
     def __init__(self, attention, length, pad):
@@ -502,7 +503,7 @@ class _WithoutPadding:
         self.length = length
         self.pad = pad
 
-    def __call__(self, *qkv, **options):
+    def attend(self, *qkv, **options):
         out = self.attention(*(x[:, :, : self.length] for x in qkv), **options)
         return F.pad(out, (0, 0, 0, self.pad))
 

@@ -1,6 +1,6 @@
 """What a model is beyond `models.py`: files, kinds of layer, dtypes, and its parts on ranks.
 
-Read config and transformer, then rope, experts, deltanet and logprobs, which are its parts; cache
+Read config and transformer, then experts, deltanet and logprobs, which are its parts; cache
 (generation's keys and values); hf and lora (files); exact (the sampler is the trainer bit for bit);
 parallelize (a model by a plan) and weights (its weights to samplers). Others import classes of
 models, never their parts.

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import models
+from full.attention.attend import Attention
 from full.model.deltanet import by_chunk
 from full.model.transformer import causal_attention
 
@@ -33,7 +34,7 @@ class Step(NamedTuple):
     visible_B1SC: torch.Tensor | None = None  # which of the slots they see. None: all
 
 
-class KVCache(models.KVCache):
+class KVCache(models.KVCache, Attention):
     """Keys and values of the tokens so far, for rows of any lengths.
 
     The slot of a row's token is its position minus `first` of the row, which is 0, but for tokens
@@ -66,10 +67,10 @@ class KVCache(models.KVCache):
 
     @property
     def attention(self):
-        """What layers call: this cache, of which recurrent layers call two methods."""
+        """What layers call: this cache."""
         return self
 
-    def __call__(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
+    def attend(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
         """Write the keys and values of S new tokens a row, and attend to all tokens so far."""
         step, store = self.write(k_BGSD, v_BGSD, layer, window)
         if step.is_prompt:
@@ -88,7 +89,7 @@ class KVCache(models.KVCache):
         return out.reshape(q_BHSD.shape)
 
     def windows(self, x_BSX, /, *, kernel, layer):
-        """Return the last `kernel` inputs of each new token, (B, S, X, kernel)."""
+        """Return the last `kernel` inputs of each new token, and keep the last ones of each row."""
         B, S, X = x_BSX.shape
         past_BnX, state_BHKV = self.states.get(layer, (x_BSX.new_zeros(B, kernel - 1, X), None))
         inputs_BTX = torch.cat([past_BnX, x_BSX], 1)
@@ -101,7 +102,7 @@ class KVCache(models.KVCache):
         return inputs_BTX.unfold(1, kernel, 1)
 
     def recurrence(self, q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, /, *, layer):
-        """Return the outputs (B, H, S, V) of `deltanet`'s (3), and keep the last states."""
+        """Return the outputs of the new tokens, and keep the last states."""
         # Padding would stay in a state forever, while later tokens overwrite its keys. Without
         # decay and correction the state after it is the one before it.
         inputs_BnX, state_BHKV = self.states[layer]

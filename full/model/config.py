@@ -7,20 +7,24 @@ line in `models.Definition` or `hf.full_definition`.
 
 Equation (5) is in models.py, (11) in experts.py.
 
+Letters:  D width of a head, d half of it
+
 References: Llama arXiv:2407.21783; Mistral arXiv:2310.06825; Qwen2 arXiv:2407.10671; Qwen3
-arXiv:2505.09388; Gemma 3 arXiv:2503.19786.
+arXiv:2505.09388; Gemma 3 arXiv:2503.19786; YaRN arXiv:2309.00071.
 """
 
 import dataclasses
 import json
+import math
 import reprlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 import models
-from full.model.rope import complete_rope, rope_frequencies
 from models import ACTIVATIONS, FULL, SLIDING
 
 LINEAR = "linear_attention"  # a type of layer: gated DeltaNet, see deltanet.py
@@ -362,6 +366,82 @@ def read_rope(rope, raw) -> dict:
     if trained and rope.get("rope_type") in ("yarn", "llama3"):  # outside the dict in older files
         rope["original_max_position_embeddings"] = trained
     return rope | {"rope_theta": float(rope["rope_theta"])}
+
+
+ROPE_TYPES = {  # rope_type -> the keys that it needs, and those that it may have
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor",
+                "original_max_position_embeddings"), ()),
+    "yarn": (("factor", "original_max_position_embeddings"),
+             ("attention_factor", "beta_fast", "beta_slow")),
+}  # fmt: skip
+
+
+def complete_rope(rope, head_dim, max_positions) -> dict:
+    """Return RoPE parameters with their defaults; ValueError for what (5) does not cover.
+
+    max_positions: int. The positions of the training, where the parameters do not say them.
+    """
+    rope = {"rope_type": "default"} | rope
+    kind = rope["rope_type"]
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"rope_type: expected one of {[*ROPE_TYPES]}, got {kind!r}")
+    needed, optional = ROPE_TYPES[kind]
+    if "original_max_position_embeddings" in needed:
+        rope.setdefault("original_max_position_embeddings", max_positions)
+
+    # A key that is not known here may change the angles, so it is refused and not ignored.
+    unknown = sorted(rope.keys() - {"rope_type", "rope_theta", *needed, *optional})
+    missing = [key for key in needed if rope.get(key) is None]
+    if unknown or missing:
+        raise ValueError(f"rope_parameters of rope_type {kind}: expected {['rope_theta', *needed]},"
+                         f" unknown {unknown}, missing {missing}")  # fmt: skip
+
+    # Numbers that are possible one by one may still divide by zero together.
+    try:
+        f_d, factor = rope_frequencies(rope, head_dim)
+        if not (f_d.isfinite().all() and math.isfinite(factor)):
+            raise ValueError("they are not finite")
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ValueError(f"rope_parameters {rope} give no angles: {error}") from error
+    return rope
+
+
+def rope_frequencies(rope, head_dim, /):
+    """Return f of (5), (D/2,) float64 on the CPU, and a factor for cos and sin.
+
+    rope: {"rope_type", "rope_theta", ..}. The types other than default reach beyond the lengths of
+        the training, by turning more slowly.
+    """
+    with torch.device("cpu"):
+        n_d = torch.arange(head_dim // 2, dtype=torch.float64)
+    f_d = rope["rope_theta"] ** (-2 * n_d / head_dim)
+    factor = rope.get("factor")
+    if rope["rope_type"] == "linear":
+        return f_d / factor, 1.0
+
+    # Llama 3: pairs that turn often over the trained length stay as they are, pairs that turn
+    # seldom are divided by the factor, and in between the two are mixed.
+    if rope["rope_type"] == "llama3":
+        low = rope["low_freq_factor"]
+        high = rope["high_freq_factor"]
+        turns_d = rope["original_max_position_embeddings"] * f_d / (2 * math.pi)
+        keep_d = ((turns_d - low) / (high - low)).clamp(0, 1)
+        return torch.lerp(f_d / factor, f_d, keep_d), 1.0
+
+    # YaRN: the same with a ramp that is linear in n, between the n that turn beta times. The factor
+    # on cos and sin keeps attention as sharp as before the stretching.
+    if rope["rope_type"] == "yarn":
+        trained = rope["original_max_position_embeddings"] / (2 * math.pi)
+        scale = head_dim / (2 * math.log(rope["rope_theta"]))
+        low = max(math.floor(scale * math.log(trained / (rope.get("beta_fast") or 32))), 0)
+        high = math.ceil(scale * math.log(trained / (rope.get("beta_slow") or 1)))
+        high = min(high, head_dim - 1)
+        stretched_d = ((n_d - low) / ((high - low) or 0.001)).clamp(0, 1)
+        grown = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+        return torch.lerp(f_d, f_d / factor, stretched_d), rope.get("attention_factor") or grown
+    return f_d, 1.0
 
 
 OF_NO_NUMBER = "initializer_range", "eos_token_id"  # fields that no trained model computes with

@@ -17,7 +17,7 @@ tokens t = 1, 2, .. of a document, per head, with x the layer's input and |k| = 
          and it returns [o0 R] and [B A], since every column of S goes its own way
 
 As with attention, the layer does not know which tokens come before which: the caller says so. A
-recurrent layer calls two more methods of the object that `attention` is, see `Documents`. (5) has C
+recurrent layer calls two methods of an `attend.Attention`, as `Documents` is one. (5) has C
 times fewer steps than (3), and products of (C, C) matrices in addition. Every fourth layer is
 softmax attention, `GatedAttention`. Not here: the fused kernels of flash-linear-attention.
 
@@ -35,6 +35,8 @@ from torch import nn
 from torch.linalg import solve_triangular
 
 import models
+from full.attention.attend import Attention
+from full.model.config import rope_frequencies
 
 CHUNK = 64  # tokens of (5): the triangular system grows with it, the number of steps shrinks
 
@@ -105,13 +107,11 @@ def by_chunk(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, S_BHKV=None, restart_BS=N
     return torch.cat(out, 2), S_BHKV
 
 
-# One seam ---------------------------------------------------------------------------------------
-# Softmax layers call attention(q, k, v, layer=, scale=). Recurrent layers call two more methods of
-# the same object. All three answer one question: which tokens come before which?
+# Rows of documents ------------------------------------------------------------------------------
 
 
-class Documents:
-    """Adds what recurrent layers need to the attention of rows of documents side by side.
+class Documents(Attention):
+    """The attention of rows of documents side by side.
 
     attention: the callable of the softmax layers, in which tokens see their own document.
     ids_BS: int64. Which document each token is of. Default: each row is a document.
@@ -121,11 +121,10 @@ class Documents:
         self.attention = attention
         self.ids_BS = ids_BS
 
-    def __call__(self, q, k, v, /, **options):
+    def attend(self, q, k, v, /, **options):
         return self.attention(q, k, v, **options)
 
     def windows(self, x_BSX, /, *, kernel, layer):
-        """Return the last `kernel` inputs of each token, (B, S, X, kernel), its own the last."""
         # With kernel 3 and documents 0 0 1 1, the windows are ..0, .01, ..2 and .23. A dot is 0.
         inputs_BSXk = F.pad(x_BSX, (0, 0, kernel - 1, 0)).unfold(1, kernel, 1)
         if self.ids_BS is None:
@@ -139,7 +138,6 @@ class Documents:
         return ids_BSk == ids_BSk[..., -1:]
 
     def recurrence(self, q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, /, *, layer):
-        """Return the outputs (B, H, S, V) of (3)."""
         restart_BS = None
         if self.ids_BS is not None:
             restart_BS = (self.ids_BS.diff(prepend=self.ids_BS[:, :1]) != 0).to(q_BHSK.device)
@@ -150,7 +148,6 @@ class TokenByToken(Documents):
     """Rows that are a document each, by (3) in the place of (5): what audits trust."""
 
     def recurrence(self, q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, /, *, layer):
-        """Return the outputs (B, H, S, V) of (3)."""
         return by_token(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS)[0]
 
 
@@ -187,10 +184,10 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = nn.Linear(width_v, M, bias=False)
 
     def forward(self, x_BSM, ropes, attention, /):
-        if not hasattr(attention, "recurrence"):
+        if not isinstance(attention, Attention):
             name = getattr(attention, "__qualname__", type(attention).__name__)
-            raise ValueError(f"layer {self.layer} is a gated DeltaNet: expected an attention with "
-                             f"`windows` and `recurrence`, got {name}")  # fmt: skip
+            raise ValueError(f"layer {self.layer} is a gated DeltaNet: expected an `Attention`, "
+                             f"got {name}")  # fmt: skip
         # NUMERICS: the decay, the state and what enters it are float32 where the model computes in
         # less: errors of a state stay in it for as long as it lasts. Pinned by
         # tests/full/test_deltanet.py::test_a_bfloat16_model_keeps_float32_states.
@@ -258,50 +255,45 @@ class GatedAttention(models.Attention):
 
 
 # The definition ---------------------------------------------------------------------------------
-# The same model token by token, without the code above: what audits spell out.
 
 
-def logits_definition(model, tokens, /):
-    """Return the float64 logits (S, V) of tokens (S,), by (1) to (4) and those of models.py.
+class HybridDefinition(models.Definition):
+    """`models.Definition` with recurrent layers and gated attention: without the code above."""
 
-    It reads the whole model without the model's code, as `models.Definition` does.
-    """
-    c = model.config
-    weights = {name: p.double() for name, p in model.named_parameters()}
-    G, H = c.linear_num_key_heads, c.linear_num_value_heads
-    K, V = c.linear_key_head_dim, c.linear_value_head_dim
+    def attention(self, n, name, states):
+        if self.config.layer_types[n] == models.FULL:
+            return self.gated_attention(name, states)
+        return self.recurrent(name.replace("self_attn", "linear_attn"), states)
 
-    def linear(name, x):
-        return weights[name + ".weight"] @ x + weights.get(name + ".bias", 0)
-
-    def norm(name, x, offset=c.norm_offset):
-        weight = weights[name + ".weight"] + (1 if offset else 0)
-        return weight * x * (x.pow(2).mean(-1, keepdim=True) + c.rms_norm_eps) ** -0.5
-
-    def turned(x_XD, position):
+    def turned(self, x_XD, position):
         """Turn the first R entries of each head: entries n and n + R / 2 are a complex number."""
-        f_d, factor = model.rope.frequencies[models.FULL]
+        c = self.config
+        f_d, factor = rope_frequencies(c.rope_parameters[models.FULL], c.rotary_dim)
         a, b, rest = x_XD.split([len(f_d), len(f_d), c.head_dim - 2 * len(f_d)], -1)
         z = torch.complex(a, b) * torch.exp(1j * position * f_d) * factor
         return torch.cat([z.real, z.imag, rest], -1)
 
-    def softmax_layer(name, states):
+    def gated_attention(self, name, states):
+        D = self.config.head_dim
         keys, values = [], []
         for i, h in enumerate(states):
-            query, gate = linear(name + "q_proj", h).view(-1, 2, c.head_dim).unbind(1)
-            key = linear(name + "k_proj", h).view(-1, c.head_dim)
-            keys.append(turned(norm(name + "k_norm", key), i))
-            values.append(linear(name + "v_proj", h).view(-1, c.head_dim))
-            query = turned(norm(name + "q_norm", query), i).unflatten(0, (len(key), -1))
-            p = torch.einsum("grd,jgd->grj", query, torch.stack(keys)) * c.head_dim**-0.5
+            query, gate = self.linear(name + "q_proj", h).view(-1, 2, D).unbind(1)
+            key = self.norm(name + "k_norm", self.linear(name + "k_proj", h).view(-1, D))
+            keys.append(self.turned(key, i))
+            values.append(self.linear(name + "v_proj", h).view(-1, D))
+            query = self.turned(self.norm(name + "q_norm", query), i).unflatten(0, (len(key), -1))
+            p = torch.einsum("grd,jgd->grj", query, torch.stack(keys)) * D**-0.5
             out = torch.einsum("grj,jgd->grd", p.softmax(-1), torch.stack(values)).flatten(0, 1)
-            yield linear(name + "o_proj", (out * gate.sigmoid()).flatten())
+            yield self.linear(name + "o_proj", (out * gate.sigmoid()).flatten())
 
-    def recurrent_layer(name, states):
+    def recurrent(self, name, states):
+        c = self.config
+        G, H = c.linear_num_key_heads, c.linear_num_value_heads
+        K, V = c.linear_key_head_dim, c.linear_value_head_dim
         # The rows of a file: all q, all k, all v.
         to_file = rows_in_file(c).argsort()
-        into = weights[name + "in_proj_qkv.weight"][to_file]
-        filters = weights[name + "conv1d.weight"][to_file, 0]  # the last of them is of the token
+        into = self.weights[name + "in_proj_qkv.weight"][to_file]
+        filters = self.weights[name + "conv1d.weight"][to_file, 0]  # the last is of the token
         inputs, S = [], torch.zeros(H, K, V, dtype=torch.float64)
         for h in states:
             inputs.append(into @ h)
@@ -310,9 +302,9 @@ def logits_definition(model, tokens, /):
             q, k, v = models.ACTIVATIONS[c.hidden_act](mixed).split([G * K, G * K, H * V])  # (1)
             q, k = (x.view(G, K) for x in (q, k))
             q, k = (x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-            dt = linear(name + "in_proj_a", h) + weights[name + "dt_bias"]
-            a = torch.exp(-weights[name + "A_log"].exp() * torch.log1p(dt.exp()))
-            b = linear(name + "in_proj_b", h).sigmoid()  # (2)
+            dt = self.linear(name + "in_proj_a", h) + self.weights[name + "dt_bias"]
+            a = torch.exp(-self.weights[name + "A_log"].exp() * torch.log1p(dt.exp()))
+            b = self.linear(name + "in_proj_b", h).sigmoid()  # (2)
             heads = []
             for n, value in enumerate(v.view(H, V)):
                 key, query = (x[n * G // H] for x in (k, q))
@@ -320,24 +312,9 @@ def logits_definition(model, tokens, /):
                 state = faded + torch.outer(key, b[n] * (value - key @ faded))
                 heads.append((state, query @ state * K**-0.5))  # (3)
             S, out = (torch.stack(x) for x in zip(*heads))
-            gate = linear(name + "in_proj_z", h)
+            gate = self.linear(name + "in_proj_z", h)
             gate = gate * gate.sigmoid()
-            out = norm(name + "norm", out, offset=False).flatten() * gate
-            yield linear(name + "out_proj", out)  # (4)
-
-    states = list(weights["model.embed_tokens.weight"][tokens])
-    for n, kind in enumerate(c.layer_types):
-        name = f"model.layers.{n}."
-        normed = [norm(name + "input_layernorm", x) for x in states]
-        if kind == models.FULL:
-            mixed = softmax_layer(name + "self_attn.", normed)
-        else:
-            mixed = recurrent_layer(name + "linear_attn.", normed)
-        for i, y in enumerate(mixed):
-            x = states[i] + y
-            h = norm(name + "post_attention_layernorm", x)
-            inner = models.ACTIVATIONS[c.hidden_act](linear(name + "mlp.gate_proj", h))
-            h = linear(name + "mlp.down_proj", inner * linear(name + "mlp.up_proj", h))
-            states[i] = x + h
-    head = "model.embed_tokens" if c.tie_word_embeddings else "lm_head"
-    return torch.stack([linear(head, norm("model.norm", x)) for x in states])
+            # This norm scales by w, also where the others scale by 1 + w.
+            shrink = (out.pow(2).mean(-1, keepdim=True) + c.rms_norm_eps) ** -0.5
+            out = self.weights[name + "norm.weight"] * out * shrink
+            yield self.linear(name + "out_proj", out.flatten() * gate)  # (4)

@@ -38,8 +38,7 @@ from full.attention.masks import Mask
 from full.model.cache import KVCache
 from full.model.experts import Experts, SparseMLP
 from full.model.logprobs import LogprobOptions, TokenLogprobs, require_tokens_in_vocabulary
-from full.model.rope import Rope
-from full.model.transformer import Layer, Transformer
+from full.model.transformer import Layer, Rope, Transformer
 from full.ranks.places import set_tensor, variant_of
 
 ROWS = 16  # a product has a multiple of so many rows
@@ -242,7 +241,7 @@ class ExactCache(KVCache):
 
     copies_prompts = True
 
-    def __call__(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
+    def attend(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
         """Write the keys and values of S new tokens a row, and attend to all tokens so far."""
         B, _, S, _ = k_BGSD.shape
         step, store = self.write(k_BGSD, v_BGSD, layer, None)
@@ -333,12 +332,7 @@ class ExactTransformer(Transformer):
     One thread: torch cuts a tensor among several, and each part has an end.
     """
 
-    layer_class = ExactLayer
-    cache_class = ExactCache
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.rope = ExactRope(config)
+    layer_class, rope_class, cache_class = ExactLayer, ExactRope, ExactCache
 
     def logits(self, hidden, /):
         """Apply the head to states of `hidden`: (..., M) -> (..., V), in the model's dtype."""

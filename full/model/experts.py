@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import models
+import parallel
 
 
 class Experts(models.Experts):
@@ -41,7 +42,8 @@ class SparseMLP(models.SparseMLP):
 
     def __init__(self, config):
         super().__init__(config)
-        self.layer = None  # its number, which `on_routing` is told
+        self.layer = None  # its number, which a `Routing` is told
+        self.rows_group = None  # ranks that have the same rows, and send a share of them each
         self.rate = config.router_bias_rate  # 0: the router has no bias
         # NUMERICS: votes are whole steps of b. b is not stored, so no cast of the model rounds it.
         # Pinned by tests/full/test_families.py::test_the_router_bias_survives_bfloat16.
@@ -49,8 +51,21 @@ class SparseMLP(models.SparseMLP):
             self.register_buffer("votes", torch.zeros(config.num_experts, dtype=torch.int64))
 
     def forward(self, x_BSM, /, on_routing=None):
-        K = self.config.num_experts_per_tok
         x_NM = x_BSM.flatten(0, -2)
+        if self.rows_group is None:
+            return self.mixed(x_NM, on_routing).view_as(x_BSM)
+
+        # 5 rows on 2 ranks are 0 1 2 and 3 4 -, where - is a row of zeros. Wherever it is routed
+        # to, its result is cut off.
+        padded_NM = F.pad(x_NM, (0, 0, 0, -len(x_NM) % self.rows_group.size()))
+        out_nM = self.mixed(parallel.own_chunk(padded_NM, self.rows_group), on_routing)
+        # COMM: an all-gather over the t ranks, which have the same number of rows. Pinned by
+        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+        return parallel.all_gather(out_nM, self.rows_group)[: len(x_NM)].view_as(x_BSM)
+
+    def mixed(self, x_NM, on_routing):
+        """Return the weighted sum of the selected experts' outputs, (6'), for each row."""
+        K = self.config.num_experts_per_tok
         probs_NE, topk_ids_NK, topk_weights_NK = self.route(x_NM)
 
         # `models.SparseMLP` finds the choices of each expert in a table (E, N, K) and adds up the
@@ -70,7 +85,7 @@ class SparseMLP(models.SparseMLP):
         out_NKM = out_nM.index_select(0, order.argsort()).unflatten(0, (-1, K))
         if on_routing:
             on_routing(probs_NE, topk_ids_NK, layer=self.layer)
-        return (out_NKM * topk_weights_NK[:, :, None]).sum(1).view_as(x_BSM)  # (6')
+        return (out_NKM * topk_weights_NK[:, :, None]).sum(1)  # (6')
 
     def route(self, x_NM, /):
         """Return p (N, E), the ids of the selected experts (N, K), and their weights (N, K)."""
@@ -104,8 +119,16 @@ def grouped_linear(x_NM, weight_EIM, counts_E, /):
     return torch.cat([F.linear(x_nM, weight_IM) for x_nM, weight_IM in parts])
 
 
-class RoutingCounts:
-    """Count which experts tokens go to, in a forward `hidden(.., on_routing=RoutingCounts(..))`.
+class Routing:
+    """What the sparse layers of a forward call, once each: `hidden(.., on_routing=Routing())`."""
+
+    def __call__(self, probs_NE, topk_ids_NK, /, *, layer):
+        """Take the router's probabilities, and the ids of the experts that each token goes to."""
+        raise NotImplementedError
+
+
+class RoutingCounts(Routing):
+    """Count which experts tokens go to, in a forward.
 
     held_N: int64, (N,). How many sequences hold each of the forward's B x S tokens. In a tree it is
         any number. It is 0 for padding, and for a token that another rank counts.

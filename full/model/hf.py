@@ -154,7 +154,7 @@ def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
     """
     if model is not None and (dtype or device):
         raise ValueError("give load_hf a model to fill, or dtype and device of a new one, not both")
-    with errors_on_all_ranks(alone=not hasattr(model, "part")):
+    with errors_on_all_ranks(alone=getattr(model, "part", None) is None):
         return _load(Path(directory), model, dtype, device)
 
 
@@ -387,7 +387,7 @@ def full_definition(model, tokens, /):
     """Return the logits (S, V) of `models.Definition`, with a router's bias."""
     config = model.config
     if config.attn_output_gate:
-        return deltanet.logits_definition(model, tokens)
+        return deltanet.HybridDefinition(model).logits(tokens)
 
     # A factor on cos and sin multiplies q and k, so their product by its square: as a scale does.
     (factor,) = {factor for _, factor in model.rope.frequencies.values()}

@@ -124,7 +124,7 @@ def misfits(
     return [
         (plan != grid.plan,
          f"expected its grid, got that of plan {grid.plan}; use Grid(plan)"),
-        (hasattr(model, "part") or isinstance(model, fsdp.FSDPModule),
+        (getattr(model, "part", None) is not None or isinstance(model, fsdp.FSDPModule),
          "expected a whole model, got one that is split or sharded already; split it once"),
         (not coarser,
          f"compute_dtype: expected a coarser dtype than the weights' {wide}, got {compute_dtype}"),

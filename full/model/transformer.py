@@ -20,10 +20,9 @@ from torch import nn
 
 import models
 from full.model import deltanet
-from full.model.config import LINEAR, ModelConfig
+from full.model.config import LINEAR, ModelConfig, rope_frequencies
 from full.model.experts import SparseMLP
 from full.model.logprobs import all_gather_logits, require_tokens_in_vocabulary, token_logprobs
-from full.model.rope import Rope
 
 
 class RMSNorm(models.RMSNorm):
@@ -43,10 +42,33 @@ class RMSNorm(models.RMSNorm):
         return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(self.weight.dtype)
 
 
+class Rope:
+    """positions (B, S) -> {layer type: (cos, sin)}, once a forward for all layers."""
+
+    def __init__(self, config):
+        ropes = config.rope_parameters.items()
+        self.frequencies = {kind: rope_frequencies(rope, config.rotary_dim) for kind, rope in ropes}
+        self.moved = {}  # (device, layer type) -> f of (5) there, as each copy waits for the device
+
+    def __call__(self, positions_BS, dtype, /):
+        # NUMERICS: the angles of position 10^5 need float32; a bf16 position is wrong from 257 on.
+        # Pinned by tests/full/test_models.py::test_bf16_model_keeps_float32_rope_angles.
+        wide = torch.promote_types(dtype, torch.float32)
+        ropes = {}
+        for kind, (f_d, factor) in self.frequencies.items():
+            at = positions_BS.device, kind
+            if at not in self.moved:
+                self.moved[at] = f_d.to(positions_BS.device)
+            f_d = self.moved[at].to(wide)
+            cos_BS1D, sin_BS1D = models.cos_and_sin(positions_BS.to(wide), f_d, wide)
+            ropes[kind] = cos_BS1D * factor, sin_BS1D * factor
+        return ropes
+
+
 def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
     """Attend from token i of each row to tokens 0..i, or to the last `window` of them.
 
-    The default of `Transformer.hidden`. With a window the cost is O(S window).
+    With a window the cost is O(S window).
     """
     S = q_BHSD.shape[2]
     if window is None or window >= S:
@@ -87,18 +109,18 @@ class GatedDeltaNet(deltanet.GatedDeltaNet):
 
 
 class Layer(models.Layer):
-    """Adds to `models.Layer`: the parts of this folder, and layers that are recurrent.
+    """A layer of this folder's parts. A recurrent one has `linear_attn`, and no `self_attn`."""
 
-    Experts know the number of their layer. A recurrent layer has `linear_attn`, not `self_attn`.
-    """
+    norm_class, sparse_class = RMSNorm, SparseMLP
 
-    norm_class, attention_class, sparse_class = RMSNorm, Attention, SparseMLP
+    @staticmethod
+    def attention_class(config, layer):
+        """Return the part of a layer in which tokens meet."""
+        if config.layer_types[layer] == LINEAR:
+            return GatedDeltaNet(config, layer)
+        return (GatedAttention if config.attn_output_gate else Attention)(config, layer)
 
     def __init__(self, config, layer):
-        if config.layer_types[layer] == LINEAR:
-            self.attention_class = GatedDeltaNet
-        elif config.attn_output_gate:
-            self.attention_class = GatedAttention
         super().__init__(config, layer)
         if config.layer_types[layer] == LINEAR:  # Hugging Face's name for it
             self.linear_attn = self.self_attn
@@ -126,16 +148,20 @@ class Transformer(models.Transformer):
     to what is scored. Tied embeddings are one parameter, `model.embed_tokens.weight`: no `lm_head`.
     """
 
-    layer_class, norm_class = Layer, RMSNorm
+    layer_class, norm_class, rope_class = Layer, RMSNorm, Rope
+    residual_dtype = None  # of the states between layers. None: as the weights
+    head_dtype = None  # of the head's product, if it is wider. None: as the weights
+
+    # What a plan sets.
+    part = None  # the `Part` that this rank has. None: every rank has a copy
+    shard = {}  # which rows of the head this rank has: group= and vocab_start=. {}: all
+    calls = None  # of a sampler whose ranks run together: weights.CallsInStep
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.rope = Rope(config)
+        self.rope = self.rope_class(config)
         # Used unless `hidden` is given another one.
         self.attention = deltanet.Documents(causal_attention)
-        self.residual_dtype = None  # of the states between layers. None: as the weights
-        self.head_dtype = None  # of the head's product, if it is wider. None: as the weights
-        self.shard = {}  # which rows of the head this rank has: group= and vocab_start=. {}: all
 
     def hidden(self, tokens_BS, /, *, positions=None, attention=None, on_routing=None):
         """Return the normalized states of the last layer, (B, S, M).
@@ -144,13 +170,14 @@ class Transformer(models.Transformer):
             stages of a pipeline get from the stage before. They are not scaled as embeddings are.
         positions: int64, (B, S). For RoPE only. Default: 0..S-1.
         attention: attention(q, k, v, layer=, scale=) -> (B, H, S, D), with q (B, H, S, D) and with
-            k and v (B, G, S, D). Sliding layers add window=. Gated DeltaNet layers call two methods
-            of it, see `deltanet.Documents`. Default: `self.attention`.
-        on_routing: on_routing(p (N, E), ids of experts (N, K), layer=), called once in each sparse
-            layer, such as a `RoutingCounts`. Default: no call.
+            k and v (B, G, S, D). Sliding layers add window=. Gated DeltaNet layers want an
+            `attend.Attention`. Default: `self.attention`.
+        on_routing: a `Routing`, which each sparse layer calls once. Default: no call.
 
         ValueError for other shapes, and on a CPU for ids that are not in the vocabulary.
         """
+        if self.calls is not None:
+            self.calls.begin()
         if tokens_BS.dim() != (3 if tokens_BS.is_floating_point() else 2):
             found = tuple(tokens_BS.shape)
             raise ValueError(f"tokens: expected (B, S), or states (B, S, M), got {found}")

@@ -6,10 +6,8 @@ at a time. Skip it if every rank samples with a whole model.
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
-import parallel
 from full.model.lora import factors_of, is_factor, merged
 from full.model.parallelize import shard_model, with_sequence
 from full.ranks.joining import all_gather_objects
@@ -39,41 +37,16 @@ def split_for_decoding(model, grid):
     shard_model(model, grid)
     places = {name: place_of(name, shape, grid, "ddp", False) for name, shape in shapes.items()}
     model.part = Part(plan, grid.device, places, grid)
-    model.calls = None
 
     # All t ranks have all rows. Each sends a share of them to experts that are whole, or these
     # would get every row t times.
     if plan.tp > 1 and plan.etp == 1:
         for layer in model.model.layers:
             if hasattr(layer.mlp, "experts"):
-                share_out_rows(layer.mlp, grid.group["t"])
+                layer.mlp.rows_group = grid.group["t"]
     if plan.ep * plan.etp > plan.tp:
-        model.calls = CallsInStep(model, grid.group["e"])
-        model.hidden = model.calls.hidden
+        model.calls = CallsInStep(grid.group["e"], grid.device)
     return model
-
-
-def share_out_rows(mlp, group):
-    """Let each of the t ranks, which have the same rows, send some of them to the experts."""
-    run = mlp.forward
-
-    def forward(x_BSM, /, on_routing=None):
-        # 5 rows on 2 ranks are 0 1 2 and 3 4 -, where - is a row of zeros. Wherever it is routed
-        # to, its result is cut off.
-        rows_NM = x_BSM.flatten(0, -2)
-        padded_NM = F.pad(rows_NM, (0, 0, 0, -len(rows_NM) % group.size()))
-
-        def of_all_rows(*found, layer):
-            found = [parallel.all_gather(x, group)[: len(rows_NM)] for x in found]
-            on_routing(*found, layer=layer)
-
-        own_1nM = parallel.own_chunk(padded_NM, group)[None]
-        out_1nM = run(own_1nM, on_routing=on_routing and of_all_rows)
-        # COMM: an all-gather over the t ranks, which have the same number of rows. Pinned by
-        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        return parallel.all_gather(out_1nM[0], group)[: len(rows_NM)].view_as(x_BSM)
-
-    mlp.forward = forward
 
 
 class CallsInStep:
@@ -83,15 +56,15 @@ class CallsInStep:
         rank 1   call  call  end   ....  ....          is not used, as long as another one calls
     """
 
-    def __init__(self, model, group):
-        self.run = model.hidden
+    def __init__(self, group, device):
         self.group = group
-        self.device = model.part.device
+        self.device = device
+        self.has_ended = False
 
-    def hidden(self, tokens_BS, /, **options):
-        """Run `hidden` on a rank that has something to decode."""
-        self.ranks_that_call(1)
-        return self.run(tokens_BS, **options)
+    def begin(self):
+        """Wait until all ranks are at a model call. `Transformer.hidden` begins with it."""
+        if not self.has_ended:
+            self.ranks_that_call(1)
 
     def ranks_that_call(self, here) -> int:
         # COMM: an all-reduce of one number over the e ranks before each model call, so that a rank
@@ -105,11 +78,13 @@ class CallsInStep:
 @torch.no_grad()
 def end_together(model) -> None:
     """Serve this rank's experts until the other ranks have decoded all they had, too."""
-    calls = getattr(model, "calls", None)
+    calls = getattr(model, "calls", None)  # a model of the five has none
     if calls is not None:
         token_11 = torch.zeros(1, 1, dtype=torch.int64, device=calls.device)
+        calls.has_ended = True
         while calls.ranks_that_call(0):
-            calls.run(token_11)
+            model.hidden(token_11)
+        calls.has_ended = False
 
 
 def share_or_allocate(source, target, device) -> None:

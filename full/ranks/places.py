@@ -181,7 +181,7 @@ class Part:
 
 def part_of(model) -> Part:
     """Return a model's Part: what `parallelize` made, or a new one if every rank has it whole."""
-    if hasattr(model, "part"):
+    if getattr(model, "part", None) is not None:
         return model.part
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError("expected a whole model or one of parallelize, got one with DTensors")

@@ -38,6 +38,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from full.attention.attend import Attention
 from full.attention.ring import ring_of
 from full.model.config import LINEAR
 from full.model.deltanet import GatedDeltaNet
@@ -120,7 +121,7 @@ class _Open(NamedTuple):
     forward: tuple | None  # the result of `_TreeWalk.forward`. None: no graph, so it runs again
 
 
-class _ChunkAttention:
+class _ChunkAttention(Attention):
     """What the layers of a chunk call: they read leaves of the chunks above, and leave their own.
 
     A softmax layer leaves the keys and values of the tokens that chunks below see. A recurrent one
@@ -164,7 +165,7 @@ class _ChunkAttention:
             raise ValueError("a reentrant checkpoint would lose the gradient of keys that "
                              "other chunks read; pass use_reentrant=False")  # fmt: skip
 
-    def __call__(self, q, k, v, /, *, layer, scale, window=None):
+    def attend(self, q, k, v, /, *, layer, scale, window=None):
         self.leave((layer, "keys"), lambda: [x[:, :, self.rows] for x in (k, v)])
         # The keys of the path, from the root down, and then the chunk's own.
         if self.stack:

@@ -13,11 +13,10 @@ import models
 from check_models import CASES, check_models, path_errors, relative_error as relative
 from full.learn.generate import generate
 from full.model.cache import forward_with_cache
-from full.model.config import FAMILIES, QWEN, ModelConfig
+from full.model.config import FAMILIES, QWEN, ModelConfig, rope_frequencies
 from full.model.experts import RoutingCounts, grouped_linear, update_router_bias
 from full.model.hf import full_definition, load_hf, save_hf
 from full.model.logprobs import token_logprobs
-from full.model.rope import rope_frequencies
 from full.model.transformer import Transformer
 from full.tiny import tiny, tiny_model
 from models import CHECK_FAMILIES, FULL, SLIDING
