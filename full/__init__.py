@@ -49,7 +49,7 @@ Training:
     full/run/tasks.py: Task
     full/run/questions.py: make_task
     full/learn/trainer.py: Trainer
-    full/learn/objectives.py: grpo_loss
+    full/learn/objectives.py: grpo_loss, LossSettings, OtherScores
     full/learn/advantages.py: advantages
     full/__main__.py: main
 

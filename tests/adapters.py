@@ -20,7 +20,7 @@ import torch
 # As a script, this file finds tests/full under the name `full`, unless the root comes first.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from conformance import loss as kit
-from full.learn.objectives import OBJECTIVES, grpo_loss
+from full.learn.objectives import OBJECTIVES, LossSettings, grpo_loss
 
 CLIP = dict(clip_low=0.2, clip_high=0.28)
 DROPPED = dict(clip_low=0.15, clip_high=0.15)  # DPPO's bounds
@@ -38,11 +38,11 @@ def ours(batch):
     ).get(c["objective"], {})  # fmt: skip
     function = OBJECTIVES[c["objective"]]
     OBJECTIVES["as claimed"] = functools.partial(function, **constants)
-    return grpo_loss(
-        batch.lp, batch.old, batch.advantage, batch.mask, Z=batch.Z, aggregation=c["aggregation"],
-        objective="as claimed", clip_low=c["clip_low"], clip_high=c["clip_high"],
-        dual_clip=c["dual_clip"], cispo_bound=1 + c["clip_high"],
+    settings = LossSettings(
+        aggregation=c["aggregation"], objective="as claimed", clip_low=c["clip_low"],
+        clip_high=c["clip_high"], dual_clip=c["dual_clip"], cispo_bound=1 + c["clip_high"],
     )  # fmt: skip
+    return grpo_loss(batch.lp, batch.old, batch.advantage, batch.mask, settings, Z=batch.Z)
 
 
 ours.SETTINGS = dict(objective="clip", **CLIP)

@@ -308,17 +308,13 @@ class Engine:
         return self.worker.submit(function, *args)
 
     def generate(self, rows, /, **how) -> list:
-        """Let engines decode this rank's rows. The keywords are those of `generate.generate`.
-
-        `branches` changes nothing, because the cache is the engine's.
-        """
+        """Let engines decode this rank's rows. The keywords are those of `Sampler.generate`."""
         with errors_on_all_ranks(self.group):
             return self.decode(rows, **how)
 
     def decode(
-        self, rows, *, max_new_tokens, temperature=1.0, end=(), ending=None, after=None,
-        slots=None, branches=None,
-    ):  # fmt: skip
+        self, rows, *, max_new_tokens, temperature=1.0, end=(), ending=None, after=None, slots=None
+    ):
         """Ask for the turns of all rows, many at a time, until each row has ended."""
         # Row n of rank r asks server n + r.
         turns = Turns(max_new_tokens, ending, after)

@@ -13,46 +13,58 @@ import models
 from full.model.cache import cache_of, forward_with_cache, prefill
 
 
-@torch.inference_mode()
 def generate(
-    model, rows, /, *, max_new_tokens, temperature=1.0, end=(), ending=None, after=None, seed=None,
-    slots=None, branches=None,
-):  # fmt: skip
+    model, rows, /, *, max_new_tokens, temperature=1.0, end=(), after=None, seed=None, slots=None
+):
     """Decode rows (prompts of any lengths) until each has ended. Return them, in their order.
 
     rows: `Row`s, or lists of token ids, which become Rows.
     max_new_tokens: a row with this many tokens after its prompt ends, with `truncated` set.
-    temperature: as in `sample`. 0 is greedy and needs no draws.
-    end: the stop tokens. A sampled one calls `after`.
-    ending: ending(rows), called with the rows that this token has ended, before `after` is called
-        with each. So a task that is on another rank is asked once for all of them.
+    temperature, end, slots: as in `decode`.
     after: after(row) -> the rows that go on in its place. None, the default, ends it. The row
         itself, with tokens in its queue, is the next turn of a conversation; several are a fork.
         With `after`, forks are returned in the place of their row.
     seed: makes the draws of rows that have none. ValueError if such a row gets no seed.
+    """
+    rows = [row if isinstance(row, models.Row) else models.Row(row) for row in rows]
+    if seed is not None and temperature > 0:
+        give_draws(rows, max_new_tokens, seed)
+    turns = Turns(max_new_tokens, after=after)
+    return decode(model, rows, turns, temperature=temperature, end=end, slots=slots)
+
+
+@torch.inference_mode()
+def decode(model, rows, turns, /, *, temperature=1.0, end=(), slots=None):
+    """Decode `Row`s until each has ended. Return them, in their order.
+
+    rows: with a draw for each new token. One that may fork has `count`, the number of rows that it
+        may be in the end. It reserves as many slots, so that a fork never waits. A row that needs
+        more than there are enters when all others have ended.
+    turns: Turns. What follows a row's turn.
+    temperature: as in `sample`. 0 is greedy and needs no draws.
+    end: the stop tokens. A sampled one ends a turn.
     slots: how many rows are decoded at a time. When a row ends, a waiting row takes its slot.
         Default: all.
-    branches: branches(row) -> slots that a row reserves, one for each row into which it may have
-        forked in the end, so that a fork never waits. Default: 1. A row that needs more than there
-        are enters when all others have ended.
     """
-    if max_new_tokens < 1 or not 0 <= temperature < math.inf:
+    new = turns.limit
+    if new < 1 or not 0 <= temperature < math.inf:
         raise ValueError(f"max_new_tokens, temperature: expected at least 1, and finite and not "
-                         f"negative, got {max_new_tokens} and {temperature}")  # fmt: skip
+                         f"negative, got {new} and {temperature}")  # fmt: skip
     if slots is not None and slots < 1:
         raise ValueError(f"slots: expected at least 1, got {slots}")
-    rows = [row if isinstance(row, models.Row) else models.Row(row) for row in rows]
-    give_draws(rows, max_new_tokens if temperature > 0 else 0, seed)
+    if temperature > 0 and any(len(row.draws) < new for row in rows):
+        raise ValueError(f"each row needs {new} draws, one for each new token, or give a seed")
     longest = max([len(row.tokens) for row in rows], default=0)
     positions = model.config.max_position_embeddings
-    if longest + max_new_tokens > positions:
-        raise ValueError(f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} exceed "
-                         f"the model's {positions} positions; shorten one of them")  # fmt: skip
+    if longest + new > positions:
+        raise ValueError(f"a prompt of {longest} tokens and max_new_tokens {new} exceed the "
+                         f"model's {positions} positions; shorten one of them")  # fmt: skip
 
-    reserved = branches or (lambda row: 1)
+    def reserved(row):
+        return getattr(row, "count", 1)
+
     batch = Batch(model, rows, min(slots or math.inf, sum(map(reserved, rows))))
     waiting = deque(((n,), row) for n, row in enumerate(rows))
-    turns = Turns(max_new_tokens, ending, after)
     while waiting or batch.rows:
         # Rows enter in their order. All ranks that decode the same rows let the same ones in.
         entering = []
@@ -78,6 +90,10 @@ def generate(
 
 class Turns:
     """What follows the turns of rows: more turns, forks, or the end.
+
+    max_new_tokens, after: as in `generate`.
+    ending: ending(rows), called with the rows that a token has ended, before `after` is called with
+        each. So a task that is on another rank is asked once for all of them.
 
     A row's place among all rows is its number, and after each turn also the number of the fork:
     after two turns row 3 has the places (3, 0, 0) .., in which the rows are returned.
@@ -117,7 +133,7 @@ class Turns:
 
 
 class Batch:
-    """The rows that `generate` decodes together, their cache, and the logits after each row.
+    """The rows that `decode` decodes together, their cache, and the logits after each row.
 
     A prompt that several rows have is computed once, and its keys are kept once, from when the
     first of these rows enters until the last one has ended.
@@ -204,14 +220,11 @@ def without_holes(entries):
     return entries
 
 
-def give_draws(rows, needed, seed):
-    """Give rows without draws some from the seed. ValueError if a row has less than `needed`."""
+def give_draws(rows, count, seed):
+    """Give each row without draws `count` of them from the seed."""
     # The generator draws for every row, also for one that has draws of its own: what a row gets
     # depends on its place, and not on what other rows brought.
-    if seed is not None and needed:
-        generator = torch.Generator().manual_seed(seed)
-        for row in rows:
-            made = torch.rand(needed, generator=generator, dtype=torch.float64).tolist()
-            row.draws = row.draws if len(row.draws) else made
-    if any(len(row.draws) < needed for row in rows):
-        raise ValueError(f"each row needs {needed} draws, one for each new token, or give a seed")
+    generator = torch.Generator().manual_seed(seed)
+    for row in rows:
+        made = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+        row.draws = row.draws if len(row.draws) else made

@@ -31,8 +31,10 @@ table. Arrays of N hold one number for each sampled token of a micro-batch, sequ
 Letters:  N sampled tokens   B sequences   T positions
 """
 
+import dataclasses
 import math
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
@@ -259,18 +261,38 @@ def critic_loss(value_BT, old_BT, return_BT, mask_BT, /, *, Z, aggregation, valu
     return loss, {"value/loss": critic_N.detach().double().sum()}
 
 
-# The keyword arguments of `grpo_loss` that are settings of a run.
-LOSS_SETTINGS = (
-    "aggregation", "objective", "clip_low", "clip_high", "dual_clip", "cispo_bound", "importance",
-    "importance_of", "importance_low", "importance_cap", "kl", "kl_coef", "kl_in", "entropy_coef",
-)  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class LossSettings:
+    """The settings that `grpo_loss` reads. The `Config` of a run has all of them, too."""
+
+    aggregation: str = "token_mean"  # of AGGREGATIONS: w and Z of (7)
+    max_new_tokens: int = 16  # for the Z of `constant`
+    objective: str = "clip"  # of OBJECTIVES, which read the next four
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 0.0
+    cispo_bound: float = 5.0
+    importance: str = "truncate"  # with the next three: (4), see `sampler_weights`
+    importance_of: str = "token"
+    importance_low: float = 0.0
+    importance_cap: float = 0.0  # 0: no (4)
+    kl: str = "k3"  # which k of (5)
+    kl_coef: float = 0.0
+    kl_in: str = "loss"  # "reward": the KL is measured here, and adds nothing
+    entropy_coef: float = 0.0
+
+
+class OtherScores(NamedTuple):
+    """Scores of the sampled tokens, (B, T), besides the policy's log-probs now and before."""
+
+    sampler_BT: torch.Tensor | None = None  # of the program that drew the tokens; None: old
+    ref_BT: torch.Tensor | None = None  # of the frozen reference; None: no KL
+    entropy_BT: torch.Tensor | None = None  # H of (5), with a graph
 
 
 def grpo_loss(
-    lp_BT, old_BT, advantage_BT, mask_BT, /, *, Z=None, aggregation="token_mean", max_new_tokens=16,
-    objective="clip", clip_low=0.2, clip_high=0.28, dual_clip=0.0, cispo_bound=5.0, sampler_BT=None,
-    importance="truncate", importance_of="token", importance_low=0.0, importance_cap=0.0,
-    ref_BT=None, kl="k3", kl_coef=0.0, kl_in="loss", entropy_BT=None, entropy_coef=0.0,
+    lp_BT, old_BT, advantage_BT, mask_BT, /, settings=LossSettings(), others=OtherScores(), *,
+    Z=None,
 ):  # fmt: skip
     """Return the policy's loss, (2)-(5) and (7), and a dict of detached sums over sampled tokens.
 
@@ -278,52 +300,44 @@ def grpo_loss(
     old_BT           log-probs before the step's first update; None: lp, so that every ratio is 1
     advantage_BT     A of (1), of any shape that broadcasts
     mask_BT          bool: which tokens the policy sampled. Others may hold anything, even NaN
+    settings         LossSettings, or the Config of a run
+    others           OtherScores. What it lacks has no term in the loss
     Z                of (7), summed over everything that one optimizer step sees; None: of these
-    aggregation      of AGGREGATIONS: w and Z of (7). max_new_tokens: for the Z of `constant`
-    objective        of OBJECTIVES, which read clip_low, clip_high, dual_clip and cispo_bound
-    sampler_BT       log-probs of the program that drew the tokens; None: old
-    importance       with _of, _low and _cap: (4), see `sampler_weights`; cap 0: no (4)
-    ref_BT           log-probs of the frozen reference; None: no KL
-    kl, kl_coef      which k of (5), and its weight; kl_in "reward" measures it and adds nothing
-    entropy_BT       H of (5), with the weight entropy_coef
 
     The sums have the names of METRICS. `loss_metrics` makes a step's metrics of them.
     """
     # t has what is known of each token. The loss and the metrics are made of it.
+    c = settings
     tokens = SampledTokens(mask_BT, lp_BT.dtype)
-    c = SimpleNamespace(
-        clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, cispo_bound=cispo_bound,
-        importance=importance, importance_of=importance_of, importance_low=importance_low,
-        importance_cap=importance_cap,
-    )  # fmt: skip
     t = SimpleNamespace(lp_N=tokens.pick(lp_BT), A_N=tokens.pick(advantage_BT), x_N=None)
     t.old_N = tokens.pick(old_BT, t.lp_N.detach())
-    t.smp_N = tokens.pick(sampler_BT, t.old_N)
+    t.smp_N = tokens.pick(others.sampler_BT, t.old_N)
     t.gap_N = (t.lp_N - t.smp_N).detach().double()  # rounding, if the weights are equal
-    t.ref_N, t.entropy_N = tokens.pick(ref_BT), tokens.pick(entropy_BT)
-    t.kl_N = None if ref_BT is None else divergence(t.lp_N - t.ref_N, kl)
+    t.ref_N, t.entropy_N = tokens.pick(others.ref_BT), tokens.pick(others.entropy_BT)
+    t.kl_N = None if t.ref_N is None else divergence(t.lp_N - t.ref_N, c.kl)
 
     # The policy's term.
     d_N = t.lp_N - t.old_N
     mean = tokens.mean_of_sequence
-    t.ratio_N = ratio_of(mean(d_N) if objective == "gspo" else d_N)  # (2)
-    l_of = entry_of(OBJECTIVES, objective, "objective")
+    t.ratio_N = ratio_of(mean(d_N) if c.objective == "gspo" else d_N)  # (2)
+    l_of = entry_of(OBJECTIVES, c.objective, "objective")
     l_N, t.clipped_N = l_of(c, d_N, t.A_N, t.lp_N, mean)  # (3)
-    if importance_cap:
+    if c.importance_cap:
         t.x_N = sampler_weights(c, t.old_N - t.smp_N, tokens)
         l_N = l_N * t.x_N  # (4)
     t.policy_N = l_N
 
     # Closeness to the reference and randomness are wanted for their own sake, whatever the reward.
     # With kl_in `reward` the rewards were lowered by the KL, before (1).
-    if ref_BT is not None and kl_in == "loss":
-        l_N = l_N + kl_coef * t.kl_N  # (5)
-    if entropy_BT is not None and entropy_coef:
-        l_N = l_N - entropy_coef * t.entropy_N  # (5)
+    if t.kl_N is not None and c.kl_in == "loss":
+        l_N = l_N + c.kl_coef * t.kl_N  # (5)
+    if t.entropy_N is not None and c.entropy_coef:
+        l_N = l_N - c.entropy_coef * t.entropy_N  # (5)
 
     # Z is the whole step's, never the count of this micro-batch or this rank. A mean of micro-batch
     # means weighs a token more where its micro-batch is small; a sum over one Z does not.
-    w_B, term_B = entry_of(AGGREGATIONS, aggregation, "aggregation")(tokens.count_B, max_new_tokens)
+    weights = entry_of(AGGREGATIONS, c.aggregation, "aggregation")
+    w_B, term_B = weights(tokens.count_B, c.max_new_tokens)
     w_N = w_B[tokens.row_N].to(l_N)
     Z = term_B.sum().item() if Z is None else Z
     t.part_N, t.policy_part_N = w_N * l_N / Z, w_N * t.policy_N / Z

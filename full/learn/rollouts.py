@@ -19,7 +19,7 @@ import numpy as np
 import torch.distributed as dist
 
 import train_grpo
-from full.learn.generate import generate
+from full.learn.generate import Turns, decode
 from full.learn.packing import gather_replica
 from full.model.weights import copy_weights, end_together
 from full.ranks.joining import Stop, current_device, errors_on_all_ranks, summed
@@ -93,15 +93,14 @@ class Trajectory:
 class ForkingEpisode(train_grpo.Episode):
     """An `Episode` for the rollouts number .. number + count - 1 of its group, until it forks.
 
-    count, forks_left: 1, 0 without tree rollouts. It forks at its next forks_left turn boundaries.
+    count: int. 1 without tree rollouts. Until it is 1, the episode forks at each end of a turn.
     """
 
-    def __init__(self, key, group, number, state, prompt, limit, count=1, forks_left=0):
+    def __init__(self, key, group, number, state, prompt, limit, count=1):
         super().__init__(key, group, number, state, prompt, limit)
         self.key = key
         self.number = number
         self.count = count
-        self.forks_left = forks_left
         self.prompt = self.turn  # its number of tokens
         self.turn_rewards = []
         self.heard = ()  # of the turn that has ended: the task's new state, reply and reward
@@ -110,7 +109,7 @@ class ForkingEpisode(train_grpo.Episode):
         """Return the arguments that make this episode: its identity, and those after `state`."""
         limit = len(self.draws)
         identity = self.key, self.group, self.number
-        return identity, (self.tokens, limit, self.count, self.forks_left)
+        return identity, (self.tokens, limit, self.count)
 
     def hear(self, state, reply, reward):
         """Take the task's answer to the turn. Return whether the episode goes on."""
@@ -122,7 +121,7 @@ class ForkingEpisode(train_grpo.Episode):
         """Return the episodes that go on in the place of this one: itself, or its children."""
         # An episode for rollouts 4 5 6 7 becomes with forks 2 one for 4 5 and one for 6 7. Each
         # draws by the key of its own first rollout, so its tokens do not depend on its siblings.
-        if not self.forks_left:
+        if self.count == 1:
             return [self]
         children = []
         share = self.count // forks
@@ -133,7 +132,6 @@ class ForkingEpisode(train_grpo.Episode):
             child.draws = train_grpo.uniforms((*self.key, self.group, first), len(self.draws))
             child.number = first
             child.count = share
-            child.forks_left = self.forks_left - 1
             children.append(child)
         return children
 
@@ -259,11 +257,14 @@ class Sampler:
         # What the two models hold in one memory needs no copy: see `shard_generator`.
         copy_weights(model, self.model, optimizer)
 
-    def generate(self, rows, /, *, ending=None, **how) -> list:
-        """Decode this rank's rows. Collective under a plan: they are `ForkingEpisode`s then."""
+    def generate(self, rows, /, *, max_new_tokens, ending=None, after=None, **how) -> list:
+        """Decode this rank's rows. Collective under a plan: they are `ForkingEpisode`s then.
+
+        max_new_tokens, ending, after: as in `Turns`. how: of `decode`.
+        """
         part = getattr(self.model, "part", None)
         if part is None or part.plan.world == part.plan.dp:
-            ended = generate(self.model, rows, ending=ending, **how)
+            ended = decode(self.model, rows, Turns(max_new_tokens, ending, after), **how)
             end_together(self.model)
             return ended
 
@@ -275,8 +276,8 @@ class Sampler:
         origins, first = gather_replica(self.model, [row.origin() for row in rows])
         together = [ForkingEpisode(*of, self.ELSEWHERE, *rest) for of, rest in origins]
         together[first : first + len(rows)] = rows
-        asking_once = functools.partial(self._ask_once, ending)
-        ended = generate(self.model, together, ending=asking_once, **how)
+        turns = Turns(max_new_tokens, functools.partial(self._ask_once, ending), after)
+        ended = decode(self.model, together, turns, **how)
         end_together(self.model)
 
         # What has been decoded together is distributed again.
@@ -323,11 +324,11 @@ def play(config, task, sampler, starts, key) -> list:
     share = config.forks**config.fork_turns
     limit = config.max_new_tokens  # of a trajectory after its prompt, the task's replies included
     episodes = [
-        ForkingEpisode(key, number, first, state, prompt, limit, share, config.fork_turns)
+        ForkingEpisode(key, number, first, state, prompt, limit, share)
         for number, state, prompt in starts for first in range(0, config.group, share)
     ]  # fmt: skip
 
-    # `generate` computes equal prompts once, lets a waiting episode enter where one has ended, and
+    # `decode` computes equal prompts once, lets a waiting episode enter where one has ended, and
     # calls `ending` with all whose turn has ended, then `after` with each. An episode that will
     # fork reserves a slot for each rollout, so that a fork finds its parent's keys in the cache.
     def after(episode):
@@ -338,7 +339,6 @@ def play(config, task, sampler, starts, key) -> list:
         ended = sampler.generate(
             episodes, max_new_tokens=limit, temperature=config.temperature, end=task.end,
             ending=asker_of(task, config.reply_timeout), after=after, slots=config.batch_rows,
-            branches=lambda episode: episode.count,
         )  # fmt: skip
     except Unheard as error:
         unheard = error

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from full.learn.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
 from full.learn.metrics import METRICS, loss_metrics
 from full.learn.micro_batches import BATCHES, padded
-from full.learn.objectives import LOSS_SETTINGS, critic_loss, grpo_loss, loss_denominator
+from full.learn.objectives import OtherScores, critic_loss, grpo_loss, loss_denominator
 from full.learn.packing import gather_replica, speaks_for_replica
 from full.learn.rollouts import Sampler
 from full.model import lora
@@ -170,8 +170,8 @@ class Trainer:
 
         # Which metrics of tokens this run has. A loss of no token says it, the same on all ranks.
         none_BT = torch.zeros(1, 0)
-        given = dict(entropy_BT=none_BT, ref_BT=None if self.reference is None else none_BT)
-        _, sums = grpo_loss(none_BT, None, none_BT, none_BT.bool(), **self.settings(), Z=1, **given)
+        others = OtherScores(ref_BT=None if self.reference is None else none_BT, entropy_BT=none_BT)
+        _, sums = grpo_loss(none_BT, None, none_BT, none_BT.bool(), config, others, Z=1)
         self.maxima = [x for x in sums if x in METRICS and METRICS[x].over_tokens == "max"]
         self.sums = [x for x in sums if x not in self.maxima]
         if self.critic is not None:
@@ -246,10 +246,6 @@ class Trainer:
             train(self.batches(self.critic), self.critic_loss)
         return self.metrics_of_all_ranks(measured, batch, run.tokens_run)
 
-    def settings(self) -> dict:
-        """Return the keywords of `grpo_loss` that are settings."""
-        return {name: getattr(self.config, name) for name in LOSS_SETTINGS}
-
     def loss(self, micro, mask_BT, lp_BT, entropy_BT, *, Z):
         """Return `grpo_loss` of a micro-batch: its trajectories, and the model's scores of them."""
         def column(name):
@@ -257,11 +253,9 @@ class Trainer:
             vectors = [getattr(t, name) for t in micro]
             return None if vectors[0] is None else padded(vectors, lp_BT)
 
-        return grpo_loss(
-            lp_BT, column("old_logprobs"), column("advantages"), mask_BT, Z=Z, **self.settings(),
-            sampler_BT=column("sampler_logprobs"), ref_BT=column("ref_logprobs"),
-            entropy_BT=entropy_BT,
-        )  # fmt: skip
+        others = OtherScores(column("sampler_logprobs"), column("ref_logprobs"), entropy_BT)
+        own = lp_BT, column("old_logprobs"), column("advantages"), mask_BT
+        return grpo_loss(*own, self.config, others, Z=Z)
 
     def critic_loss(self, micro, mask_BT, value_BT, *, Z):
         """Return `critic_loss` of a micro-batch: its trajectories, and the critic's values."""

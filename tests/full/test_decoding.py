@@ -8,7 +8,7 @@ from conftest import diagonal
 from oracles import LiveBytes, Watch, bytes_of
 
 import models
-from full.learn.generate import generate
+from full.learn.generate import Turns, decode, generate
 from full.model.cache import KVCache, forward_with_cache, prefill
 from full.tiny import tiny_model
 from models import FULL, SLIDING, Row, generate as simple_generate
@@ -54,14 +54,19 @@ class Talk(Row):
         self.place, other.place = (*self.place, 0), (*self.place, 1)
         return [self, other] if self.turns == 1 else [self]
 
-    def most_forks(self):
+
+class ForkingTalk(Talk):
+    """A `Talk` that reserves the slots for its forks."""
+
+    @property
+    def count(self):
         return 1 if self.turns else 2
 
 
-def talks(starts="shared"):
+def talks(starts="shared", kind=Talk):
     draws = torch.rand(5, NEW, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     rows = zip(STARTS[starts], draws.tolist(), strict=True)
-    rows = [Talk(prompt, own, (n,)) for n, (prompt, own) in enumerate(rows)]
+    rows = [kind(prompt, own, (n,)) for n, (prompt, own) in enumerate(rows)]
     rows[1].queue.extend([4, 2])  # tokens that nobody sampled end no turn
     return rows
 
@@ -108,9 +113,13 @@ def test_slots_and_turns_give_the_rows_of_the_core(name, starts, temperature, ca
     "name, starts, temperature", diagonal([*CASES, *HYBRID], [*STARTS], [1.0, 0.7, 0]))
 def test_forks_stay_within_the_slots_and_change_no_token(name, starts, temperature, caches):
     model, asked = model_of(name), []
-    options = dict(max_new_tokens=NEW, temperature=temperature, end=ENDS, after=Talk.fork)
-    options |= dict(ending=lambda rows: asked.append(len(rows)))
-    truth = generate(model, talks(starts), **options)
+
+    def decoded(slots=None):
+        turns = Turns(NEW, lambda rows: asked.append(len(rows)), Talk.fork)
+        how = dict(temperature=temperature, end=ENDS, slots=slots)
+        return decode(model, talks(starts, ForkingTalk), turns, **how)
+
+    truth = decoded()
     assert len(truth) > 5 and [row.place for row in truth] == sorted(row.place for row in truth)
     for row in truth:  # the log-probs of the sampled tokens by a forward of the whole row
         logp = (model(torch.tensor([row.tokens[:-1]]))[0] / (temperature or 1)).log_softmax(-1)
@@ -119,7 +128,7 @@ def test_forks_stay_within_the_slots_and_change_no_token(name, starts, temperatu
     turns, asked[:] = sum(asked), []
     for slots in (2, 3, 5):
         caches.clear()
-        found = generate(model, talks(starts), **options, slots=slots, branches=Talk.most_forks)
+        found = decoded(slots)
         require_same(found, truth)
         assert all(rows <= stored <= slots for rows, stored in caches)
         assert sum(asked) == turns and min(asked) > 0

@@ -11,7 +11,7 @@ import torch
 
 import models
 from check_models import CASES, check_models, path_errors, relative_error as relative
-from full.learn.generate import generate
+from full.learn.generate import decode, generate
 from full.model.cache import forward_with_cache
 from full.model.config import FAMILIES, QWEN, ModelConfig, rope_frequencies
 from full.model.experts import RoutingCounts, grouped_linear, update_router_bias
@@ -38,13 +38,14 @@ FAULTS = {
     "models.masked_attention": lambda q, k, v, mask=None, **how: MASKED(
         # the cache forgets its mask
         q, k, v, mask if q.shape[2] == k.shape[2] else None, **how),
-    "full.learn.generate.give_draws": lambda rows, needed, seed: [  # rows lose their draws
-        setattr(row, "draws", [0.5] * needed) for row in rows],
+    "full.learn.generate.decode": lambda model, rows, *given, **how: [  # rows lose their draws
+        setattr(row, "draws", [0.5] * len(row.draws)) for row in rows]
+        and DECODE(model, rows, *given, **how),
     "check_models.generate": lambda *given, **how: [  # an error that float32 cannot hold
         setattr(row, "logprobs", [x * (1 + 1e-10) for x in row.logprobs])
         for row in GENERATE(*given, **how)],
 }  # fmt: skip
-CACHED, LOGPROBS = forward_with_cache, token_logprobs
+CACHED, LOGPROBS, DECODE = forward_with_cache, token_logprobs, decode
 ROTATE, MASKED, GENERATE = models.apply_rope, models.masked_attention, generate
 
 

@@ -4,7 +4,6 @@ Oracles: the loops over tokens of conformance/definition.py, and each sequence a
 whole model. Everything is float64. TRL's numbers are in test_trl.py.
 """
 
-import inspect
 import math
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from full.learn.advantages import gae
 from full.learn.batches import SampledBatch, collect
 from full.learn.metrics import METRICS, Metric
 from full.learn.objectives import (
-    LOSS_SETTINGS, critic_loss, divergence, grpo_loss, loss_denominator,
+    LossSettings, OtherScores, critic_loss, divergence, grpo_loss, loss_denominator,
 )  # fmt: skip
 from full.learn.packing import pack
 from full.learn.rollouts import Trajectory
@@ -93,9 +92,8 @@ def with_leaves(x):
 def loss_of(x, config, Z=None):
     """The loss, its sums, and the gradient of each leaf."""
     x = with_leaves(x)
-    flags = {name: getattr(config, name) for name in LOSS_SETTINGS}
-    more = {name: y for name, y in x.items() if name.endswith("_BT")}
-    loss, sums = grpo_loss(x["lp"], x["old"], x["A"], x["mask"], Z=Z, **flags, **more)
+    others = OtherScores(**{name: y for name, y in x.items() if name.endswith("_BT")})
+    loss, sums = grpo_loss(x["lp"], x["old"], x["A"], x["mask"], config, others, Z=Z)
     (loss + 0 * sum(x[name][x["mask"]].sum() for name in LEAVES)).backward()
     return loss.item(), sums, torch.stack([x[name].grad for name in LEAVES])
 
@@ -175,7 +173,8 @@ def test_a_log_ratio_is_clamped_to_ten_before_exp():
     for d, A, loss in ((500, -1, math.exp(10)), (-500, -1, 0.8), (-10.5, 1, -math.exp(-10))):
         for objective in ("clip", "sapo"):
             lp = tensor([d]).requires_grad_()
-            l, _ = grpo_loss(lp, tensor([0]), tensor([A]), lp > -1e9, objective=objective)
+            settings = LossSettings(objective=objective)
+            l, _ = grpo_loss(lp, tensor([0]), tensor([A]), lp > -1e9, settings)
             l.backward()
             assert not lp.grad.any()
             assert objective == "sapo" or l.item() == pytest.approx(loss)
@@ -261,9 +260,8 @@ OPTIONS = [
 def test_the_defaults_of_the_loss_are_those_of_the_flags():
     flags = {field.name: field.default for field in fields(Config)}
     del flags["entropy_coef"]  # by default one that suits the advantage
-    own = {x.name: x.default for x in inspect.signature(grpo_loss).parameters.values()}
-    shared = own.keys() & flags.keys()
-    assert len(shared) > 9 and all(own[name] == flags[name] for name in shared)
+    own = {field.name: field.default for field in fields(LossSettings)}
+    assert own.pop("entropy_coef") == 0 and own == {name: flags[name] for name in own}
 
 
 GRADIENTS = [(label(options), options) for options in OPTIONS]
@@ -311,7 +309,7 @@ def test_without_a_sampler_the_old_policy_has_sampled():
     lp, old, A = torch.randn(3, 2, 5, dtype=torch.float64)
     mask = torch.ones(2, 5, dtype=torch.bool)
     plain, sums = grpo_loss(lp, old, A, mask)
-    capped, more = grpo_loss(lp, old, A, mask, importance_cap=1.5)
+    capped, more = grpo_loss(lp, old, A, mask, LossSettings(importance_cap=1.5))
     assert torch.equal(capped, plain) and sums.items() <= more.items()
 
 

@@ -15,7 +15,9 @@ import torch
 from conftest import ROOT, complaint_of
 
 from full.learn.advantages import ADVANTAGES, advantages, overlong_penalty
-from full.learn.objectives import OBJECTIVES, READS, SampledTokens, grpo_loss, sampler_weights
+from full.learn.objectives import (
+    OBJECTIVES, READS, LossSettings, OtherScores, SampledTokens, grpo_loss, sampler_weights,
+)  # fmt: skip
 from full.learn.rollouts import Trajectory
 from full.run.config import Config
 
@@ -47,11 +49,9 @@ def test_loss_and_gradient_are_the_sources(row, monkeypatch):
     function = functools.partial(OBJECTIVES[ours["objective"]], **constants)
     monkeypatch.setitem(OBJECTIVES, ours["objective"], function)
     lp, A = INPUT["lp"].clone().requires_grad_(), INPUT[f"advantages_{row['advantages']}"]
-    loss, _ = grpo_loss(
-        lp, INPUT[row["old"]], A[:, None] if A.ndim == 1 else A, MASK,
-        aggregation=row["aggregation"], max_new_tokens=6, sampler_BT=INPUT["sampler"],
-        **ours,
-    )  # fmt: skip
+    settings = LossSettings(aggregation=row["aggregation"], max_new_tokens=6, **ours)
+    A = A[:, None] if A.ndim == 1 else A
+    loss, _ = grpo_loss(lp, INPUT[row["old"]], A, MASK, settings, OtherScores(INPUT["sampler"]))
     loss.backward()
     tolerance = max(row["tolerance"], 1e-13)
     assert_near(row["factor"] * lp.grad, row["gradient"], tolerance)
@@ -71,8 +71,9 @@ def test_the_golden_rows_have_each_objective_and_each_way_to_weigh():
 @pytest.mark.parametrize("row", rows_of("corrections"), ids=lambda row: row["source"])
 def test_the_weights_of_a_sampler_are_the_sources(row):
     lp = INPUT["lp"].clone().requires_grad_()
-    how = dict(objective="reinforce", sampler_BT=INPUT["sampler"], Z=1, **row["ours"])
-    grpo_loss(lp, INPUT["old"], torch.ones_like(lp), MASK, **how)[0].backward()
+    settings = LossSettings(objective="reinforce", **row["ours"])
+    given = lp, INPUT["old"], torch.ones_like(lp), MASK, settings, OtherScores(INPUT["sampler"])
+    grpo_loss(*given, Z=1)[0].backward()
     expected = torch.tensor(row["mask"], dtype=torch.float64)
     if row["weights"] is not None:
         expected = expected * torch.tensor(row["weights"], dtype=torch.float64)

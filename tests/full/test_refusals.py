@@ -28,7 +28,7 @@ from full.api import Config, run  # noqa: F401, of a row
 from full.attention import attend, masks, ring
 from full.learn import generate as generation
 from full.learn.advantages import advantages  # noqa: F401, of a row
-from full.learn.objectives import grpo_loss  # noqa: F401, of a row
+from full.learn.objectives import LossSettings, grpo_loss  # noqa: F401, of a row
 from full.model import experts, logprobs, lora
 from full.model import weights
 from full.model.config import Lora  # noqa: F401, in CALLS
@@ -393,7 +393,7 @@ CALLS = {  # a call, and what its ValueError says
     "run(given(), dataset=[{}])": "--task jsonl needs --model DIR",
     "run(given(), log=5)": "expected log to be a function",
     # Losses, and the kit of parallelisms.
-    "grpo_loss(*torch.zeros(3, 1, 4), torch.ones(1, 4) > 0, objective='ppo2')":
+    "grpo_loss(*torch.zeros(3, 1, 4), torch.ones(1, 4) > 0, LossSettings(objective='ppo2'))":
         "unknown objective 'ppo2'",
     "advantages(np.ones((2, 7)), 'median')": "median",
     "subject_of(dict(build=id, loss=id))": "got no shard",

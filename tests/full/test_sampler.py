@@ -57,16 +57,16 @@ def _asked(rank, fault):
     trainer = Trainer(config, model, generator=bare.requires_grad_(False))
     trainer.push_weights()
     decoded = {}
-    generate = rollouts_py.generate
+    decode = rollouts_py.decode
 
     def watched(*args, **how):
-        ended = generate(*args, **how)
+        ended = decode(*args, **how)
         for e in sorted(ended, key=lambda e: e.number):
             turns = [(t.tokens, t.reward, t.turn_rewards) for t in e.trajectories()]
             decoded[e.group] = decoded.get(e.group, []) + turns
         return ended
 
-    rollouts_py.generate = watched
+    rollouts_py.decode = watched
     try:
         rollouts, _, _ = collect(config, task, trainer.sampler, 0)
     except (KeyError, RuntimeError) as error:

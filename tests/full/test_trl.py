@@ -17,7 +17,7 @@ from test_loss import label, tensor
 from test_ranks import as_script
 from test_rollout import checkpoint  # noqa: F401, a fixture
 
-from full.learn.objectives import grpo_loss
+from full.learn.objectives import LossSettings, OtherScores, grpo_loss
 
 GOLDEN = json.loads((ROOT / "tests" / "trl_loss_golden.json").read_text())
 COVERED = [case for case in GOLDEN["cases"] if case["ours"]]  # there is no KL times the ratio
@@ -33,10 +33,11 @@ def test_loss_and_gradient_are_trls(case):
     lp, mask = given["logprobs"].requires_grad_(), given["mask"].bool()
     old = given["old_logprobs"] if case["old"] else None
     sampler = (lp.detach() if old is None else old) - given["importance_weights"].log()
-    loss, sums = grpo_loss(
-        lp, old, given["advantages"][:, None], mask, sampler_BT=sampler,
-        ref_BT=given["ref_logprobs"], entropy_BT=given["entropy"], **case["ours"],
-    )  # fmt: skip
+    ours = dict(case["ours"])
+    Z = ours.pop("Z", None)
+    others = OtherScores(sampler, given["ref_logprobs"], given["entropy"])
+    own = lp, old, given["advantages"][:, None], mask
+    loss, sums = grpo_loss(*own, LossSettings(**ours), others, Z=Z)
     # TRL's bonus is a mean over this batch's sampled tokens, whatever the aggregation; ours stands
     # in l, under w / Z. So the loss is made without it, and it is added as TRL does.
     loss = loss - case["entropy_coef"] * sums["entropy/token_mean"] / mask.sum()
