@@ -328,7 +328,7 @@ def small(**shape):
     return tiny_model("qwen3", dtype=torch.float32, **shape)
 
 
-def decode(*prompts, **options):
+def decoded(*prompts, **options):
     how = dict(max_new_tokens=2, temperature=0.0) | options
     return generation.generate(small(), prompts, **how)
 
@@ -455,11 +455,11 @@ CALLS = {  # a call, and what its ValueError says
     "token_logprobs(torch.ones(1, 24), small().head_weight, torch.tensor([-1]))":
         f"^target id -1 at place 0 {OUTSIDE}",
     "all_gather_logits(small().head_weight, None, 53)": "logits of a split vocabulary",
-    "decode([53])": "ids are 0..52", "decode([])": "at least one token",
-    "decode([1], max_new_tokens=0)": "max_new_tokens", "decode([1], slots=0)": "slots",
-    "decode(models.Row([1], [0.5]), temperature=1.0)": "needs 2 draws",
-    "decode([1], max_new_tokens=10**6)": "32768 positions",
-    **{f"decode([1], temperature=float('{t}'))": "temperature" for t in (-1, "nan", "inf")},
+    "decoded([53])": "ids are 0..52", "decoded([])": "at least one token",
+    "decoded([1], max_new_tokens=0)": "max_new_tokens", "decoded([1], slots=0)": "slots",
+    "decoded(models.Row([1], [0.5]), temperature=1.0)": "needs 2 draws",
+    "decoded([1], max_new_tokens=10**6)": "32768 positions",
+    **{f"decoded([1], temperature=float('{t}'))": "temperature" for t in (-1, "nan", "inf")},
     "copy_weights(tiny_model('qwen3_moe', router_bias_rate=0.1), tiny_model('qwen3_moe'))":
         "models differ: .*votes",
     **{f"add_factors(tiny_model('{family}'), Lora(2, 1.0, ('{target}',)), None)":
