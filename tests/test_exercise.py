@@ -1,0 +1,171 @@
+"""Exercises and planted bugs: each file judges them as EXERCISES.md promises."""
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import exercise
+import pytest
+from exercise_data import BUGS, EXERCISES
+from pages import Page
+from test_ranks import as_script
+
+PAGE = Page("tests/EXERCISES.md")
+
+
+def some_quick(names, *chosen):
+    """Cases for `parametrize`, of which a few are quick."""
+    return [pytest.param(x, marks=[pytest.mark.quick] * (x in chosen), id=f"{x}") for x in names]
+
+
+def run(folder, command):
+    """Run `FILE WORDS` in the folder of a copy. Return the exit code and what stderr has."""
+    file, *words = command.split()
+    code, out, err = as_script(file, *words, cwd=folder)
+    assert code == 1 and "solved" not in out, out
+    return err
+
+
+def judged(task):
+    """The command that judges an exercise or a bug, without its folder."""
+    steps = " --steps 1" if task.file == "train_grpo.py" else ""
+    return f"judge.py {task.judge}" if task.judge else f"{task.file}{steps}"
+
+
+def put_back(name, text):
+    """Return an exercise's file with the original bodies in place of what raises."""
+    of_file, stub = exercise.original(EXERCISES[name].file), r" *raise NotImplementedError\(.*"
+    spans = sorted(exercise.body_lines(of_file, x) for x in EXERCISES[name].functions)
+    assert len(re.findall(stub, text)) == len(spans)
+    for first, last in spans:
+        body = "\n".join(of_file.split("\n")[first - 1 : last])
+        text = re.sub(stub, lambda _, body=body: body, text, count=1)
+    return text, of_file
+
+
+@pytest.mark.parametrize("name", some_quick(EXERCISES, "merge"))
+def test_an_exercise_fails_until_the_original_body_is_back(name, tmp_path, capsys):
+    """With the body back, the file is the original: other tests run its check."""
+    task = EXERCISES[name]
+    assert exercise.main(["--home", f"{tmp_path}", "start", name]) == 0
+    said, folder = capsys.readouterr().out, tmp_path / name
+    assert all(f"    {number} " in said for number in re.findall(r"\(\d+\)", task.equation))
+    assert all(f"write   {function} in" in said for function in task.functions)
+    err = run(folder, judged(dataclasses.replace(task, judge="")))
+    assert f"NotImplementedError: {task.equation}\n" in err
+
+    own = folder / task.file
+    text, of_file = put_back(name, own.read_text())
+    assert ast.dump(ast.parse(text)) == ast.dump(ast.parse(of_file))
+    assert (text == of_file) == (not task.comments)  # the copy lacks these comments
+    assert not [comment for comment in task.comments if comment in own.read_text()]
+    own.write_text(of_file)
+    assert exercise.main(["--home", f"{tmp_path}", "solution", name]) == 0
+    assert capsys.readouterr().out == "\n"  # no difference
+    for number in "12":
+        assert exercise.main(["hint", name, number]) == 0
+        assert capsys.readouterr().out.startswith(task.hints[int(number) - 1])
+
+
+@pytest.mark.parametrize("number", some_quick(BUGS, 3, 16))
+def test_a_bug_is_found_by_the_check_that_its_answer_names(number, tmp_path, capsys):
+    bug = BUGS[number]
+    assert exercise.main(["--home", f"{tmp_path}", "bug", f"{number}"]) == 0
+    file = tmp_path / f"bug-{number}" / bug.file
+    assert bug.symptom in capsys.readouterr().out
+    pairs = zip(file.read_text().split("\n"), exercise.original(bug.file).split("\n"))
+    line = next(n for n, (found, right) in enumerate(pairs, 1) if found != right)
+    for at, code in ((line, 0), (line - 2, 1)):
+        given = f"{file}:{at}" if code else f"{bug.file}:{at}"
+        assert exercise.main(["bug", f"{number}", "--answer", given]) == code
+        said = capsys.readouterr().out
+        assert (bug.why in said and judged(bug) in said) == (code == 0)
+        assert code or f"\n+{exercise.original(bug.file)}".split("\n")[line] != ""
+
+    if bug.plan:
+        world = next(n for n, plans in exercise_plans().items() if bug.plan in plans)
+        plans = f"PLANS = {{{world}: {(bug.plan,)}}}\n"
+        file.write_text(re.sub(r"^PLANS = .*?^}\n", plans, file.read_text(), flags=re.M | re.S))
+    err = run(file.parent, judged(bug))
+    assert not re.search("NameError|AttributeError|TypeError|ImportError|SyntaxError", err), err
+
+
+def exercise_plans():
+    """Return the plans of parallel.py's own check."""
+    import parallel
+    return parallel.PLANS
+
+
+def refused(argv, capsys):
+    """Return the exit code of a command, and the last line that it printed."""
+    try:
+        code = exercise.main(argv)
+    except SystemExit as ended:
+        code = ended.code
+    return code, "".join(capsys.readouterr()).strip().split("\n")[-1]
+
+
+WRONG = [  # a command, its exit code, and what it says
+    ("start gone", 2, "invalid choice: 'gone'"), ("hint gone", 2, "invalid choice"),
+    ("solution merge", 2, "start the exercise first"), ("hint merge 3", 2, "invalid choice: 3"),
+    ("bug 0", 2, "invalid choice: 0"), ("bug x", 2, "invalid int value: 'x'"), ("bug", 2, "NUMBER"),
+    ("gone", 2, "invalid choice: 'gone'"), ("bug 1 --answer", 2, "expected one argument"),
+    *((f"bug 1 --answer {text}", 2, "expected FILE:LINE such as models.py:99")
+      for text in ("models.py", "12", "models.py:x", "models.py:-1", "models:1", ":")),
+    ("bug 1 --answer train_grpo.py:1", 1, "The bug is in models.py"),
+    ("bug 1 --answer models.py:0", 1, "Another line"),
+    ("bug 1 --answer models.py:99999", 1, "Another line"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command, code, said", WRONG)
+def test_a_command_that_cannot_be_done_says_so(command, code, said, tmp_path, capsys):
+    found, line = refused(["--home", f"{tmp_path}", *command.split()], capsys)
+    assert found == code and said in line
+
+
+def test_a_folder_that_is_there_stays_and_paths_are_those_of_the_caller(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    for command, file in (("start merge", "merge/ring_attention.py"), ("bug 2", "bug-2/models.py")):
+        assert refused(["--home", "here", *command.split()], capsys)[0] == 0
+        Path("here", file).write_text("mine")
+        code, line = refused(["--home", "here", *command.split()], capsys)
+        assert (code, Path("here", file).read_text()) == (2, "mine")
+        assert f"here/{file.split('/')[0]} is there already" in line
+    assert refused(["--home", "here", "solution", "merge"], capsys)[0] == 0
+
+
+def test_a_text_that_is_gone_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(BUGS, 1, dataclasses.replace(BUGS[1], right="gone"))
+    clip = dataclasses.replace(EXERCISES["clip"], comments=("# gone",))
+    monkeypatch.setitem(EXERCISES, "clip", clip)
+    for command in ("bug 1", "bug 1 --answer models.py:1", "start clip"):
+        code, line = refused(["--home", f"{tmp_path}/here", *command.split()], capsys)
+        assert code == 2 and "gone'" in line and "the file has changed" in line
+    assert not (tmp_path / "here").exists()
+
+
+def test_files_in_crlf_are_read(monkeypatch, tmp_path, capsys):
+    text, lines = exercise.original("models.py"), exercise.wrong_lines(5)
+    for name in exercise.FILES:
+        (tmp_path / name).write_bytes((exercise.ROOT / name).read_bytes().replace(b"\n", b"\r\n"))
+    monkeypatch.setattr(exercise, "ROOT", tmp_path)
+    assert exercise.main(["--home", f"{tmp_path}", "start", "norm"]) == 0
+    assert put_back("norm", (tmp_path / "norm" / "models.py").read_text()) == (text, text)
+    assert exercise.wrong_lines(5) == lines
+
+
+def test_every_line_of_a_wrong_statement_is_a_right_answer():
+    assert [len(exercise.wrong_lines(n)) for n in (5, 14, 15, 21)] == [1, 2, 2, 1]
+
+
+def test_the_page_lists_all_and_gives_nothing_away():
+    for name, x in EXERCISES.items():
+        assert re.search(rf"^`{name}` \| {x.minutes} \| {x.file[:-3]}$", PAGE.text, re.M), name
+    for number, bug in BUGS.items():
+        assert f"\n{number}. {bug.file[:-3]}: {bug.symptom}\n" in PAGE.text
+        assert bug.why not in PAGE.text
+    assert len(PAGE.text.split()) <= 900
