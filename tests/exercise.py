@@ -147,13 +147,10 @@ def copy_files(folder, file, text):
     (folder / file).write_text(text, "utf-8")
 
 
-def judges(folder, task):
-    """Return the lines that say how to judge a copy. task: an exercise or a bug."""
-    steps = " --steps 1" if task.file == "train_grpo.py" else ""  # after its check it trains
-    commands = [f"{task.file}{steps}"]
-    commands += [f"judge.py {task.judge}"] if task.judge else []
-    where = os.path.relpath(folder)
-    return [f"python {where}/{x:24} # {SECONDS[x.split()[0]]} s" for x in commands]
+def check_of(file, judge):
+    """Return the command that checks a copy, without its folder. judge: if not '', of judge.py."""
+    steps = " --steps 1" if file == "train_grpo.py" else ""  # after its check it trains
+    return f"judge.py {judge}" if judge else f"{file}{steps}"
 
 
 def start(name, home):
@@ -162,11 +159,15 @@ def start(name, home):
     folder = home / name
     copy_files(folder, exercise.file, taken_out(name))
     print(f"{exercise.task}\n\n{exercise.equation} in {exercise.file}\n\n{equations(name)}")
-    for function in exercise.functions:
-        print(f"write   {function} in {os.path.relpath(folder)}/{exercise.file}")
-    print(f"        about {exercise.minutes} minutes; two hints: {ME} hint {name}")
-    for line in judges(folder, exercise):
-        print(f"judge   {line}")
+    file, stub = folder / exercise.file, "raise NotImplementedError"
+    lines = [n for n, line in enumerate(file.read_text("utf-8").split("\n"), 1) if stub in line]
+    for function, line in zip(exercise.functions, lines):
+        print(f"write   {function} at {os.path.relpath(file)}:{line}")
+    print(f"        in about {exercise.minutes} minutes; two hints: {ME} hint {name}")
+    for judge in ("", name) if exercise.slip else ("",):
+        check = check_of(exercise.file, judge)
+        where, seconds = os.path.relpath(folder), SECONDS[check.split()[0]]
+        print(f"judge   python {where}/{check:24} # {seconds} s")
 
 
 def hint(name, number):
@@ -211,8 +212,9 @@ def answer(number, text, home):
     texts = planted(number).split("\n"), original(file).split("\n")
     _, _, *changed = difflib.unified_diff(*texts, n=0, lineterm="")
     print("\n".join([f"Yes. {bug.why}\n", *(x for x in changed if x[0] != "@"), ""]))
-    *_, last = judges(home / f"bug-{number}", bug)
-    print(f"found by {last}{bug.plan and f', under the plan {bug.plan}'}")
+    where = os.path.relpath(home / f"bug-{number}")
+    under = f" under the plan {bug.plan}" if bug.plan else ""
+    print(f"python {where}/{check_of(bug.file, bug.judge)} finds it{under}.")
     return 0
 
 

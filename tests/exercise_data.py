@@ -14,7 +14,8 @@ class Exercise:
     task: str
     hints: tuple[str, str]
     comments: tuple[str, ...] = ()  # beginnings of comments elsewhere that give the answer away
-    judge: str = ""  # argument of exercise_judge.py, if the file's own check does not see it all
+    # A wrong answer that exercise_judge.py sees and the file's own check does not: right, wrong.
+    slip: tuple[str, str] | None = None
 
 
 EXERCISES = {
@@ -22,35 +23,40 @@ EXERCISES = {
         "train_grpo.py", ("advantages",), "equation (1)", 5,
         "Turn the rewards of a group into advantages.",
         ("Subtract the mean of the group. (1) has no standard deviation.",
-         "Equal rewards must give exact zeros, and the mean of .1 .1 .1 is not .1 in floats.")),
+         "Equal rewards must give exact zeros, and the mean of .1 .1 .1 is not .1 in floats."),
+        slip=("    if (rewards_G == rewards_G[0]).all():\n        return np.zeros_like(rewards_G)\n",
+              "")),
     "norm": Exercise(
         "models.py", ("RMSNorm.forward",), "equation (4)", 10,
         "Divide each vector by its root mean square, and scale it by the weight.",
         ("The mean is over the last dimension, and eps is added before the root. Gemma's weight is "
          "1 + w: self.offset is that 1, or 0.",
          "`widen` the input and the weight first, and return the dtype of the input. A mean of "
-         "squares in bfloat16 has two to three digits.")),
+         "squares in bfloat16 has two to three digits."),
+        slip=("wide = widen(x)", "wide = x")),
     "rope": Exercise(
         "models.py", ("apply_rope",), "equation (5)", 15,
         "Turn each pair (x_n, x_(n + D/2)) of every head by its angle.",
         ("A rotation takes (a, b) to (a cos - b sin, b cos + a sin). What is multiplied by the "
          "sine is x with its halves swapped.",
          "`cos_and_sin` returns (cos, cos) and (-sin, sin). So one roll by D / 2 along the last "
-         "dimension, two products and a sum are enough.")),
+         "dimension, two products and a sum are enough. Return the dtype of x."),
+        slip=("sin_BS1D).to(x_BSXD.dtype)", "sin_BS1D)")),
     "clip": Exercise(
         "parallel.py", ("clip_grad_norm",), "equations (6) and (7)", 15,
         "Scale all gradients by one factor that all ranks agree on.",
         ("Count each distinct entry once: what n ranks hold in common counts 1 / n on each.",
          "`layout(name, grid)` names the group of replicas. One `all_reduce_sum` of the sum of "
          "squares, over all ranks (the group None), is enough."),
-        comments=("# All ranks must scale by the same factor",)),
+        comments=("# All ranks must scale by the same factor",), slip=(".clamp(max=1.0)", "")),
     "merge": Exercise(
         "ring_attention.py", ("merge",), "equation (2)", 20,
         "Merge attention over two disjoint sets of keys into attention over both.",
         ("exp(lse) is the softmax mass of a set of keys. The merged out is the mean of both, "
          "weighted by mass.",
          "`torch.logaddexp` gives the lse of both sets. Where both are -inf, -inf - -inf is NaN: "
-         "put 0 in their place first, and -inf back at the end.")),
+         "put 0 in their place first, and -inf back at the end."),
+        slip=("(lse1 == -math.inf) & (lse2 == -math.inf)", "lse1 != lse1")),
     "loss": Exercise(
         "train_grpo.py", ("grpo_loss",), "equations (2), (3), (4) and (5)", 20,
         "Compute this rank's part of the loss from log-probs, old log-probs and advantages.",
@@ -58,14 +64,14 @@ EXERCISES = {
          "Divide the sum by Z, which counts the tokens of all ranks: a mean over the tokens here "
          "would weight a token by its neighbors.")),
     "logprobs": Exercise(
-        "models.py", ("token_logprobs", "Transformer.logprobs"), "equations (8) and (9)", 20,
+        "models.py", ("Transformer.logprobs", "token_logprobs"), "equations (8) and (9)", 20,
         "Score targets, with the logits of one chunk of tokens in memory at a time. So also in the "
         "backward.",
         ("Divide the logits by the temperature before the softmax. The entropy is of the same "
          "distribution. Split states and targets into chunks of self.chunk tokens.",
          "Call `token_logprobs` through torch's `checkpoint`, which stores a chunk's input and "
          "computes its logits again in the backward. Concatenate the results of the chunks."),
-        judge="memory"),
+        slip=("(widen(F.linear(hidden_NM, weight_VM)) /", "(F.linear(hidden_NM, weight_VM) /")),
     "f-and-g": Exercise(
         "parallel.py", ("copy_to_tp_region", "reduce_from_tp_region"), "equations (2) and (3)", 20,
         "Say which collective runs forward, and which one backward.",
@@ -80,7 +86,8 @@ EXERCISES = {
         ("Inverse-CDF sampling: take the first token at which the running sum of probabilities "
          "exceeds the draw. At temperature 0, take the likeliest token.",
          "Work in float64. `torch.searchsorted(.., right=True)` finds the first larger entry. "
-         "Multiply the draw by the last running sum, which rounding leaves beside 1.")),
+         "Multiply the draw by the last running sum, which is 1 up to rounding."),
+        slip=("right=True", "right=False")),
     "ring-backward": Exercise(
         "ring_attention.py", ("block_backward",), "equation (3)", 25,
         "Compute a block's part of all gradients, from the final out and lse.",
@@ -100,7 +107,8 @@ EXERCISES = {
         "Build the tree of all prefixes of some sequences.",
         ("Group the sequences that run through a node by their next token. Each group is a child.",
          "A child is as long as all of its sequences agree and none of them ends. Let a generator "
-         "yield the recursive calls to `depth_first`, so that a deep tree is no deep recursion.")),
+         "yield the recursive calls to `depth_first`, so that a deep tree is not a deep recursion."),
+        slip=("stop < end + max_tokens and all(", "all(")),
     "z": Exercise(
         "train_grpo.py", ("Trainer.total", "Trainer.loss_denominator", "train"), "equation (5)", 30,
         "Write the loop, with the Z of (5): one number for all ranks.",
@@ -109,14 +117,16 @@ EXERCISES = {
          "Z is the sum of `loss_denominator` over the d ranks: c and t ranks have the same "
          "episodes. `total` sums a number over the group of some axes. Count where mask is true, "
          "and skip a minibatch without such tokens."),
-        comments=("# There is no division by the number of ranks",), judge="ranks"),
+        comments=("# There is no division by the number of ranks",),
+        slip=("self.grid.group[axes]).item()", "None).item()")),
     "vocabulary": Exercise(
         "parallel.py", ("vocab_parallel_logprobs",), "equations (4) and (5)", 35,
         "Score targets when each rank has some rows of the head, without gathering logits.",
         ("Three numbers a token are enough: s, u and the target's logit. All ranks subtract the "
          "same m.",
          "The states go through f first, as each rank's gradient of them is a part. One rank has "
-         "the target's row, and the others add 0 for it.")),
+         "the target's row, and the others add 0 for it."),
+        slip=("m_N = z_Nv.detach().amax(-1)", "m_N = 0 * z_Nv.detach()[:, 0]")),
     "ring": Exercise(
         "ring_attention.py", ("RingAttention.forward",), "equations (1) and (2)", 40,
         "Attend to one block of keys a hop, while the next block travels.",
@@ -143,7 +153,8 @@ EXERCISES = {
         ("Stage i of p starts with p - 1 - i forwards, then alternates, then finishes the "
          "backwards that are pending.",
          "Send and receive in one batch, or two stages wait for each other. A stage's input needs "
-         "requires_grad, and its gradient is what the stage before waits for.")),
+         "requires_grad, and its gradient is what the stage before waits for."),
+        slip=("warm_up = min(stages - 1 - stage, number)", "warm_up = number")),
 }  # fmt: skip
 
 
@@ -157,7 +168,7 @@ class Bug:
     symptom: str  # what somebody has noticed
     why: str
     plan: str = ""  # of parallel.py's check: the plan that shows it
-    judge: str = ""  # argument of exercise_judge.py, if the file's own check does not see it
+    judge: str = ""  # the exercise whose judge sees it, if the file's own check does not
 
 
 BUGS = dict(enumerate((
@@ -251,7 +262,7 @@ BUGS = dict(enumerate((
         "Z = trainer.loss_denominator(minibatch)",
         "With c2 and t2 it trains as one process does, and not with d2.",
         "Z counts the tokens of this rank alone. The sum over ranks is a sum of means, near twice "
-        "the mean, and a token of a rank with few tokens counts more.", judge="ranks"),
+        "the mean, and a token of a rank with few tokens counts more.", judge="z"),
     Bug("ring_attention.py",
         "finite_BHq = lse_BHq.masked_fill(lse_BHq == -math.inf, 0.0)", "finite_BHq = lse_BHq",
         "With a short window, out is NaN.",
@@ -268,7 +279,7 @@ BUGS = dict(enumerate((
         "token_logprobs(*pair, **rest) for",
         "All numbers are right, but chunks of tokens save no memory.",
         "Autograd keeps the logits of each chunk until the backward, so all of them are in memory "
-        "at its beginning.", judge="memory"),
+        "at its beginning.", judge="logprobs"),
     Bug("parallel.py",
         "out_nM[order_n.argsort()]", "out_nM[order_n]",
         "e2 is right with two experts, and wrong with four.",

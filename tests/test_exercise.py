@@ -11,6 +11,8 @@ from exercise_data import BUGS, EXERCISES
 from pages import Page
 from test_ranks import as_script
 
+import parallel
+
 PAGE = Page("tests/EXERCISES.md")
 
 
@@ -19,18 +21,12 @@ def some_quick(names, *chosen):
     return [pytest.param(x, marks=[pytest.mark.quick] * (x in chosen), id=f"{x}") for x in names]
 
 
-def run(folder, command):
-    """Run `FILE WORDS` in the folder of a copy. Return the exit code and what stderr has."""
-    file, *words = command.split()
-    code, out, err = as_script(file, *words, cwd=folder)
-    assert code == 1 and "solved" not in out, out
-    return err
-
-
-def judged(task):
-    """The command that judges an exercise or a bug, without its folder."""
-    steps = " --steps 1" if task.file == "train_grpo.py" else ""
-    return f"judge.py {task.judge}" if task.judge else f"{task.file}{steps}"
+def run(file, judge=""):
+    """Run a copy's check, or its judge. Return the exit code and what stderr has."""
+    script, *words = exercise.check_of(file.name, judge).split()
+    code, out, err = as_script(script, *words, cwd=file.parent)
+    assert code == 0 or "solved" not in out, out
+    return code, err
 
 
 def put_back(name, text):
@@ -49,13 +45,12 @@ def test_an_exercise_fails_until_the_original_body_is_back(name, tmp_path, capsy
     """With the body back, the file is the original: other tests run its check."""
     task = EXERCISES[name]
     assert exercise.main(["--home", f"{tmp_path}", "start", name]) == 0
-    said, folder = capsys.readouterr().out, tmp_path / name
+    said, own = capsys.readouterr().out, tmp_path / name / task.file
     assert all(f"    {number} " in said for number in re.findall(r"\(\d+\)", task.equation))
-    assert all(f"write   {function} in" in said for function in task.functions)
-    err = run(folder, judged(dataclasses.replace(task, judge="")))
-    assert f"NotImplementedError: {task.equation}\n" in err
+    assert all(f"write   {function} at" in said for function in task.functions)
+    code, err = run(own)
+    assert code == 1 and f"NotImplementedError: {task.equation}\n" in err
 
-    own = folder / task.file
     text, of_file = put_back(name, own.read_text())
     assert ast.dump(ast.parse(text)) == ast.dump(ast.parse(of_file))
     assert (text == of_file) == (not task.comments)  # the copy lacks these comments
@@ -63,6 +58,10 @@ def test_an_exercise_fails_until_the_original_body_is_back(name, tmp_path, capsy
     own.write_text(of_file)
     assert exercise.main(["--home", f"{tmp_path}", "solution", name]) == 0
     assert capsys.readouterr().out == "\n"  # no difference
+    if task.slip:
+        assert run(own, name)[0] == 0 and of_file.count(task.slip[0]) == 1
+        own.write_text(of_file.replace(*task.slip))
+        assert run(own, name)[0] == 1 and f"judge.py {name}" in said
     for number in "12":
         assert exercise.main(["hint", name, number]) == 0
         assert capsys.readouterr().out.startswith(task.hints[int(number) - 1])
@@ -80,21 +79,14 @@ def test_a_bug_is_found_by_the_check_that_its_answer_names(number, tmp_path, cap
         given = f"{file}:{at}" if code else f"{bug.file}:{at}"
         assert exercise.main(["bug", f"{number}", "--answer", given]) == code
         said = capsys.readouterr().out
-        assert (bug.why in said and judged(bug) in said) == (code == 0)
-        assert code or f"\n+{exercise.original(bug.file)}".split("\n")[line] != ""
+        assert (bug.why in said and exercise.check_of(bug.file, bug.judge) in said) == (code == 0)
 
     if bug.plan:
-        world = next(n for n, plans in exercise_plans().items() if bug.plan in plans)
+        world = next(n for n, plans in parallel.PLANS.items() if bug.plan in plans)
         plans = f"PLANS = {{{world}: {(bug.plan,)}}}\n"
         file.write_text(re.sub(r"^PLANS = .*?^}\n", plans, file.read_text(), flags=re.M | re.S))
-    err = run(file.parent, judged(bug))
-    assert not re.search("NameError|AttributeError|TypeError|ImportError|SyntaxError", err), err
-
-
-def exercise_plans():
-    """Return the plans of parallel.py's own check."""
-    import parallel
-    return parallel.PLANS
+    code, err = run(file, bug.judge)
+    assert code == 1 and not re.search("(Name|Attribute|Type|Import|Syntax)Error", err), err
 
 
 def refused(argv, capsys):
