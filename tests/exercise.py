@@ -3,7 +3,7 @@
     python tests/exercise.py                                # list the exercises and the bugs
     python tests/exercise.py start merge                    # copy files, with merge taken out
     python exercise/merge/ring_attention.py                 # judge the function in its place
-    python tests/exercise.py hint merge [2]                 # print a first, or a second hint
+    python tests/exercise.py hint merge                     # print a hint; hint merge 2: another
     python tests/exercise.py solution merge                 # compare it with the original
     python tests/exercise.py bug 7                          # copy files, with bug 7 planted
     python tests/exercise.py bug 7 --answer parallel.py:99  # is it that line?
@@ -61,15 +61,10 @@ def body_lines(text, name):
     scope = ast.parse(text)
     for part in name.split("."):
         scope = next(node for node in scope.body if getattr(node, "name", None) == part)
-    if ast.get_docstring(scope):
-        return scope.body[0].end_lineno + 1, scope.end_lineno
-
-    # Without a docstring, the body begins after the signature. Its comments belong to the body.
-    lines = text.split("\n")
-    first = scope.lineno
-    while not lines[first - 1].endswith(":"):
-        first += 1
-    return first + 1, scope.end_lineno
+    # Comments before the first statement belong to the body. Without a docstring, it begins after
+    # the signature, which has one line.
+    before = scope.body[0].end_lineno if ast.get_docstring(scope) else scope.lineno
+    return before + 1, scope.end_lineno
 
 
 def without_comments(text, beginnings):
@@ -127,10 +122,9 @@ def equations(name):
     """Return the equations of an exercise, as the docstring of its file has them."""
     exercise = EXERCISES[name]
     docstring = ast.get_docstring(ast.parse(original(exercise.file)), clean=False)
-    found = {}
-    for text, number in re.findall(r"^(    \((\d+)\).*\n(?: {9}.*\n)*)", docstring, re.M):
-        found.setdefault(number, text)
-    return "".join(found[number] for number in re.findall(r"\((\d+)\)", exercise.equation))
+    numbers = re.findall(r"\(\d+\)", exercise.equation)
+    lines = [rf"^    {re.escape(number)}.*\n( {{9}}.*\n)*" for number in numbers]
+    return "".join(re.search(line, docstring, re.M)[0] for line in lines)
 
 
 # The commands -----------------------------------------------------------------------------------
@@ -148,7 +142,7 @@ def copy_files(folder, file, text):
 
 
 def check_of(file, judge):
-    """Return the command that checks a copy, without its folder. judge: if not '', of judge.py."""
+    """Return the command that checks a copy, without its folder. judge: '', or of judge.py."""
     steps = " --steps 1" if file == "train_grpo.py" else ""  # after its check it trains
     return f"judge.py {judge}" if judge else f"{file}{steps}"
 
@@ -156,25 +150,17 @@ def check_of(file, judge):
 def start(name, home):
     """Copy the files of an exercise without the functions that the student writes."""
     exercise = EXERCISES[name]
-    folder = home / name
-    copy_files(folder, exercise.file, taken_out(name))
+    copy_files(home / name, exercise.file, taken_out(name))
+    where = os.path.relpath(home / name)
     print(f"{exercise.task}\n\n{exercise.equation} in {exercise.file}\n\n{equations(name)}")
-    file, stub = folder / exercise.file, "raise NotImplementedError"
-    lines = [n for n, line in enumerate(file.read_text("utf-8").split("\n"), 1) if stub in line]
+    text = (home / name / exercise.file).read_text("utf-8").split("\n")
+    lines = [n for n, line in enumerate(text, 1) if "raise NotImplementedError" in line]
     for function, line in zip(exercise.functions, lines):
-        print(f"write   {function} at {os.path.relpath(file)}:{line}")
+        print(f"write   {function} at {where}/{exercise.file}:{line}")
     print(f"        in about {exercise.minutes} minutes; two hints: {ME} hint {name}")
     for judge in ("", name) if exercise.slip else ("",):
         check = check_of(exercise.file, judge)
-        where, seconds = os.path.relpath(folder), SECONDS[check.split()[0]]
-        print(f"judge   python {where}/{check:24} # {seconds} s")
-
-
-def hint(name, number):
-    """Print the first or the second hint of an exercise."""
-    print(EXERCISES[name].hints[number - 1])
-    if number == 1:
-        print(f"\nFor a second hint: {ME} hint {name} 2")
+        print(f"judge   python {where}/{check:24} # {SECONDS[check.split()[0]]} s")
 
 
 def solution(name, home):
@@ -191,9 +177,9 @@ def plant(number, home):
     """Copy the files of a bug, with the bug."""
     bug, folder = BUGS[number], home / f"bug-{number}"
     copy_files(folder, bug.file, planted(number))
-    print(f"One statement of {os.path.relpath(folder)}/{bug.file} is wrong.\n\n{bug.symptom}\n")
+    where = f"{os.path.relpath(folder)}/{bug.file}"
+    print(f"{bug.symptom}\n\nread    {where}: one statement is wrong")
     print(f"answer  {ME} bug {number} --answer {bug.file}:LINE")
-    print("Read it, and do not compare it with the original.")
 
 
 def answer(number, text, home):
@@ -202,19 +188,14 @@ def answer(number, text, home):
     given = re.fullmatch(r"(?:.*[/\\])?(\w+\.py):(\d+)", text)
     if not given:
         refuse(f"expected FILE:LINE such as {bug.file}:99, got {text!r}")
-    file, line = given[1], int(given[2])
-    if file != bug.file:
-        print(f"No. The bug is in {bug.file}.")
+    if given[1] != bug.file or int(given[2]) not in wrong_lines(number):
+        print(f"No. Another {'line' if given[1] == bug.file else 'file'} is wrong.")
         return 1
-    if line not in wrong_lines(number):
-        print("No. Another line is wrong.")
-        return 1
-    texts = planted(number).split("\n"), original(file).split("\n")
+    texts = planted(number).split("\n"), original(bug.file).split("\n")
     _, _, *changed = difflib.unified_diff(*texts, n=0, lineterm="")
     print("\n".join([f"Yes. {bug.why}\n", *(x for x in changed if x[0] != "@"), ""]))
-    where = os.path.relpath(home / f"bug-{number}")
-    under = f" under the plan {bug.plan}" if bug.plan else ""
-    print(f"python {where}/{check_of(bug.file, bug.judge)} finds it{under}.")
+    where, check = os.path.relpath(home / f"bug-{number}"), check_of(bug.file, bug.judge)
+    print(f"python {where}/{check} finds it{bug.plan and f' under the plan {bug.plan}'}.")
     return 0
 
 
@@ -233,27 +214,26 @@ def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--home", type=Path, default=ROOT / "exercise", help="folder of the copies")
     commands = parser.add_subparsers(dest="command", metavar="{start,hint,solution,bug}")
-    for command in ("start", "hint", "solution"):
-        of_command = commands.add_parser(command)
-        of_command.add_argument("name", choices=EXERCISES, metavar="EXERCISE")
-        if command == "hint":
-            of_command.add_argument("number", type=int, choices=(1, 2), nargs="?", default=1)
-    of_bug = commands.add_parser("bug")
-    of_bug.add_argument("number", type=int, choices=BUGS, metavar="NUMBER")
-    of_bug.add_argument("--answer", metavar="FILE:LINE")
+    start_, hint_, solution_ = (commands.add_parser(x) for x in ("start", "hint", "solution"))
+    for of_exercise in (start_, hint_, solution_):
+        of_exercise.add_argument("name", choices=EXERCISES, metavar="EXERCISE")
+    hint_.add_argument("number", type=int, choices=(1, 2), nargs="?", default=1)
+    bug_ = commands.add_parser("bug")
+    bug_.add_argument("number", type=int, choices=BUGS, metavar="NUMBER")
+    bug_.add_argument("--answer", metavar="FILE:LINE")
     given = parser.parse_args(argv)
     if given.command is None:
         listing()
     elif given.command == "start":
         start(given.name, given.home)
     elif given.command == "hint":
-        hint(given.name, given.number)
+        print(EXERCISES[given.name].hints[given.number - 1])
     elif given.command == "solution":
         solution(given.name, given.home)
-    elif given.answer is not None:
-        return answer(given.number, given.answer, given.home)
-    else:
+    elif given.answer is None:
         plant(given.number, given.home)
+    else:
+        return answer(given.number, given.answer, given.home)
     return 0
 
 

@@ -24,8 +24,7 @@ EXERCISES = {
         "Turn the rewards of a group into advantages.",
         ("Subtract the mean of the group. (1) has no standard deviation.",
          "Equal rewards must give exact zeros, and the mean of .1 .1 .1 is not .1 in floats."),
-        slip=("    if (rewards_G == rewards_G[0]).all():\n        return np.zeros_like(rewards_G)\n",
-              "")),
+        slip=("if (rewards_G == rewards_G[0]).all():", "if False:")),
     "norm": Exercise(
         "models.py", ("RMSNorm.forward",), "equation (4)", 10,
         "Divide each vector by its root mean square, and scale it by the weight.",
@@ -107,7 +106,7 @@ EXERCISES = {
         "Build the tree of all prefixes of some sequences.",
         ("Group the sequences that run through a node by their next token. Each group is a child.",
          "A child is as long as all of its sequences agree and none of them ends. Let a generator "
-         "yield the recursive calls to `depth_first`, so that a deep tree is not a deep recursion."),
+         "yield the recursive calls to `depth_first`: a deep tree needs no deep recursion."),
         slip=("stop < end + max_tokens and all(", "all(")),
     "z": Exercise(
         "train_grpo.py", ("Trainer.total", "Trainer.loss_denominator", "train"), "equation (5)", 30,

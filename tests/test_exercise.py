@@ -24,19 +24,18 @@ def some_quick(names, *chosen):
 def run(file, judge=""):
     """Run a copy's check, or its judge. Return the exit code and what stderr has."""
     script, *words = exercise.check_of(file.name, judge).split()
-    code, out, err = as_script(script, *words, cwd=file.parent)
-    assert code == 0 or "solved" not in out, out
+    code, _, err = as_script(script, *words, cwd=file.parent)
     return code, err
 
 
 def put_back(name, text):
     """Return an exercise's file with the original bodies in place of what raises."""
-    of_file, stub = exercise.original(EXERCISES[name].file), r" *raise NotImplementedError\(.*"
-    spans = sorted(exercise.body_lines(of_file, x) for x in EXERCISES[name].functions)
-    assert len(re.findall(stub, text)) == len(spans)
-    for first, last in spans:
-        body = "\n".join(of_file.split("\n")[first - 1 : last])
-        text = re.sub(stub, lambda _, body=body: body, text, count=1)
+    of_file = exercise.original(EXERCISES[name].file)
+    for function in EXERCISES[name].functions:
+        (first, last), stub = (exercise.body_lines(x, function) for x in (of_file, text))
+        lines = text.split("\n")
+        lines[stub[0] - 1 : stub[1]] = of_file.split("\n")[first - 1 : last]
+        text = "\n".join(lines)
     return text, of_file
 
 
@@ -62,9 +61,6 @@ def test_an_exercise_fails_until_the_original_body_is_back(name, tmp_path, capsy
         assert run(own, name)[0] == 0 and of_file.count(task.slip[0]) == 1
         own.write_text(of_file.replace(*task.slip))
         assert run(own, name)[0] == 1 and f"judge.py {name}" in said
-    for number in "12":
-        assert exercise.main(["hint", name, number]) == 0
-        assert capsys.readouterr().out.startswith(task.hints[int(number) - 1])
 
 
 @pytest.mark.parametrize("number", some_quick(BUGS, 3, 16))
@@ -105,7 +101,7 @@ WRONG = [  # a command, its exit code, and what it says
     ("gone", 2, "invalid choice: 'gone'"), ("bug 1 --answer", 2, "expected one argument"),
     *((f"bug 1 --answer {text}", 2, "expected FILE:LINE such as models.py:99")
       for text in ("models.py", "12", "models.py:x", "models.py:-1", "models:1", ":")),
-    ("bug 1 --answer train_grpo.py:1", 1, "The bug is in models.py"),
+    ("bug 1 --answer train_grpo.py:1", 1, "Another file"),
     ("bug 1 --answer models.py:0", 1, "Another line"),
     ("bug 1 --answer models.py:99999", 1, "Another line"),
 ]  # fmt: skip
@@ -117,9 +113,8 @@ def test_a_command_that_cannot_be_done_says_so(command, code, said, tmp_path, ca
     assert found == code and said in line
 
 
-def test_a_folder_that_is_there_stays_and_paths_are_those_of_the_caller(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_folder_that_is_there_stays(tmp_path, monkeypatch, capsys):
+    """And paths are relative to the folder of the caller."""
     monkeypatch.chdir(tmp_path)
     for command, file in (("start merge", "merge/ring_attention.py"), ("bug 2", "bug-2/models.py")):
         assert refused(["--home", "here", *command.split()], capsys)[0] == 0
@@ -127,7 +122,6 @@ def test_a_folder_that_is_there_stays_and_paths_are_those_of_the_caller(
         code, line = refused(["--home", "here", *command.split()], capsys)
         assert (code, Path("here", file).read_text()) == (2, "mine")
         assert f"here/{file.split('/')[0]} is there already" in line
-    assert refused(["--home", "here", "solution", "merge"], capsys)[0] == 0
 
 
 def test_a_text_that_is_gone_is_named(monkeypatch, tmp_path, capsys):
