@@ -122,9 +122,9 @@ def equations(name):
     """Return the equations of an exercise, as the docstring of its file has them."""
     exercise = EXERCISES[name]
     docstring = ast.get_docstring(ast.parse(original(exercise.file)), clean=False)
-    numbers = re.findall(r"\(\d+\)", exercise.equation)
-    lines = [rf"^    {re.escape(number)}.*\n( {{9}}.*\n)*" for number in numbers]
-    return "".join(re.search(line, docstring, re.M)[0] for line in lines)
+    numbers = re.findall(r"\d+", exercise.equation)
+    found = (re.search(rf"^    \({n}\).*\n( {{9}}.*\n)*", docstring, re.M) for n in numbers)
+    return "".join(equation[0] for equation in found)
 
 
 # The commands -----------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def plant(number, home):
 def answer(number, text, home):
     """Say whether FILE:LINE is a line of a bug. Return the exit code."""
     bug = BUGS[number]
-    given = re.fullmatch(r"(?:.*[/\\])?(\w+\.py):(\d+)", text)
+    given = re.fullmatch(r"(?:.*[/\\])?(\w+\.py):(\d{1,9})", text)
     if not given:
         refuse(f"expected FILE:LINE such as {bug.file}:99, got {text!r}")
     if given[1] != bug.file or int(given[2]) not in wrong_lines(number):

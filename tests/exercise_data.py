@@ -103,7 +103,8 @@ EXERCISES = {
          "positions, so it hides the empty slots and leftovers of padding too.")),
     "radix": Exercise(
         "tree_attention.py", ("radix_tree",), "the picture of radix_tree", 30,
-        "Build the tree of all prefixes of some sequences.",
+        "Build the tree of all prefixes of some sequences. A `Node` has two lists of integers: "
+        "tokens, and in ends the numbers of the sequences that end with it.",
         ("Group the sequences that run through a node by their next token. Each group is a child.",
          "A child is as long as all of its sequences agree and none of them ends. Let a generator "
          "yield the recursive calls to `depth_first`: a deep tree needs no deep recursion."),
@@ -122,7 +123,7 @@ EXERCISES = {
         "parallel.py", ("vocab_parallel_logprobs",), "equations (4) and (5)", 35,
         "Score targets when each rank has some rows of the head, without gathering logits.",
         ("Three numbers a token are enough: s, u and the target's logit. All ranks subtract the "
-         "same m.",
+         "same m, which needs no gradient: detach it.",
          "The states go through f first, as each rank's gradient of them is a part. One rank has "
          "the target's row, and the others add 0 for it."),
         slip=("m_N = z_Nv.detach().amax(-1)", "m_N = 0 * z_Nv.detach()[:, 0]")),
