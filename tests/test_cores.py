@@ -30,15 +30,12 @@ def copy_the_five(folder):
         shutil.copy(path, folder)
 
 
-SLIPS = [  # a line of a file, and a wrong one
+SLIPS = [  # a line of a file, and a wrong one. exercise_data.py has more
     ("ring_attention", "    return scale * (ds_BHqk @ k_BHkD),", "    return (ds_BHqk @ k_BHkD),"),
     ("models", "weight_NK / weight_NK.sum(-1", "weight_NK / weight_NK.sum(0"),
     ("parallel", 'layout(name, grid)["partial"]', 'layout(name, grid)["replicas"]'),
     ("tree_attention", "leaf.grad is not None]", "leaf.grad is not None][1:]"),
-    ("train_grpo", "tokens[:, positions_s + 1]", "tokens[:, positions_s]"),
-    ("train_grpo", "len(self.tokens) + len(reply)", "len(self.tokens)"),
     ("train_grpo", "torch.minimum(ratio_N", "torch.maximum(ratio_N"),
-    ("train_grpo", "optim_step(trainer.learning_rate(step))", "optim_step(trainer.config.lr)"),
     ("tree_attention", 'above[-1]["state"] if above', 'above[0]["state"] if above'),
     ("tree_attention", "found[i], entropies = torch", "entropies, found[i] = torch"),
     ("train_grpo", "[H[e.mask] for e, (_, H)", "[H[e.mask] for e, (H, _)"),
@@ -59,7 +56,7 @@ SLIPS = [  # a line of a file, and a wrong one
 ]
 
 
-@pytest.mark.parametrize("number", shortened(range(len(SLIPS)), 4, 5, 11, 12, 13, 14))
+@pytest.mark.parametrize("number", shortened(range(len(SLIPS)), 8, 9, 10, 11))
 def test_a_file_with_a_slip_exits_with_one(number, tmp_path):
     stem, old, new = SLIPS[number]
     copy_the_five(tmp_path)

@@ -1,6 +1,6 @@
 """The pages: their commands run at toy size, their code runs, their flags exist.
 
-The pages are README.md, those of full/ and the map of the tests.
+The pages are README.md, those of full/, the map of the tests and the course.
 """
 
 import dataclasses
@@ -24,7 +24,8 @@ from full.run.flags import parse_config
 MANUAL = Page("full/README.md")
 RECIPES = Page("full/RECIPES.md")
 MAP = Page("tests/README.md")
-PAGES = Page("README.md", "full/README.md", "full/RECIPES.md", "full/RESULTS.md", "tests/README.md")
+PAGES = Page("README.md", "full/README.md", "full/RECIPES.md", "full/RESULTS.md", "tests/README.md",
+             "tests/EXERCISES.md")  # fmt: skip
 
 TINY = " --layers 1 --hidden 16 --heads 4 --prompts 2 --group 2 --eval-prompts 4 --steps 2"
 TINY += " --lr-warmup 0 --device cpu"
@@ -59,6 +60,7 @@ ELSEWHERE = {  # what a command begins with: test_NAME.py, which runs it, or who
     "torchrun --nproc-per-node 2 mine.py": "api", "torchrun --nnodes": "plan",
     "torchrun --max-restarts 3": "faults", "sh tests/gpu.sh": "gpu",
     "python tests/example_action_expert.py check": "action",
+    "python tests/exercise.py": "exercise", "python exercise/": "exercise",
     "python tests/full/test_flags.py": "flags", "python tests/bench/measure": "measure",
     "python tests/bench/precision.py": "measure",
     "python tests/bench/gpu.py": "gpu",
