@@ -44,7 +44,6 @@ COMMANDS = {  # name: the program and its words, and what it asks
     "ring": (f"{MEASURE} kernel", "a block of the ring against SDPA and flash, bfloat16"),
     "tree-star": (f"{MEASURE} tree --only GRPO", "a 0.6B model, 8 answers of 1024, tree and flat"),
     "tree-chain": (f"{MEASURE} tree --only multi", "the same on a conversation of 8 turns"),
-    "step": (f"{MEASURE} grpo --repeats 2", "a step of the 0.6B model, its share of the peak"),
     "generation": (f"{MEASURE} models --repeats 2", "the 0.6B model against transformers"),
 }
 
