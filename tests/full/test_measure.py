@@ -60,13 +60,14 @@ def test_a_subject_prints_rows_and_a_line_of_json(subject, tmp_path, capsys):
 def test_flops_are_those_that_torch_counts():
     stats = measure.stats_of(TokenTrie([[5, 6, 7], [5, 6, 8], [5, 9]]))
     assert stats == (8, 5, 15, 11)
-    shape = dict(vocab_size=2000, hidden_size=128, head_dim=32, intermediate_size=384)
+    shape = dict(vocab_size=256, hidden_size=128, head_dim=32, intermediate_size=384,
+                 num_hidden_layers=4)  # fmt: skip
     model = tiny_model("qwen3", dtype=torch.float32, **shape)
     tokens = torch.arange(320) % 53
     trie, masks = TokenTrie([tokens]), [torch.ones(319, dtype=bool).numpy()]
     flat, tree = measure.flops(model.config, trie, masks)
     # Attention's kernels are not counted alike.
-    pairs = measure.stats_of(trie).flat_pairs * 14 * 4 * 32 * 2
+    pairs = measure.stats_of(trie).flat_pairs * 14 * 4 * 32 * 4
     with FlopCounterMode(display=False) as counter:
         measure.ways_to_train(model, [tokens])[0]()
     parts = counter.get_flop_counts()["Global"]
