@@ -24,7 +24,7 @@ from full.ranks.joining import (
 from full.ranks.places import local
 from full.run.build import build, export_last, prepare, require_room
 from full.run.directory import Checkpointer, RunDirectory, audits_in_words
-from full.run.logs import Log, Logs, RolloutLog, Warnings
+from full.run.logs import Log, RolloutLog, Warnings
 from full.run.questions import make_task
 from full.run.tasks import read_date
 
@@ -131,8 +131,9 @@ def run(config, task, trainer, directory, progress, stop, tell=None) -> Ended:
             if first_step == 0:
                 log.before(queue.evaluate())
             # `log` is first: it reads the clock, and a step's seconds are without writing rollouts.
-            logs = Logs(log, rollouts, Warnings(config), saves)
-            solved = train_grpo.train(config, queue, trainer, logs.step, first_step)
+            logs = log, rollouts, Warnings(config), saves
+            after = lambda *done: [each.step(*done) for each in logs]  # noqa: E731
+            solved = train_grpo.train(config, queue, trainer, after, first_step)
             if solved is None:  # resumed at its last step
                 solved = queue.evaluate()
     # A signal ends the loop after a step, in which all ranks have saved.
