@@ -28,7 +28,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -308,39 +307,24 @@ def ring_longest(options):
 # Costs of a step --------------------------------------------------------------------------------
 
 
-def costs(config):
-    """FLOPs of a training step: of a token in the layers, of a pair, of a token in the head."""
+def flops(config, trie, masks=None):
+    """FLOPs of training, (flat, tree): layers and pairs of all tokens, the head of scored ones.
+
+    masks: of each sequence, which targets are scored. Default: all.
+    """
+    # Forward 2 a weight, backward 4. A pair: two products forward, five backward.
     c = config
-    # forward 2 a weight, backward 4; a pair: two products forward, five backward
     layer = c.hidden_size * (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
     layer = 6 * c.num_hidden_layers * (layer + 3 * c.hidden_size * c.intermediate_size)
     pair = 14 * c.num_attention_heads * c.head_dim * c.num_hidden_layers
-    return layer, pair, 6 * c.vocab_size * c.hidden_size
+    head = 6 * c.vocab_size * c.hidden_size
 
-
-class Stats(NamedTuple):
-    """Tokens and (query, key) pairs of the flat batch and of the tree."""
-
-    flat_tokens: int
-    tree_tokens: int
-    flat_pairs: int
-    tree_pairs: int
-
-
-def stats_of(trie) -> Stats:
-    lengths = trie.lengths.numpy()
-    flat = int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum())
-    return Stats(flat[0], len(trie), flat[1], int((trie.positions + 1).sum()))
-
-
-def flops(shape, trie, masks):
-    """FLOPs of a step, (flat, tree): layers and pairs of all tokens, the head of scored ones."""
-    (layer, pair, head), stats = costs(shape), stats_of(trie)
-    wanted = set()
-    for i, mask in enumerate(masks):
-        wanted.update(trie.path(i)[1:][torch.from_numpy(mask)].tolist())
-    flat = stats.flat_tokens * layer + stats.flat_pairs * pair + sum(map(sum, masks)) * head
-    return flat, stats.tree_tokens * layer + stats.tree_pairs * pair + len(wanted) * head
+    lengths, depths = trie.lengths.numpy(), (trie.positions + 1).numpy()
+    masks = masks or [np.ones(n - 1, bool) for n in lengths]
+    nodes = {int(x) for i, mask in enumerate(masks) for x in trie.path(i)[1:].numpy()[mask]}
+    flat = lengths.sum(), (lengths * (lengths + 1) // 2).sum(), sum(map(sum, masks))
+    tree = len(depths), depths.sum(), len(nodes)
+    return tuple(int(np.dot((layer, pair, head), counts)) for counts in (flat, tree))
 
 
 # Trees ------------------------------------------------------------------------------------------
@@ -411,10 +395,8 @@ def tree(options):
             ways[f"dta N/{part}"] = functools.partial(by_tree, max_tokens=most)
         peaks = {way: peak_mb(run, device) for way, run in ways.items()}
         seconds = alternating(ways, options.repeats, device)
-        (layer, pair, head), stats = costs(model.config), stats_of(trie)
-        per_token = layer + head
-        bound = stats.flat_tokens * per_token + stats.flat_pairs * pair
-        bound /= stats.tree_tokens * per_token + stats.tree_pairs * pair
+        flat_flops, tree_flops = flops(model.config, trie)
+        bound = flat_flops / tree_flops
         for way, found in seconds.items():
             gained = times_as_fast(seconds["flat"], found)["times"]
             yield dict(shape=name, way=way, seconds=statistics.median(found), mb=peaks[way],

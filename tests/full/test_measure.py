@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import measure
 import pytest
@@ -58,16 +59,17 @@ def test_a_subject_prints_rows_and_a_line_of_json(subject, tmp_path, capsys):
 
 @pytest.mark.quick
 def test_flops_are_those_that_torch_counts():
-    stats = measure.stats_of(TokenTrie([[5, 6, 7], [5, 6, 8], [5, 9]]))
-    assert stats == (8, 5, 15, 11)
+    forked = TokenTrie([[5, 6, 7], [5, 6, 8], [5, 9]])  # 8 tokens and 15 pairs, 5 and 11 as a tree
+    sizes = dict(head_dim=1, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)
+    shape = SimpleNamespace(hidden_size=1, intermediate_size=0, vocab_size=1, **sizes)
+    assert measure.flops(shape, forked) == (8 * 24 + 15 * 14 + 5 * 6, 5 * 24 + 11 * 14 + 4 * 6)
     shape = dict(vocab_size=256, hidden_size=128, head_dim=32, intermediate_size=384,
                  num_hidden_layers=4)  # fmt: skip
     model = tiny_model("qwen3", dtype=torch.float32, **shape)
     tokens = torch.arange(320) % 53
-    trie, masks = TokenTrie([tokens]), [torch.ones(319, dtype=bool).numpy()]
-    flat, tree = measure.flops(model.config, trie, masks)
+    flat, tree = measure.flops(model.config, TokenTrie([tokens]))
     # Attention's kernels are not counted alike.
-    pairs = measure.stats_of(trie).flat_pairs * 14 * 4 * 32 * 4
+    pairs = 320 * 321 // 2 * 14 * 4 * 32 * 4
     with FlopCounterMode(display=False) as counter:
         measure.ways_to_train(model, [tokens])[0]()
     parts = counter.get_flop_counts()["Global"]
