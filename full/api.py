@@ -1,4 +1,4 @@
-"""Runs from Python: adds objects, results and exceptions to the program of `train_grpo.py`.
+"""Run and audit from Python, with objects where the command line has files.
 
     from full.api import Config, audit, run
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from full.audit.audit import Report, audited
 from full.ranks.joining import PYTHON, Interrupted, Progress, agree, joined, naming_lost_ranks
 from full.run.build import require_one_process
-from full.run.config import Config, resumed_config
+from full.run.config import Config
 from full.run.logs import replacing_characters
 from full.run.questions import Jsonl, make_task, require_task, require_usable
 from full.run.run import start_run
@@ -79,10 +79,6 @@ def run(
     run after the step: it saves, and KeyboardInterrupt is raised. A second Ctrl-C raises it at
     once. SIGTERM saves too, and `Interrupted` is raised. Only the main thread sees signals.
     """
-    if not isinstance(config, Config):
-        raise ValueError(f"expected a Config of full.api, got {config!r}")
-    if log is not None and not callable(log):
-        raise ValueError(f"expected log to be a function of a step's metrics, got {log!r}")
     names, make = objects_of(task, reward, dataset, eval_dataset)
     config = settings_of(config, names)
     if not names:
@@ -137,18 +133,9 @@ def objects_of(task, reward, dataset, eval_dataset):
         raise ValueError("a task gives its own prompts and rewards: reward, dataset and "
                          "eval_dataset are for the task jsonl")  # fmt: skip
     if task is not None:
-        if isinstance(task, type):
-            raise ValueError(f"expected a task, got its class {task.__name__}: make an object")
-        lacks = [x for x in ("prompt", "reply") if not callable(getattr(task, x, None))]
-        if lacks:
-            raise ValueError(f"expected a task with vocab_size, end, prompt and reply, got "
-                             f"{task!r} without {' and '.join(lacks)}")  # fmt: skip
         return {"task": f"{PYTHON}{type(task).__name__}"}, lambda config: require_usable(task)
     names = {name: f"{name}set" for name in rows}
     if reward is not None:
-        if not callable(reward):
-            raise ValueError(f"expected reward to be a function (text, row) -> number, got "
-                             f"{reward!r}")  # fmt: skip
         names["reward"] = getattr(reward, "__name__", type(reward).__name__)
     if not names:
         return {}, make_task
@@ -157,8 +144,6 @@ def objects_of(task, reward, dataset, eval_dataset):
 
 def rows_of(dataset, name) -> list:
     """Return the rows of a dataset as they would be read from a file of JSON lines."""
-    if isinstance(dataset, str | Path) or not hasattr(dataset, "__iter__"):
-        raise ValueError(f"expected {name} to be rows, each a dict, got {dataset!r}")
     rows = []
     for number, row in enumerate(dataset, 1):
         try:
@@ -185,7 +170,4 @@ def settings_of(config, names) -> Config:
     # A program may give a file as a Path. What else a value must not be, `check` says.
     given = config.given()
     names = names | {name: f"{x}" for name, x in given.items() if isinstance(x, Path)}
-    path = Path(f"{config.out}") / "config.json"
-    if config.resume and config.out and path.exists():
-        return resumed_config(path, given | names).check()
-    return dataclasses.replace(config, **names).check()
+    return Config.of(given | names, dataclasses.replace(config, **names)).check()

@@ -1,4 +1,4 @@
-"""eval and export: what `train_grpo.py` does not do with what it has trained.
+"""Evaluate and export what a run has trained: the commands `eval` and `export`.
 
     python -m full eval RUN_OR_DIR     # pass@k on held-out prompts, with intervals
     python -m full export RUN DIR      # a checkpoint as a Hugging Face directory
@@ -22,7 +22,7 @@ from full.run.build import (
     ONE_PROCESS, beside, of_export, one_process, policy_in, require_room, write_hf,
 )  # fmt: skip
 from full.run.config import Config, resumed_config
-from full.run.directory import RunDirectory
+from full.run.directory import RunDirectory, step_of
 from full.run.flags import add_flags
 from full.run.questions import Jsonl, make_task
 from full.run.tasks import TASKS
@@ -48,11 +48,7 @@ def settings_of_run(run, given=None, imported=()) -> Config:
     stored = read_json(path, what="the configuration of a run")
     free = [name for name in ("task", "reward") if name in given or name not in imported]
     again = {name: f"{stored[name]}" for name in free if name in stored}
-    config = dataclasses.replace(resumed_config(path, again), **given)
-    if config.model and not Path(config.model).is_dir():
-        raise ValueError(f"this run's model has its shape and text from --model {config.model}, "
-                         f"which is gone: put it back")  # fmt: skip
-    return config
+    return dataclasses.replace(resumed_config(path, again), **given)
 
 
 def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=True, base=""):
@@ -73,7 +69,7 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=
 
     # Which checkpoint. Steps are checked before anything large is read.
     config = settings_of_run(source)
-    steps = {int(path.name[5:]): path for path in checkpoints(source)}
+    steps = {step_of(path): path for path in checkpoints(source)}
     if not steps or step not in (None, *steps):
         held = ", ".join(map(str, steps)) or "none"
         raise ValueError(f"{source} holds no such checkpoint; those that it holds are of: {held}")

@@ -1,4 +1,4 @@
-"""Tiny models: adds every family and option to those of `models.CHECK_FAMILIES`.
+"""Make tiny models of every family, with every option, and a task that needs no skill.
 
 Checks and tests compare them with their definitions in milliseconds, and let them play a task that
 needs no skill. If you only train, skip this file.

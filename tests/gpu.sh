@@ -7,7 +7,6 @@
 #     sh tests/gpu.sh results                     writes the GPU section of full/RESULTS.md
 #     DEVICE=cpu SIZE=toy sh tests/gpu.sh ring    a dry run, without a GPU
 #
-# A command prints its rows and adds them to OUT (gpu-results). PYTHON is the interpreter (python),
-# PEAK what the device can do at most in bfloat16, in TFLOP/s (989, an H100's).
+# A command prints its rows and writes them to OUT (gpu-results). PYTHON is the interpreter (python).
 exec "${PYTHON:-python}" "$(dirname "$0")/bench/gpu.py" "${1:-list}" \
     --device "${DEVICE:-cuda}" --size "${SIZE:-large}" --out "${OUT:-gpu-results}"

@@ -1,4 +1,4 @@
-"""Settings: adds every flag and its help to `train_grpo.Config`.
+"""Declare every setting of a run, with its help; check them; read stored ones.
 
 Read the fields of Config to look up a flag or to add one. flags.py reads a command line, and
 conflicts.py says what cannot be combined.
@@ -222,6 +222,17 @@ class Config(train_grpo.Config):
         """Return the Config of a file of settings, as --config reads it, under the given fields."""
         return cls(**read_settings(path, given) | given)
 
+    @classmethod
+    def of(cls, given, first=None) -> "Config":
+        """Return the Config of a run that begins, or of the one that goes on in `out`.
+
+        given: {field: value}. first: the Config of a run that begins. Default: of `given`.
+        """
+        path = Path(f"{given.get('out', '')}") / "config.json"
+        if given.get("resume") and given.get("out") and path.exists():
+            return resumed_config(path, given)
+        return first or cls(**given)
+
     # What several fields decide together, said once. None of these is a flag.
 
     @property
@@ -400,7 +411,11 @@ def read_settings(path, given=()) -> dict:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"--config {path}: no such file")
-    found = read_toml(path) if path.suffix == ".toml" else read_json(path)
+    try:
+        is_toml = path.suffix == ".toml"
+        found = tomllib.loads(path.read_text(encoding="utf-8")) if is_toml else read_json(path)
+    except (tomllib.TOMLDecodeError, UnicodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
 
     # Every key that is wrong is named.
     fields = {f.name for f in dataclasses.fields(Config)}
@@ -434,16 +449,6 @@ def code_given_again(stored, given, path) -> dict:
                              f"FILE.py:{called} ({path} has {spec!r})")  # fmt: skip
         again[name] = given[name]
     return again
-
-
-def read_toml(path) -> dict:
-    """Return what a TOML file holds. Whatever is wrong with it is a ValueError that names it."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not TOML: {error}") from error
 
 
 def resumed_config(path, given) -> Config:

@@ -1,4 +1,4 @@
-"""Which settings exclude one another: adds refusals to `train_grpo.main`'s.
+"""Refuse settings that exclude one another, or that would do nothing.
 
 One list for all settings, so that no file below knows how a flag is typed. What a model, a plan or
 a file refuses by itself is not repeated. If no command of yours was refused, skip this file.
@@ -40,37 +40,49 @@ def require(pairs) -> None:
 
 def conflicts(c) -> list:
     """Return (is it wrong?, the error) pairs for settings, a Config of values that are right."""
+    plan, is_dta, is_random = c.trainer_plan, c.tree == "dta", not c.model
+    compares_group = compared_by(c.advantage) == "group"
+    old_is_own = c.proximal or (c.minibatches == 1 and not c.staleness)
+    leaves = c.forks ** min(c.fork_turns, 64)  # beyond any group, and quickly computed
+    is_jsonl = c.task.removeprefix(PYTHON) == "jsonl"
+    lacks = ["--data FILE.jsonl"] * (not c.data)
+    lacks += ["--model DIR with a tokenizer.json"] * is_random
+    # A shell passes on bytes that are not UTF-8 as lone surrogates.
+    spoken = dict(template=c.template, instruction=c.instruction, template_args=c.system)
+    spoken = {name: x for name, x in spoken.items() if re.search("[\ud800-\udfff]", f"{x}")}
+
+    # Chunks run forward and backward in an order of their own. A pipeline's schedule has another
+    # order, FSDP2 gathers once a step and not once a chunk, a chunk's keys come from the stack of
+    # one rank, ranks of e have other trees and so other numbers of calls, and each chunk would be
+    # compiled for a shape of its own. --recompute takes the place of --ac.
+    not_by_chunks = {
+        "p": plan.pp > 1, "c": plan.cp > 1, "e": plan.ep > 1,
+        "fsdp": c.mode == "fsdp", "--ac": c.ac != "none", "--compile": c.compile,
+    }  # fmt: skip
+    # What sums in an order of its own is not exact.
+    not_exact = {
+        "t in --plan": plan.tp > 1, "c in --plan": plan.cp > 1, "p in --plan": plan.pp > 1,
+        "e in --plan": plan.ep > 1, "--tree": c.tree != "disabled",
+        "--data-parallel fsdp": c.mode == "fsdp", "--engine": c.engine, "--compile": c.compile,
+        "OMP_NUM_THREADS above 1": c.threads > 1,
+        "--generator-dtype of its own": c.rollout_dtype != c.compute,
+        "--head-dtype, for it has no gap": c.head_dtype,
+        "--lora-rank, for its sampler has merged weights": c.lora_rank,
+    }  # fmt: skip
+    # An objective of your own may read all flags. No sentence names it for those of others.
+    readers = {name: [x for x in READS if name in READS[x]] for name in OF_OBJECTIVES}
+    of_objective = [pair for name, some in readers.items() for pair in needs(
+        c, c.objective in some or c.objective not in READS, f"--objective {' or '.join(some)}", name
+    )]  # fmt: skip
     return [
-        *of_model(c), *of_advantages(c), *of_chunks(c), *of_exact(c), *of_objectives(c),
-        *of_rollouts(c), *of_tasks(c),
-        *needs(c, c.out, "--out DIR", "resume"),
+        # The model and precision.
         *needs(c, c.lora_rank, "--lora-rank", "lora_targets"),
-        *needs(c, c.mode == "fsdp", "--data-parallel fsdp", "shard_ranks"),
-        *needs(c, c.trainer_plan.cp > 1, "a --plan with c", "cp_method"),
-        *needs(c, c.trainer_plan.pp > 1, "a --plan with p", "pp_schedule"),
-        (c.minibatches > c.prompts,
-         f"--minibatches {c.minibatches} is over --prompts {c.prompts}, so one would be empty: "
-         f"lower --minibatches or raise --prompts"),
-        (c.engine and c.router_bias_rate,
-         "--engine has no --router-bias-rate: its format has no such bias"),
-    ]  # fmt: skip
-
-
-def of_model(c) -> list:
-    """Return the pairs about a random model's shape and about precision."""
-    is_random = not c.model
-    return [
         *needs(c, "bfloat16" in (c.compute, c.rollout_dtype), "products in bfloat16", "head_dtype"),
         (is_random and c.hidden % (2 * c.heads),
          f"--hidden {c.hidden} must divide by --heads {c.heads} into an even head_dim"),
         (is_random and c.heads % 2 and c.heads > 1, f"--heads must be 1 or even, got {c.heads}"),
-    ]
-
-
-def of_advantages(c) -> list:
-    """Return the pairs about advantages and rewards."""
-    compares_group = compared_by(c.advantage) == "group"
-    return [
+        *((c.exact and wrong, f"--exact has no {x}") for x, wrong in not_exact.items()),
+        # Advantages and rewards.
         *needs(c, c.advantage == "gae", "--advantage gae", "critic_lr"),
         *needs(c, c.advantage == "teacher", "--advantage teacher", "teacher"),
         *needs(c, c.advantage != "teacher", "an --advantage of rewards", "overlong_buffer"),
@@ -85,52 +97,8 @@ def of_advantages(c) -> list:
          "--entropy-coef 0 and --kl-coef 0"),
         (c.overlong_buffer >= c.max_new_tokens,
          f"--overlong-buffer {c.overlong_buffer} must be less than --max-new-tokens"),
-    ]  # fmt: skip
-
-
-def of_chunks(c) -> list:
-    """Return the pairs about a tree that is walked by chunks."""
-    # Chunks run forward and backward in an order of their own. A pipeline's schedule has another
-    # order, FSDP2 gathers once a step and not once a chunk, a chunk's keys come from the stack of
-    # one rank, ranks of e have other trees and so other numbers of calls, and each chunk would be
-    # compiled for a shape of its own. --recompute takes the place of --ac.
-    plan, is_dta = c.trainer_plan, c.tree == "dta"
-    unfit = {
-        "p": plan.pp > 1, "c": plan.cp > 1, "e": plan.ep > 1,
-        "fsdp": c.mode == "fsdp", "--ac": c.ac != "none", "--compile": c.compile,
-    }  # fmt: skip
-    return [
-        *needs(c, is_dta, "--tree dta", "chunk_tokens", "recompute"),
-        (is_dta and not c.chunk_tokens, "--tree dta needs --chunk-tokens, the size of a chunk"),
-        *((is_dta and unfit[x], f"--tree dta has no {x}; use --tree sparse") for x in unfit),
-    ]
-
-
-def of_exact(c) -> list:
-    """Return the pairs about --exact: what sums in an order of its own is not exact."""
-    plan = c.trainer_plan
-    sums = {
-        "t in --plan": plan.tp > 1, "c in --plan": plan.cp > 1, "p in --plan": plan.pp > 1,
-        "e in --plan": plan.ep > 1, "--tree": c.tree != "disabled",
-        "--data-parallel fsdp": c.mode == "fsdp", "--engine": c.engine, "--compile": c.compile,
-        "OMP_NUM_THREADS above 1": c.threads > 1,
-        "--generator-dtype of its own": c.rollout_dtype != c.compute,
-        "--head-dtype, for it has no gap": c.head_dtype,
-        "--lora-rank, for its sampler has merged weights": c.lora_rank,
-    }  # fmt: skip
-    return [(c.exact and sums[x], f"--exact has no {x}") for x in sums]
-
-
-def of_objectives(c) -> list:
-    """Return the pairs about the loss."""
-    wrong = []
-    for name in OF_OBJECTIVES:
-        # An objective of your own may read all flags. No sentence names it for those of others.
-        readers = [x for x in READS if name in READS[x]]
-        is_there = c.objective in readers or c.objective not in READS
-        wrong += needs(c, is_there, f"--objective {' or '.join(readers)}", name)
-    old_is_own = c.proximal or (c.minibatches == 1 and not c.staleness)
-    return wrong + [
+        # The loss and its updates.
+        *of_objective,
         *needs(c, c.kl_coef, "--kl-coef", "kl", "kl_in"),
         *needs(c, c.importance_cap, "--importance-cap",
                "importance", "importance_of", "importance_low"),
@@ -141,28 +109,24 @@ def of_objectives(c) -> list:
         (c.clip_low >= 1, f"--clip-low must be less than 1, got {c.clip_low}"),
         (0 < c.dual_clip <= 1 + c.clip_high,
          f"--dual-clip must be over 1 + clip_high (papers: 3), got {c.dual_clip}"),
-    ]  # fmt: skip
-
-
-def of_rollouts(c) -> list:
-    """Return the pairs about forks."""
-    leaves = c.forks ** min(c.fork_turns, 64)  # beyond any group, and quickly computed
-    return [
+        (c.minibatches > c.prompts,
+         f"--minibatches {c.minibatches} is over --prompts {c.prompts}, so one would be empty: "
+         f"lower --minibatches or raise --prompts"),
+        # Ranks, trees and the sampler.
+        *needs(c, c.mode == "fsdp", "--data-parallel fsdp", "shard_ranks"),
+        *needs(c, plan.cp > 1, "a --plan with c", "cp_method"),
+        *needs(c, plan.pp > 1, "a --plan with p", "pp_schedule"),
+        *needs(c, is_dta, "--tree dta", "chunk_tokens", "recompute"),
+        (is_dta and not c.chunk_tokens, "--tree dta needs --chunk-tokens, the size of a chunk"),
+        *((is_dta and wrong, f"--tree dta has no {x}; use --tree sparse")
+          for x, wrong in not_by_chunks.items()),
         *needs(c, c.fork_turns, "--fork-turns", "forks"),
         *needs(c, c.forks > 1, "--forks 2 or more", "fork_turns"),
         (c.group % leaves, f"--group {c.group} must divide by forks^fork_turns {leaves}"),
-    ]
-
-
-def of_tasks(c) -> list:
-    """Return the pairs about tasks and data."""
-    is_jsonl = c.task.removeprefix(PYTHON) == "jsonl"
-    lacks = ["--data FILE.jsonl"] * (not c.data)
-    lacks += ["--model DIR with a tokenizer.json"] * (not c.model)
-    # A shell passes on bytes that are not UTF-8 as lone surrogates.
-    spoken = dict(template=c.template, instruction=c.instruction, template_args=c.system)
-    spoken = {name: x for name, x in spoken.items() if re.search("[\ud800-\udfff]", f"{x}")}
-    return [
+        (c.engine and c.router_bias_rate,
+         "--engine has no --router-bias-rate: its format has no such bias"),
+        # Tasks and data.
+        *needs(c, c.out, "--out DIR", "resume"),
         *((True, f"expected {typed(name)} in UTF-8, got {x!r}") for name, x in spoken.items()),
         *needs(c, c.reads_text, "--task jsonl", *OF_TEXT),
         *needs(c, c.task != "guess", "--task jsonl or FILE.py:Class", "reply_timeout"),

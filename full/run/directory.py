@@ -247,11 +247,6 @@ class RunDirectory:
         """Return the newest checkpoint, or None. `read_newest` verifies it too."""
         return next(reversed(checkpoints(self.path)), None)
 
-    def newest_in_words(self) -> str:
-        """Return what a run has whose last state could not be saved."""
-        found = self.newest()
-        return f"the newest checkpoint is {found}" if found else f"{self} holds no checkpoint"
-
     def read_newest(self, read):
         """Return (path, read(path)) for the newest undamaged checkpoint. Collective.
 
@@ -433,7 +428,8 @@ class Checkpointer:
         state = f"saved after {done} steps"
         saved = self.write(done)
         if not saved:
-            state = agree(self.directory.newest_in_words)
+            found = agree(self.directory.newest)
+            state = f"the newest checkpoint is {found}" if found else "there is no checkpoint"
         if is_last and not saved:
             raise FloatingPointError(
                 f"the run ends in steps that were skipped for a non-finite gradient, so its last "

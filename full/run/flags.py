@@ -1,18 +1,15 @@
-"""The command line: adds --help, with the papers' settings, and files of settings to `Config`.
+"""Read a command line: a flag for each field of Config, --help, and the papers' settings.
 
 If you know the flags, skip this file.
 """
 
 import argparse
 import dataclasses
-from pathlib import Path
 
 from full.learn.metrics import glossary
 from full.ranks.joining import is_rank_0
 from full.ranks.plans import letters_table
-from full.run.config import (
-    Config, _flag, _shown, choices_of, nearest, read_settings, resumed_config,
-)  # fmt: skip
+from full.run.config import Config, _flag, _shown, choices_of, nearest, read_settings
 
 # What --help ends with. full/RECIPES.md has the settings of other code bases that mean the same.
 PAPERS = """\
@@ -50,11 +47,6 @@ Papers and their settings. The rest stays at its default, and each paper has its
 CONFIG_HELP = "settings: a run's config.json, or JSON or .toml of its fields; flags win"
 
 
-def refuse(reason):
-    """Raise the error of a command line, where argparse would print its usage and exit."""
-    raise ValueError(reason)
-
-
 def parse_config(argv) -> Config:
     """Return the Config of a command line; with --resume, what the run stored is the default."""
     parser = argparse.ArgumentParser(
@@ -76,6 +68,9 @@ def parse_config(argv) -> Config:
         add_flags(group, [fields[name]])
 
     # Flags that were not typed are absent from `given`: a resumed run has its own values for them.
+    def refuse(reason):  # argparse would print its usage and exit
+        raise ValueError(reason)
+
     parser.error = refuse
     if not is_rank_0():
         parser.print_help = lambda: None  # rank 0 prints it for all
@@ -90,10 +85,7 @@ def parse_config(argv) -> Config:
     file = given.pop("config")
     if file is not None:
         given = read_settings(file, given) | given
-    path = Path(given.get("out", "")) / "config.json"
-    if not (given.get("resume") and given.get("out") and path.exists()):
-        return Config(**given)
-    return resumed_config(path, given)
+    return Config.of(given)
 
 
 def add_flags(parser, fields):

@@ -1,6 +1,6 @@
 """Log a run: metrics, rollouts, warnings, and curves of what runs have logged.
 
-Each class does one thing after a step. `run.run` puts them in order.
+Each class has a method `step`, which is called after each step. `run.run` puts them in order.
 """
 
 import argparse
@@ -20,17 +20,6 @@ from full.learn.batches import gather_groups
 from full.learn.metrics import METRICS, mean_metrics
 from full.ranks.joining import say, warn
 from full.run.directory import RunDirectory
-
-
-class Logs:
-    """Tell several objects of each step, in their order. The loop has one log."""
-
-    def __init__(self, *logs):
-        self.logs = logs
-
-    def step(self, *done):
-        for log in self.logs:
-            log.step(*done)
 
 
 def step_metrics(trainer, batch, metrics, updates, step) -> dict:

@@ -1,12 +1,13 @@
-"""Questions in a file: adds conversations, chat templates and rewards to `train_grpo.Questions`.
+"""Play questions and conversations of a file of JSON lines: the task `jsonl`, and `make_task`.
 
-This is the task `jsonl`, and `make_task`, which makes the task of a run. Skip the file if you bring
-a task of your own.
+`train_grpo.Questions` is this with single questions. If you bring a task of your own, skip this
+file.
 """
 
 import contextlib
 import copy
 import inspect
+import itertools
 import json
 import math
 import re
@@ -127,7 +128,7 @@ class Jsonl(Task):
         self.rows = self._split(all_lines)  # by held out
         self.held_out = len(self.rows[True])  # see `Task`
         self.longest = max((len(line.prompt) for line in [*lines, *held_out]), default=0)
-        self._require_lines(lines)
+        self._require_lines()
         self.note = "\n".join(self._notes(all_lines))
 
     def prompt(self, rng, index, held_out):
@@ -219,7 +220,10 @@ class Jsonl(Task):
                 first = [{"role": "system", "content": self.config.system}, *first]
             prompt = self.text.prompt(first, arguments)
         else:
-            prompt = self.text.encode(plain_prompt(self.config, shown), bos=True)
+            said = with_instruction(self.config, shown) + "\n"
+            if self.config.has_whole_template:
+                said = self.config.template.replace("{question}", shown)
+            prompt = self.text.encode(said, bos=True)
         line = Line(where, row, shown, first, prompt, later, arguments)
         self._require_room(line)
         return line
@@ -253,13 +257,8 @@ class Jsonl(Task):
                              f"token is {self.vocab_size - 1}")  # fmt: skip
 
     def _require_room(self, line):
-        """Raise a ValueError if the model has too few positions for a prompt and an answer."""
-        limit = self.config.max_new_tokens
-        room = self.text.config.max_position_embeddings - limit
+        """Raise a ValueError if the model or --max-new-tokens has no room for what is said."""
         self._require_known(line.prompt)
-        if len(line.prompt) > room:
-            raise ValueError(f"a prompt of {len(line.prompt)} tokens; the model's positions less "
-                             f"--max-new-tokens leave {room}")  # fmt: skip
 
         # The user's later messages count among the new tokens, and so does each answer's end. What
         # an answer says changes none of these messages.
@@ -269,23 +268,21 @@ class Jsonl(Task):
             tokens = self.text.next_turn(said_so_far, self.end[0], line.arguments)
             self._require_known(tokens)
             said += len(tokens)
-        if said + len(line.later) + 1 > limit:
+        if said + len(line.later) + 1 > self.config.max_new_tokens:
             raise ValueError(f"{said} tokens are said after the policy's answers, which leaves no "
-                             f"room for these in --max-new-tokens {limit}")  # fmt: skip
+                             f"room for these in --max-new-tokens {self.config.max_new_tokens}")  # fmt: skip
 
-    def _require_lines(self, lines):
+    def _require_lines(self):
         """Raise a ValueError for files that leave nothing to train on, or to hold out."""
         c = self.config
-        if not all(self.rows.values()) and not c.eval_data:
-            raise ValueError(
-                f"{c.data} is too small to hold every tenth prompt out: by a hash of what it "
-                f"asks, {len(self.rows[True])} of {len(lines)} lines are; --eval-data FILE holds "
-                f"the lines of another file out")
-        for held_out, file in {False: c.data, True: c.eval_data}.items():
-            if not self.rows[held_out]:
-                raise ValueError(f"expected lines in {file}, got none")
-        has_question = any("question" in line.row for line in (*self.rows[True], *lines))
-        if c.instruction != Config.instruction and not has_question:
+        for is_out, file in {False: c.data, True: c.eval_data or c.data}.items():
+            if not self.rows[is_out]:
+                raise ValueError(
+                    f"expected lines in {file} to {'hold out' if is_out else 'train on'}, got none "
+                    f"of {len(self.lines['data'])}; without --eval-data FILE every tenth prompt "
+                    f"is held out, by a hash of what it asks")
+        asked = itertools.chain(self.rows[True], self.lines["data"])
+        if c.instruction != Config.instruction and not any("question" in x.row for x in asked):
             raise ValueError(f"--instruction follows a question; {c.data} has none")
 
     def _notes(self, all_lines):
@@ -334,11 +331,7 @@ def template_of(config, text) -> str:
     """
     # Unless somebody wants it otherwise, a checkpoint is spoken to as it has learned to be: a model
     # that is trained on other marks than its own has to unlearn its own first.
-    has_own = text.template is not None
-    template = config.template or ("chat" if has_own else "raw")
-    if template == "chat" and not has_own:
-        raise ValueError(
-            f"--template chat: {config.model} has no chat template; --template raw needs none")
+    template = config.template or ("raw" if text.template is None else "chat")
     if template != "chat" and config.template_args:
         raise ValueError(f"--template-args: {config.model} has no chat template to put them in")
     return template
@@ -347,13 +340,6 @@ def template_of(config, text) -> str:
 def with_instruction(config, question) -> str:
     """Return a question and, on the next line, --instruction."""
     return f"{question}\n{config.instruction}" if config.instruction else question
-
-
-def plain_prompt(config, question) -> str:
-    """Return the prompt without a chat template: a text with {question}, else --template raw."""
-    if "{question}" in config.template:
-        return config.template.replace("{question}", question)
-    return with_instruction(config, question) + "\n"
 
 
 # The fields of a row that transformers' apply_chat_template takes under their own names.
@@ -381,16 +367,11 @@ def require_messages(messages):
     if not isinstance(messages, list) or not messages:
         raise ValueError("it holds no messages, a list of objects")
     for n, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"message {n} has no role and content: it is {message!r:.80}")
-        role, content = message["role"], message["content"]
-        if role not in ("system", "user", "assistant"):
-            raise ValueError(f"message {n}: expected the role system, user or assistant, got "
-                             f"{role!r}")  # fmt: skip
-        if not isinstance(content, str):
-            advice = "; join the texts of its parts" if isinstance(content, list) else ""
-            raise ValueError(f"message {n}: expected content as one string, got {content!r:.80}"
-                             f"{advice}")  # fmt: skip
+        said = message if isinstance(message, dict) else {}
+        is_text = isinstance(said.get("content"), str)
+        if said.get("role") not in ("system", "user", "assistant") or not is_text:
+            raise ValueError(f"message {n}: expected a role, system, user or assistant, and "
+                             f"content, one string, got {message!r:.80}")  # fmt: skip
         if message["role"] == "system" and n > 1:
             raise ValueError(f"message {n} is the system's, which can only be the first")
 

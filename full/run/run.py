@@ -1,4 +1,4 @@
-"""A run: adds resume, saving and refusals to the program of `train_grpo.py`.
+"""Do a run: set it up, resume it, do its steps, save it, and end it.
 
 What surrounds `train_grpo.train` so that a run can be killed, resumed, watched and trusted. If you
 only want the algorithm, skip this file; `run` here and `Log` in logs.py say what a run writes.
@@ -24,7 +24,7 @@ from full.ranks.joining import (
 from full.ranks.places import local
 from full.run.build import build, export_last, prepare, require_room
 from full.run.directory import Checkpointer, RunDirectory, audits_in_words
-from full.run.logs import Log, Logs, RolloutLog, Warnings
+from full.run.logs import Log, RolloutLog, Warnings
 from full.run.questions import make_task
 from full.run.tasks import read_date
 
@@ -123,31 +123,22 @@ def run(config, task, trainer, directory, progress, stop, tell=None) -> Ended:
     introduce(config, task, trainer, directory, first_step, origin)
     # Lines after the checkpoint belong to steps that are now done again.
     agree(lambda: directory.cut(first_step))
-    # A signal ends the loop after a step, in which all ranks have saved.
-    try:
-        queue = RolloutQueue(config, task, trainer, first_step, pending)
-        solved = loop(config, task, trainer, queue, directory, stop, tell)
-    except Interrupted as interrupted:
-        return Ended(directory, None, interrupted.args[0])
-    seconds = time.perf_counter() - began
-    say(agree(lambda: audits_in_words(config, directory)))
-    say(f"eval/solved {solved:.3f} after {config.steps} steps, {seconds:.0f} s")
-    return Ended(directory, solved)
-
-
-def loop(config, task, trainer, queue, directory, stop, tell) -> float:
-    """Do the steps of the loop. Return what the last weights solve."""
+    queue = RolloutQueue(config, task, trainer, first_step, pending)
     rollouts = RolloutLog(config, task, queue, directory)
     saves = Checkpointer(config, trainer, queue, directory, stop)
     try:
         with contextlib.closing(Log(config, trainer, queue, directory, tell)) as log:
-            if queue.first_step == 0:
+            if first_step == 0:
                 log.before(queue.evaluate())
             # `log` is first: it reads the clock, and a step's seconds are without writing rollouts.
-            logs = Logs(log, rollouts, Warnings(config), saves)
-            solved = train_grpo.train(config, queue, trainer, logs.step, queue.first_step)
+            logs = log, rollouts, Warnings(config), saves
+            after = lambda *done: [each.step(*done) for each in logs]  # noqa: E731
+            solved = train_grpo.train(config, queue, trainer, after, first_step)
             if solved is None:  # resumed at its last step
                 solved = queue.evaluate()
+    # A signal ends the loop after a step, in which all ranks have saved.
+    except Interrupted as interrupted:
+        return Ended(directory, None, interrupted.args[0])
     # A reply that did not come: the state before the step is saved, and the batch is lost. It was a
     # signal that ended the wait, or --reply-timeout, which is an error.
     except Unheard as unheard:
@@ -156,10 +147,14 @@ def loop(config, task, trainer, queue, directory, stop, tell) -> float:
         if not number:
             raise ValueError(said) from unheard
         say(f"{signal.Signals(number).name}: {said}")
-        raise Interrupted(number) from unheard
+        return Ended(directory, None, number)
+
     if rollouts.text is not None:  # a run that was resumed at its last step has played nothing
         say(f"sample: {rollouts.text}")
-    return solved
+    say(agree(lambda: audits_in_words(config, directory)))
+    seconds = time.perf_counter() - began
+    say(f"eval/solved {solved:.3f} after {config.steps} steps, {seconds:.0f} s")
+    return Ended(directory, solved)
 
 
 def introduce(config, task, trainer, directory, first_step, origin):

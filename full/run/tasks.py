@@ -1,4 +1,4 @@
-"""Tasks: adds to `train_grpo.Guess` what any task must have, and how a file's class is found.
+"""Say what a task must have, and import a task or a reward from a user's file.
 
 A task of your own is a class in a file: `--task FILE.py:Class`.
 """

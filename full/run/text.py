@@ -1,4 +1,4 @@
-"""Text and tokens: adds chat templates and the ends of turns to `train_grpo.Questions`' tokenizer.
+"""Encode text for a policy: a checkpoint's tokenizer, its chat template, and the ends of turns.
 
 The trainer knows token ids and no text. transformers encodes, decodes and applies the chat
 template: `pip install transformers`. Two things are left to do, because a policy is trained on the
@@ -347,8 +347,6 @@ def load_tokenizer(directory):
 
     # transformers would look a name up on the network, and make up a tokenizer of five tokens for a
     # directory that has none. It does not say which file is damaged, so JSON is read here first.
-    if not directory.is_dir():
-        raise ValueError(f"expected the local directory of a checkpoint, got {directory}")
     if not (directory / "tokenizer.json").exists():
         raise ValueError(f"{directory} has no tokenizer.json")
     for name in ("special_tokens_map.json", "added_tokens.json", "tokenizer_config.json"):

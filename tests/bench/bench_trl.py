@@ -53,10 +53,11 @@ from full.model.transformer import Transformer
 from full.ranks.joining import connect
 from full.run.config import Config
 from full.run.logs import do_step
+from full.run.tasks import Task
 from full.run.text import Text
 from full.tree.trie import TokenTrie
 import smollm_tasks  # noqa: E402
-from measure import Work, flops  # noqa: E402
+from measure import flops  # noqa: E402
 from oracles import LiveBytes, bytes_of  # noqa: E402
 
 VOCAB = 256
@@ -107,12 +108,11 @@ def build(options, folder):
     return ours, theirs, tokenizer, prompts
 
 
-class Given(Work):
-    """The given prompts in turn, with answers that never end."""
+class Given(Task):
+    """The given prompts in turn, with answers that never end: no token of the vocabulary ends."""
 
-    def __init__(self, config, vocab_size, prompts):
-        super().__init__(config, vocab_size)
-        self.prompts = prompts
+    def __init__(self, vocab_size, prompts):
+        self.vocab_size, self.end, self.prompts = vocab_size, (vocab_size,), prompts
 
     def prompt(self, rng, index, held_out):
         return None, self.prompts[index % len(self.prompts)]
@@ -156,7 +156,7 @@ class Ours:
         generator = Transformer(model.config).requires_grad_(False)
         self.trainer = Trainer(self.config, model, generator=generator)
         self.trainer.push_weights()
-        self.task, self.steps = Given(self.config, model.config.vocab_size, prompts), 0
+        self.task, self.steps = Given(model.config.vocab_size, prompts), 0
 
     def step(self, counts_memory=False):
         """What generation, training, and training on the tree take; see `Phase`."""

@@ -9,10 +9,8 @@ and `rollout` show a group that a small policy played after some training. A pic
 wide, for pages that show it at 700.
 """
 
-import datetime
 import functools
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +21,6 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
-from torch.multiprocessing import start_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -33,7 +30,6 @@ import ring_attention
 import train_grpo
 import tree_attention
 
-PATIENCE = datetime.timedelta(seconds=60)
 WIDTH = 7  # inches
 DOTS = 200  # per inch
 INK, GRAY, PALE = "#222222", "#6b6b6b", "#e6e6e6"
@@ -44,25 +40,10 @@ GOOD, BAD = "#4c9f50", "#d9534f"  # a positive advantage, a negative one
 # 1. What is drawn -------------------------------------------------------------------------------
 
 
-def on_ranks(world, function):
-    """Call function(rank) on `world` processes of this CPU. Return a list of what they return."""
-
-    def call(rank, folder):
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", f"file://{folder}/store", PATIENCE, world, rank)
-        torch.save(function(rank), f"{folder}/{rank}")
-        dist.barrier()
-        dist.destroy_process_group()
-
-    with tempfile.TemporaryDirectory() as folder:
-        start_processes(call, (folder,), world, start_method="fork")
-        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(world)]
-
-
 def record_ring(world, length):
     """Run a ring. Return, for each rank and hop, the owner of the block and the mask (s, s)."""
 
-    def run(rank):
+    def run():
         hops = []
         pairs_of = ring_attention.visible_pairs
 
@@ -80,14 +61,14 @@ def record_ring(world, length):
         ring_attention.ring_attention(q, q, q)
         return hops
 
-    return on_ranks(world, run)
+    return ring_attention.launch(world, run)
 
 
 def record_plan(text, world, names):
     """Return, for each rank, the layers, heads and rows that it has, and its groups by name."""
 
-    def run(rank):
-        grid = parallel.Grid(text, PATIENCE)
+    def run():
+        grid = parallel.Grid(text)
         model = parallel.check_model()
         parallel.keep_stage(model, grid.group["p"].rank(), grid.group["p"].size())
         parts = {  # of the 4 layers and 4 heads of the model, and of a batch of 4 rows
@@ -97,7 +78,7 @@ def record_plan(text, world, names):
         }
         return parts, {x: dist.get_process_group_ranks(grid.group[x]) for x in names}
 
-    return on_ranks(world, run)
+    return ring_attention.launch(world, run)
 
 
 def record_1f1b(stages, number):
@@ -105,7 +86,7 @@ def record_1f1b(stages, number):
 
     # Seconds on a shared CPU say little. So each stage has a clock, a forward takes 1 and a
     # backward 2, and a message is the time at which it was sent: it cannot be used before.
-    def run(stage):
+    def run():
         done = []
 
         def work(letter, n, message, duration):
@@ -129,7 +110,7 @@ def record_1f1b(stages, number):
         parallel.run_1f1b(forward, number, torch.zeros(1), dist.group.WORLD)
         return done
 
-    return on_ranks(stages, run)
+    return ring_attention.launch(stages, run)
 
 
 @functools.cache
@@ -146,7 +127,7 @@ def record_group():
     )  # fmt: skip
     task = train_grpo.Guess(config)
 
-    def run(rank):
+    def run():
         grid = parallel.Grid("d1")
         trainer = train_grpo.Trainer(config, train_grpo.build_policy(config, task), grid)
         source = train_grpo.Source(config, task, trainer)
@@ -160,7 +141,7 @@ def record_group():
                 trainer.optim_step(trainer.learning_rate(step))
         return episodes, scores
 
-    ((episodes, (sampled, logprobs, entropies)),) = on_ranks(1, run)
+    ((episodes, (sampled, logprobs, entropies)),) = ring_attention.launch(1, run)
 
     # Of the groups of different, well-formed games, take the one whose rollouts share most.
     def interest(group):

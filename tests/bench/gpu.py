@@ -1,14 +1,12 @@
 """What tests/gpu.sh asks of a GPU: runs its commands, keeps what they print, writes the page.
 
-A record is a line of OUT/NAME.jsonl: the device, the versions, the seconds, the exit code, all that
-was printed, and as `result` its last line, which every measurement prints as JSON. A command that
-is run again adds a line, and the page takes the last.
+A record is OUT/NAME.json: the device, the versions, the seconds, the exit code, all that was
+printed, and as `result` its last line, which every measurement prints as JSON.
 
     python tests/bench/gpu.py check SUBJECT --device cuda      models, ring, tree, parallel, grpo
 """
 
 import argparse
-import contextlib
 import json
 import platform
 import re
@@ -22,7 +20,6 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
 
 import check_attention
 from full import equivalence
@@ -44,7 +41,6 @@ COMMANDS = {  # name: the program and its words, and what it asks
     "ring": (f"{MEASURE} kernel", "a block of the ring against SDPA and flash, bfloat16"),
     "tree-star": (f"{MEASURE} tree --only GRPO", "a 0.6B model, 8 answers of 1024, tree and flat"),
     "tree-chain": (f"{MEASURE} tree --only multi", "the same on a conversation of 8 turns"),
-    "step": (f"{MEASURE} grpo --repeats 2", "a step of the 0.6B model, its share of the peak"),
     "generation": (f"{MEASURE} models --repeats 2", "the 0.6B model against transformers"),
 }
 
@@ -64,15 +60,13 @@ def machine(device) -> dict:
 
 
 def record(name, command, options, limit=LIMIT) -> int:
-    """Run a command, show what it prints, and append what came of it to OUT/NAME.jsonl.
+    """Run a command, show what it prints, and write what came of it to OUT/NAME.json.
 
     Returns the command's exit code; 124 if it was ended for taking longer than limit.
     """
-    out, device, size = options.out, options.device, options.size
-    out.mkdir(parents=True, exist_ok=True)
-    where = machine(device)  # before the command is there: it may want all of the device's memory
-    begun = time.perf_counter()
-    lines = []
+    options.out.mkdir(parents=True, exist_ok=True)
+    where = machine(options.device)  # before the command, which may want all of its memory
+    begun, lines = time.perf_counter(), []
 
     # `timeout` ends what the command has started (torchrun's ranks) with it, also at a Ctrl-C.
     watched = ["timeout", "--kill-after", "10", f"{limit:g}", *command]
@@ -84,40 +78,18 @@ def record(name, command, options, limit=LIMIT) -> int:
             code = process.wait()
         finally:
             process.terminate()
-    if code == 124:
-        print(f"{name}: ended, for it took more than {limit:.0f} s", file=sys.stderr)
-
-    kept = dict(name=name, size=size, code=code) | where
+    kept = dict(name=name, size=options.size, code=code) | where
     kept |= dict(seconds=round(time.perf_counter() - begun, 1), printed=lines)
-    kept |= dict(result=last_json(lines) if code == 0 else None)
-    with open(out / f"{name}.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps(kept) + "\n")
+    kept |= dict(result=json.loads(lines[-1]) if code == 0 else None)
+    (options.out / f"{name}.json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
     return code
-
-
-def last_json(lines):
-    """The object of the last line, which every measurement ends with."""
-    with contextlib.suppress(IndexError, ValueError):
-        if isinstance(found := json.loads(lines[-1]), dict):
-            return found
-    raise ValueError("the command's last line is no JSON object: it is no measurement")
 
 
 # results ----------------------------------------------------------------------------------------
 
 
-def newest(out, device, size) -> dict:
-    """{name: the last record} of a device and size."""
-    lines = (line for path in sorted(out.glob("*.jsonl")) for line in path.open(encoding="utf-8"))
-    records = [json.loads(line) for line in lines]
-    return {x["name"]: x for x in records if (x["device"], x["size"]) == (device, size)}
-
-
 def section(records, names) -> str:
-    """The text between the page's two markers. names: all commands that there are."""
-    unknown = sorted(records.keys() - set(names))
-    if unknown:
-        raise ValueError(f"records of no command of tests/gpu.sh: {', '.join(unknown)}")
+    """Return the text between the page's two markers. names: all commands that there are."""
     missing = ", ".join(f"`{name}`" for name in names if name not in records)
     if not records:
         return f"Not run on a GPU yet: {missing}."
@@ -131,34 +103,27 @@ def section(records, names) -> str:
     lines = [f"{name}, torch {version}{cuda}. Each part has the command that made it."]
 
     good = {name: records[name] for name in names if records.get(name, {}).get("result")}
-    if any(name.startswith("check-") for name in good):
-        lines += ["", "| check, in float64 | largest error | took |", "|---|---|---|"]
-    for name, kept in good.items():
-        if name.startswith("check-"):
-            error = kept["result"]["max_error"]
-            lines.append(f"| `{name}` | {error:.0e} | {kept['seconds']:.0f} s |")
-    for name, kept in good.items():
-        if not name.startswith("check-"):
-            lines += ["", f"`{name}`, {kept['seconds']:.0f} s:", ""]
-            lines += ["```text", *kept["printed"][:-1], "```"]
+    checks = [name for name in good if name.startswith("check-")]
+    lines += ["", "| check, in float64 | largest error | took |", "|---|---|---|"] * bool(checks)
+    for name in checks:
+        error, seconds = good[name]["result"]["max_error"], good[name]["seconds"]
+        lines.append(f"| `{name}` | {error:.0e} | {seconds:.0f} s |")
+    for name in [name for name in good if name not in checks]:
+        lines += ["", f"`{name}`, {good[name]['seconds']:.0f} s:", ""]
+        lines += ["```text", *good[name]["printed"][:-1], "```"]
 
     # What went wrong and what is not there is said, and not left out.
     failed = [f"`{x}` (exit code {records[x]['code']})" for x in records if x not in good]
-    if failed:
-        lines += ["", f"Failed: {', '.join(failed)}."]
-    if missing:
-        lines += ["", f"Not run: {missing}."]
+    lines += ["", f"Failed: {', '.join(failed)}."] * bool(failed)
+    lines += ["", f"Not run: {missing}."] * bool(missing)
     return "\n".join(lines)
 
 
 def write_results(page, target, records, names) -> None:
-    """target: page with a new section between its markers; all else stays as it is."""
-    text = page.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(f"{BEGIN}\n")
-    _, end, after = rest.partition(f"{END}\n")
-    if not begin or not end:
-        raise ValueError(f"{page} has no lines {BEGIN} and {END}")
-    new = f"{before}{begin}\n{section(records, names)}\n\n{end}{after}"
+    """Write the page to target with a new section between its markers; all else stays."""
+    before, rest = page.read_text(encoding="utf-8").split(f"{BEGIN}\n")
+    _, after = rest.split(f"{END}\n")
+    new = f"{before}{BEGIN}\n\n{section(records, names)}\n\n{END}\n{after}"
     target.write_text(new, encoding="utf-8")
 
 
@@ -269,7 +234,9 @@ def main(argv) -> int:
             # Only whole figures of a GPU go into the repository's page; others into a copy of it.
             page = ROOT / "full" / "RESULTS.md"
             target = page if (device, size) == ("cuda", "large") else out / "RESULTS.md"
-            write_results(page, target, newest(out, device, size), [*COMMANDS])
+            found = [json.loads(path.read_text()) for path in out.glob("*.json")]
+            found = {x["name"]: x for x in found if (x["device"], x["size"]) == (device, size)}
+            write_results(page, target, found, [*COMMANDS])
             print(f"written: {target}")
             return 0
         if device == "cuda" and not torch.cuda.is_available():

@@ -6,7 +6,6 @@
     deltanet                            recurrent layers: chunks, and a group that shares a prompt
     budget                              what --ac memory_budget saves, and what it costs
     models                              generation and training against transformers, if installed
-    grpo                                a whole step: seconds by phase, what shared prefixes gain
     exact                               log-probs whose bits are the trainer's, and what they cost
     head [DIR]                          how far log-probs are off by the dtype of the head
     objectives FOLDER                   what runs of every objective solve; makes those that lack
@@ -19,11 +18,9 @@ GPU, `toy` shows that a subject runs.
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import math
-import os
 import resource
 import statistics
 import subprocess
@@ -31,7 +28,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,12 +44,10 @@ import models
 from full.attention.attend import attend
 from full.attention.masks import Mask
 from full.attention.ring import METHODS, indices, ring_attention
-from full.learn.batches import SampledBatch, collect
 from full.learn.generate import generate
 from full.learn.micro_batches import MaskedAttention
 from full.learn.objectives import OBJECTIVES
 from full.learn.packing import PackedBatches
-from full.learn.trainer import Trainer
 from full.model.config import ModelConfig
 from full.model.deltanet import by_chunk, by_token
 from full.model.exact import make_exact, packed_attention, require_exact_kernels
@@ -61,12 +55,7 @@ from full.model.hf import load_hf, save_hf
 from full.model.logprobs import token_logprobs
 from full.model.parallelize import parallelize
 from full.model.transformer import Transformer
-from full.ranks.joining import connect
 from full.ranks.plans import Grid, Plan
-from full.run.build import build
-from full.run.config import Config
-from full.run.questions import make_task
-from full.run.tasks import Task
 from full.tiny import TINY, tiny, tiny_model
 from full.tree.chunks import tree_backward
 from full.tree.forest import parents_in
@@ -318,39 +307,24 @@ def ring_longest(options):
 # Costs of a step --------------------------------------------------------------------------------
 
 
-def costs(config):
-    """FLOPs of a training step: of a token in the layers, of a pair, of a token in the head."""
+def flops(config, trie, masks=None):
+    """FLOPs of training, (flat, tree): layers and pairs of all tokens, the head of scored ones.
+
+    masks: of each sequence, which targets are scored. Default: all.
+    """
+    # Forward 2 a weight, backward 4. A pair: two products forward, five backward.
     c = config
-    # forward 2 a weight, backward 4; a pair: two products forward, five backward
     layer = c.hidden_size * (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
     layer = 6 * c.num_hidden_layers * (layer + 3 * c.hidden_size * c.intermediate_size)
     pair = 14 * c.num_attention_heads * c.head_dim * c.num_hidden_layers
-    return layer, pair, 6 * c.vocab_size * c.hidden_size
+    head = 6 * c.vocab_size * c.hidden_size
 
-
-class Stats(NamedTuple):
-    """Tokens and (query, key) pairs of the flat batch and of the tree."""
-
-    flat_tokens: int
-    tree_tokens: int
-    flat_pairs: int
-    tree_pairs: int
-
-
-def stats_of(trie) -> Stats:
-    lengths = trie.lengths.numpy()
-    flat = int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum())
-    return Stats(flat[0], len(trie), flat[1], int((trie.positions + 1).sum()))
-
-
-def flops(shape, trie, masks):
-    """FLOPs of a step, (flat, tree): layers and pairs of all tokens, the head of scored ones."""
-    (layer, pair, head), stats = costs(shape), stats_of(trie)
-    wanted = set()
-    for i, mask in enumerate(masks):
-        wanted.update(trie.path(i)[1:][torch.from_numpy(mask)].tolist())
-    flat = stats.flat_tokens * layer + stats.flat_pairs * pair + sum(map(sum, masks)) * head
-    return flat, stats.tree_tokens * layer + stats.tree_pairs * pair + len(wanted) * head
+    lengths, depths = trie.lengths.numpy(), (trie.positions + 1).numpy()
+    masks = masks or [np.ones(n - 1, bool) for n in lengths]
+    nodes = {int(x) for i, mask in enumerate(masks) for x in trie.path(i)[1:].numpy()[mask]}
+    flat = lengths.sum(), (lengths * (lengths + 1) // 2).sum(), sum(map(sum, masks))
+    tree = len(depths), depths.sum(), len(nodes)
+    return tuple(int(np.dot((layer, pair, head), counts)) for counts in (flat, tree))
 
 
 # Trees ------------------------------------------------------------------------------------------
@@ -382,6 +356,21 @@ def policy_loss(i, logprobs, entropy):
     return -(torch.exp(logprobs - logprobs.detach()) * (i % 5 - 2.0)).sum()
 
 
+def ways_to_train(model, sequences):
+    """Return two functions: forward and backward of each sequence by itself, and of their tree."""
+    placed = [x.to(model.head_weight.device) for x in sequences]
+
+    def flat():
+        model.zero_grad()
+        definition(model, placed, policy_loss)
+
+    def by_tree(**how):
+        model.zero_grad()
+        tree_backward(model, TokenTrie(sequences), policy_loss, **how)
+
+    return flat, by_tree
+
+
 def tree(options):
     """Flat (a sequence a call, no padding), one chunk of the tree, chunks of a quarter and eighth.
 
@@ -398,26 +387,16 @@ def tree(options):
     for name, sequences in shapes_of_trees(scale).items():
         if not name.startswith(options.only):
             continue
-        trie, placed = TokenTrie(sequences), [x.to(device) for x in sequences]
-
-        def by_tree(sequences=sequences, **how):
-            model.zero_grad()
-            tree_backward(model, TokenTrie(sequences), policy_loss, **how)
-
-        def flat(placed=placed):
-            model.zero_grad()
-            definition(model, placed, policy_loss)
-
+        trie = TokenTrie(sequences)
+        flat, by_tree = ways_to_train(model, sequences)
         ways = {"flat": flat, "sparse": by_tree}
         for part in (4, 8):
             most = max(1, -(-len(trie) // part))
-            ways[f"dta N/{part}"] = lambda most=most, run=by_tree: run(max_tokens=most)
+            ways[f"dta N/{part}"] = functools.partial(by_tree, max_tokens=most)
         peaks = {way: peak_mb(run, device) for way, run in ways.items()}
         seconds = alternating(ways, options.repeats, device)
-        (layer, pair, head), stats = costs(model.config), stats_of(trie)
-        per_token = layer + head
-        bound = stats.flat_tokens * per_token + stats.flat_pairs * pair
-        bound /= stats.tree_tokens * per_token + stats.tree_pairs * pair
+        flat_flops, tree_flops = flops(model.config, trie)
+        bound = flat_flops / tree_flops
         for way, found in seconds.items():
             gained = times_as_fast(seconds["flat"], found)["times"]
             yield dict(shape=name, way=way, seconds=statistics.median(found), mb=peaks[way],
@@ -450,17 +429,8 @@ def deltanet(options):
                  linear_value_head_dim=32, intermediate_size=384, vocab_size=2048)  # fmt: skip
     model = Transformer(tiny("qwen3_5_text", **shape)).to(options.device).init_weights(0)
     sequences = shapes_of_trees(scale)["GRPO 512 + 8 x 128"]
-    placed = [x.to(options.device) for x in sequences]
     chunk = max(1, int(128 * scale))
-
-    def by_tree(**how):
-        model.zero_grad()
-        tree_backward(model, TokenTrie(sequences), policy_loss, **how)
-
-    def flat():
-        model.zero_grad()
-        definition(model, placed, policy_loss)
-
+    flat, by_tree = ways_to_train(model, sequences)
     ways = {"one by one": flat, "one chunk": by_tree}
     for again in (False, True):
         name = f"dta, chunks of {chunk}{', again' if again else ''}"
@@ -568,118 +538,6 @@ def of_models(options):
             row = {"work": what, "V": config.vocab_size,
                    "tokens/s": tokens / statistics.median(seconds["ours"])}  # fmt: skip
             yield row | (times_as_fast(seconds["theirs"], seconds["ours"]) if theirs else {})
-
-
-# Whole steps ------------------------------------------------------------------------------------
-
-
-class Work(Task):
-    """One turn that never ends, behind a fixed prompt: the end token is outside the vocabulary."""
-
-    def __init__(self, config, vocab_size=256):
-        self.vocab_size, self.end = vocab_size, (vocab_size,)
-        self.tokens = np.random.default_rng(0).integers(vocab_size, size=config.size).tolist()
-
-    def prompt(self, rng, index, held_out):
-        return None, self.tokens
-
-
-def answers(prompt, completion, **changes):
-    """The settings of `Work`: 8 answers to a prompt of some tokens."""
-    narrow = dict(hidden=128, layers=4, heads=4, minibatches=1, entropy_coef=0.0, lr=1e-6)
-    narrow |= dict(size=prompt, max_new_tokens=completion, group=8, prompts=1)
-    return Config(**narrow | changes)
-
-
-BRANCHING = dict(forks=2, fork_turns=3)
-STEPS = {
-    "default": {
-        "guess": Config(), "guess branching": Config(**BRANCHING),
-        **{f"{n} + 8 x 64": answers(n, 64) for n in (256, 512, 1024, 2048)}},
-    "large": {"4096 + 8 x 1024, 0.6B": answers(4096, 1024, dtype="bfloat16")},
-    "toy": {"guess branching": Config(**BRANCHING, hidden=16, layers=1, size=7, prompts=1,
-                                      minibatches=1),
-            "12 + 8 x 4": answers(12, 4, hidden=16, layers=1)},
-}  # fmt: skip
-TREE = {"flat": "disabled", "tree": "sparse"}
-
-
-def step_of(name, config, device):
-    """Return config, task and a trainer of a row of STEPS, without a tree."""
-    config = dataclasses.replace(config, device=device).check()
-    task = make_task(config) if name.startswith("guess") else Work(config)
-    model, generator, _ = build(config, task)
-    if "0.6B" in name:
-        task = Work(config, QWEN3_06B["vocab_size"])
-        shape = ModelConfig(**QWEN3_06B)
-        model = Transformer(shape).to(device, torch.bfloat16).init_weights(0)
-        generator = Transformer(shape).to(device, torch.bfloat16).requires_grad_(False)
-    return config, task, Trainer(config, model, generator=generator)
-
-
-def rolled_out(config, task, trainer, step, seconds=None):
-    """Return a step's trajectories, ready for the loss. seconds: a dictionary, by phase."""
-    found = []
-
-    def timed(phase, function):
-        spent = seconds_of(lambda: found.append(function()), config.device)
-        if seconds is not None:
-            seconds.setdefault(phase, []).append(spent)
-
-    timed("push", trainer.push_weights)
-    timed("rollout", lambda: collect(config, task, trainer.sampler, step))
-    mine, kept, _ = found[-1]
-    batch = SampledBatch(mine, kept, 1, trainer.policy_version)
-    rollouts = batch.trained()
-    for t in rollouts if isinstance(task, Work) else ():
-        t.reward = float(t.tokens[-1] % 3)
-    timed("prepare", lambda: trainer.prepare(batch))
-    return rollouts
-
-
-def grpo(options):
-    """Flat and tree train on the same rollouts, in alternating order; the first step is a warm-up.
-
-    PEAK: of the device, in TFLOP/s.
-    """
-    begins = not dist.is_initialized()
-    if begins:
-        connect(options.device)
-    device = options.device
-    for name, config in STEPS[options.size].items():
-        if not name.startswith(options.only):
-            continue
-        config, task, trainer = step_of(name, config, device)
-        seconds, memory, spent = {}, {}, []
-        for step in range(options.repeats + 1):
-            batch = rolled_out(config, task, trainer, step, seconds)
-            Z, tokens = trainer.loss_denominator(batch), sum(len(t.tokens) for t in batch)
-            trie = TokenTrie([t.tokens for t in batch])
-            spent.append(flops(trainer.model.config, trie, [t.mask for t in batch]))
-            for mode in ("flat", "tree")[:: 1 if step % 2 else -1]:
-                trainer.config = dataclasses.replace(config, tree=TREE[mode])
-
-                def train(trainer=trainer, batch=batch, Z=Z):
-                    trainer.forward_backward(batch, Z)
-
-                if step == 0:
-                    memory[mode] = peak_mb(train, device)
-                seconds.setdefault(mode, []).append(seconds_of(train, device))
-                update = seconds_of(lambda trainer=trainer: trainer.optim_step(1e-6), device)
-                seconds.setdefault("update", []).append(update)
-                trainer.config = config
-        counted = {phase: statistics.median(x[1:]) for phase, x in seconds.items()}
-        gained = times_as_fast(seconds["flat"][1:], seconds["tree"][1:])
-        bound = statistics.median(a / b for a, b in spent[1:])
-        row = {"shape": name} | counted | gained | {"bound": bound}
-        row |= {"of_bound": gained["times"] / bound, "tokens/s": tokens / counted["tree"],
-                "MB flat": memory["flat"], "MB tree": memory["tree"]}  # fmt: skip
-        if device == "cuda":
-            rate = spent[-1][1] / counted["tree"] / 1e12
-            row |= {"TFLOP/s": rate, "of_peak": rate / float(os.environ.get("PEAK", 989))}
-        yield row
-    if begins:
-        dist.destroy_process_group()
 
 
 # Log-probs of sampler and trainer ---------------------------------------------------------------
@@ -881,7 +739,7 @@ def objectives(options):
 
 SUBJECTS = {
     "ring": ring, "ring-memory": ring_memory, "ring-longest": ring_longest, "kernel": kernel,
-    "tree": tree, "models": of_models, "grpo": grpo, "exact": exact, "head": head,
+    "tree": tree, "models": of_models, "exact": exact, "head": head,
     "objectives": objectives, "budget": budget, "deltanet": deltanet,
 }  # fmt: skip
 

@@ -46,7 +46,7 @@ def test_each_command_runs(name, tmp_path):
     words = gpu.words_of(name, "cpu", "toy")
     assert join(start(1, _main, words, tmp_path / "log")) == [0]
     lines = (tmp_path / "log").read_text().splitlines()
-    kept = dict(code=0, seconds=1.0, printed=lines, result=gpu.last_json(lines))
+    kept = dict(code=0, seconds=1.0, printed=lines, result=json.loads(lines[-1]))
     text = gpu.section({name: kept | gpu.machine("cpu")}, NAMES)
     assert len(lines) > 1 and f"{name}`" in text.split("Not run:")[0]
     assert not re.search(r"\b(nan|inf)\b|Failed", text)
@@ -100,40 +100,35 @@ def test_a_check_shows_what_is_wrong(capsys):
 
 @pytest.mark.quick
 def test_what_is_printed_is_kept_and_shown_also_of_a_failure(tmp_path, capfd):
-    """A late command is ended; the page has the last record of one machine."""
+    """A late command is ended; the page has the records of one machine."""
     options = Namespace(out=tmp_path, device="cpu", size="toy")
 
     def record(code, **how):
-        return gpu.record("ring", [sys.executable, "-c", code], options, **how)
+        ended = gpu.record("ring", [sys.executable, "-c", code], options, **how)
+        kept = json.loads((tmp_path / "ring.json").read_text())
+        return ended, kept, (kept["code"], kept["printed"], kept["result"])
 
-    assert record("print('a row'); print('{\"seconds\": 2}')") == 0
+    ended, good, said = record("print('a row'); print('{\"seconds\": 2}')")
+    assert ended == 0 and said == (0, ["a row", '{"seconds": 2}'], {"seconds": 2})
     assert capfd.readouterr().out == 'a row\n{"seconds": 2}\n'
-    assert record("print('as far as this'); raise SystemExit(3)") == 3
-    assert record("import time; print('on', flush=True); time.sleep(60)", limit=1) == 124
-    with pytest.raises(ValueError, match="no measurement"):
+    assert record("print('as far'); raise SystemExit(3)")[2] == (3, ["as far"], None)
+    late = "import time; print('on', flush=True); time.sleep(60)"
+    ended, failed, said = record(late, limit=1)
+    assert ended == 124 and said == (124, ["on"], None)
+    with pytest.raises(ValueError, match="JSON|Expecting"):
         record("print('no JSON')")
-    records = [json.loads(x) for x in (tmp_path / "ring.jsonl").read_text().splitlines()]
-    assert [(x["code"], x["printed"], x["result"]) for x in records] == [
-        (0, ["a row", '{"seconds": 2}'], {"seconds": 2}), (3, ["as far as this"], None),
-        (124, ["on"], None)]  # fmt: skip
 
     page = tmp_path / "page.md"
     page.write_text(f"before\n{gpu.BEGIN}\nold\n{gpu.END}\nafter\n")
-    newest = gpu.newest(tmp_path, "cpu", "toy")
-    assert newest == {"ring": records[2]} and gpu.newest(tmp_path, "cuda", "toy") == {}
-    checked = records[0] | dict(name="check-ring", result=dict(max_error=2e-15), seconds=3.0)
-    found = newest | {"check-ring": checked}
-    gpu.write_results(page, page, found, ["check-ring", "ring", "step"])
+    checked = good | dict(name="check-ring", result=dict(max_error=2e-15), seconds=3.0)
+    found = {"ring": failed, "check-ring": checked}
+    gpu.write_results(page, page, found, ["check-ring", "ring", "tree-star"])
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
-    assert "| `check-ring` | 2e-15 | 3 s |" in text and "Not run: `step`." in text
+    assert "| `check-ring` | 2e-15 | 3 s |" in text and "Not run: `tree-star`." in text
     assert "Failed: `ring` (exit code 124)." in text
-    assert "\na row\n" in gpu.section({"ring": records[0]}, ["ring"])
+    assert "\na row\n" in gpu.section({"ring": good}, ["ring"])
     gpu.write_results(page, page, {}, ["ring"])
     assert "Not run on a GPU yet: `ring`." in page.read_text()
-    for given, names, message in (
-        (newest | dict(step=records[0] | dict(machine="another")), ["ring", "step"], "different"),
-        (newest, ["step"], "no command of"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            gpu.section(given, names)
+    with pytest.raises(ValueError, match="different"):
+        gpu.section(found | dict(step=good | dict(machine="another")), ["ring", "step"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import measure
 import pytest
@@ -23,7 +24,7 @@ HOLDS = {  # what each row of a subject has
     "ring": lambda row: row["way"] != "SDPA" or row["of_sdpa"] == row["of_ideal"] == 1,
     "ring-memory": lambda row: row["of"] != "the mask itself" or row["mb"] < 0.01,
     "ring-longest": lambda row: row["tokens"] >= 64, "kernel": lambda row: row["seconds"] > 0,
-    "tree": of_bound, "grpo": lambda row: of_bound(row) and row["MB tree"] > 0,
+    "tree": of_bound,
     "models": lambda row: row["tokens/s"] > 0,
     "deltanet": lambda row: row.get("forward", 9) >= row.get("backward", 9),
     "exact": lambda row: row["share"] < 0.9 and row["exact"] == 1,
@@ -57,17 +58,20 @@ def test_a_subject_prints_rows_and_a_line_of_json(subject, tmp_path, capsys):
 
 
 @pytest.mark.quick
-def test_flops_are_those_that_torch_counts(process_group):
-    stats = measure.stats_of(TokenTrie([[5, 6, 7], [5, 6, 8], [5, 9]]))
-    assert stats == (8, 5, 15, 11)
-    config, task, trainer = measure.step_of("256 + 8 x 64", measure.answers(256, 64), "cpu")
-    batch = measure.rolled_out(config, task, trainer, 0)[:1]
-    trie, masks = TokenTrie([t.tokens for t in batch]), [t.mask for t in batch]
-    flat, tree = measure.flops(trainer.model.config, trie, masks)
+def test_flops_are_those_that_torch_counts():
+    forked = TokenTrie([[5, 6, 7], [5, 6, 8], [5, 9]])  # 8 tokens and 15 pairs, 5 and 11 as a tree
+    sizes = dict(head_dim=1, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)
+    shape = SimpleNamespace(hidden_size=1, intermediate_size=0, vocab_size=1, **sizes)
+    assert measure.flops(shape, forked) == (8 * 24 + 15 * 14 + 5 * 6, 5 * 24 + 11 * 14 + 4 * 6)
+    shape = dict(vocab_size=256, hidden_size=128, head_dim=32, intermediate_size=384,
+                 num_hidden_layers=4)  # fmt: skip
+    model = tiny_model("qwen3", dtype=torch.float32, **shape)
+    tokens = torch.arange(320) % 53
+    flat, tree = measure.flops(model.config, TokenTrie([tokens]))
     # Attention's kernels are not counted alike.
-    pairs = measure.stats_of(trie).flat_pairs * 14 * 4 * 32 * 4
+    pairs = 320 * 321 // 2 * 14 * 4 * 32 * 4
     with FlopCounterMode(display=False) as counter:
-        trainer.forward_backward(batch, 64.0)
+        measure.ways_to_train(model, [tokens])[0]()
     parts = counter.get_flop_counts()["Global"]
     matrices = sum(n for op, n in parts.items() if "attention" not in str(op))
     assert flat == tree and abs(matrices / (flat - pairs) - 1) < 0.02

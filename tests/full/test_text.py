@@ -459,7 +459,7 @@ def test_a_damaged_file_is_named(changed, complaint):
 REFUSED = [  # a call, and a part of what is said
     (lambda text: text.encode("ab\udcff"), r"'utf-8' codec can't encode character '\udcff'"),
     (lambda text: Text(text.directory / "Qwen/Qwen3-0.6B"),
-     "expected the local directory of a checkpoint, got "),
+     "Qwen3-0.6B has no tokenizer.json"),
     (lambda text: text.render([*HELLO, *HELLO]),
      "TemplateError: Conversation roles must alternate user/assistant/user/assistant/..."),
 ]  # fmt: skip
