@@ -1,8 +1,8 @@
 """Splits a model by a plan: tensors and experts, stages, recomputation, the compiler, FSDP2.
 
 It calls `parallel.py` where that has the step. Models that only generate are split in weights.py.
-FSDP2: arXiv:2304.11277. Not here: Float8; under t gradients of logits (`model(tokens)`), and embeddings as
-input.
+FSDP2: arXiv:2304.11277. Not here: Float8; under t gradients of logits (`model(tokens)`), and
+embeddings as input.
 """
 
 import contextlib
