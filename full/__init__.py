@@ -13,9 +13,9 @@ Attention:
     ring_attention.py: merge
 
 Trees:
-    full/tree/trie.py: TokenTrie
+    full/tree/trie.py: TokenTrie, partition, redistribute
     full/tree/packed.py: attend_short
-    full/tree/chunks.py: tree_scores, tree_backward, partition, redistribute
+    full/tree/chunks.py: tree_scores, tree_backward
     tree_attention.py: definition
 
 Models:

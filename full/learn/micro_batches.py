@@ -20,10 +20,10 @@ from full.learn.packing import (
     PackedBatches, PackedRow, PaddedTokens, pack, pack_row,
 )  # fmt: skip
 from full.model.exact import packed_attention
-from full.tree.chunks import redistribute, tree_backward
+from full.tree.chunks import tree_backward
 from full.tree.forest import Forest, SharedForest, parents_in
 from full.tree.packed import attend_short, wanted_edges
-from full.tree.trie import TokenTrie
+from full.tree.trie import TokenTrie, redistribute
 
 
 def padded(vectors, like):

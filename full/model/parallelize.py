@@ -1,9 +1,8 @@
-"""Splitting a model: adds FSDP2, recomputation and the compiler to `parallel.py`.
+"""Splits a model by a plan: tensors and experts, stages, recomputation, the compiler, FSDP2.
 
-The public call, what it refuses, and the steps that it takes: t and e, stages, activation
-checkpointing, the compiler, FSDP2 (arXiv:2304.11277). Models that only generate are split in
-weights.py. Not here: Float8; under t gradients of logits (`model(tokens)`), and embeddings as
-input.
+It calls `parallel.py` where that has the step. Models that only generate are split in weights.py.
+FSDP2: arXiv:2304.11277. Not here: Float8; under t gradients of logits (`model(tokens)`), and
+embeddings as input.
 """
 
 import contextlib
@@ -11,6 +10,7 @@ import copy
 import functools
 import re
 from collections import deque
+from typing import NamedTuple
 
 import torch
 import torch._functorch.config
@@ -33,10 +33,33 @@ KNOWN_AC = f"expected {', '.join(AC)} or memory_budget=X with X from 0 to 1"
 MODES = "ddp", "fsdp", "zero1"
 
 
-def parallelize(
-    model, plan, *, device_mesh, attention=None, mode="ddp", sequence=True, schedule="1f1b",
-    ac="none", compile=False, offload=False, compute_dtype=None,
-):  # fmt: skip
+class SplitOptions(NamedTuple):
+    """How `parallelize` splits a model, besides the plan.
+
+    mode: "ddp" (whole copies), "zero1" (copies, with `LocalOptimizer(zero=True)`) or "fsdp" (FSDP2;
+        HSDP if the grid replicates). `parallel.fully_shard_layer` has both.
+    sequence: Sequence parallelism: distribute tokens over the t ranks where no matrix is cut. t
+        must divide the number of tokens.
+    schedule: A key of SCHEDULES, for p > 1.
+    ac: What the backward computes again. "none". "full": each layer, from its input. "op": all but
+        large products and messages, see `keep_products_and_messages`. "memory_budget=0.5", with
+        compile: what the compiler chooses, to keep half of what it would keep at 1.
+    compile: torch.compile each layer by itself, for any length.
+    offload: Keep the shards of fsdp, their gradients and the optimizer on the CPU.
+    compute_dtype: Mixed precision: products in this dtype, everything else in the dtype of the
+        weights. optimizer.py has the details.
+    """
+
+    mode: str = "ddp"
+    sequence: bool = True
+    schedule: str = "1f1b"
+    ac: str = "none"
+    compile: bool = False
+    offload: bool = False
+    compute_dtype: torch.dtype | None = None
+
+
+def parallelize(model, plan, *, device_mesh, attention=None, **options):
     """Turn a whole model, equal on all ranks, into this rank's part of a plan, and return it.
 
     model: a `Transformer`, minimal or full; under a plan of d alone with ddp or zero1, any module.
@@ -44,18 +67,7 @@ def parallelize(
     plan: Plan. Its world is the number of ranks.
     device_mesh: Grid. `Grid(plan)`.
     attention: the callable of context parallelism, which the layers call. Needed for c > 1.
-    mode: "ddp" (whole copies), "zero1" (copies, with `LocalOptimizer(zero=True)`) or "fsdp" (FSDP2;
-        HSDP if the grid replicates). `parallel.fully_shard_layer` has both.
-    sequence: bool. Sequence parallelism: distribute tokens over the t ranks where no matrix is cut.
-        t must divide the number of tokens.
-    schedule: str. A key of SCHEDULES, for p > 1.
-    ac: str. What the backward computes again. "none". "full": each layer, from its input. "op":
-        all but large products and messages, see `keep_products_and_messages`. "memory_budget=0.5",
-        with compile: what the compiler chooses, to keep half of what it would keep at 1.
-    compile: bool. torch.compile each layer by itself, for any length.
-    offload: bool. Keep the shards of fsdp, their gradients and the optimizer on the CPU.
-    compute_dtype: torch.dtype. Mixed precision: products in this dtype, everything else in the
-        dtype of the weights. optimizer.py has the details.
+    options: of `SplitOptions`.
 
     Returns the model, which has a `part`: its parameters are this rank's entries, plain tensors,
     and under fsdp DTensors of FSDP2. ValueError on every rank, before the first message and before
@@ -67,6 +79,8 @@ def parallelize(
     all compute the same loss. Run micro-batches by `run_micro_batches`, then call reduce_gradients,
     clip_grad_norm and the optimizer's step.
     """
+    options = SplitOptions(**options)
+    mode, sequence, schedule, ac, compiles, offload, compute_dtype = options
     for name, value, known in (("mode", mode, MODES), ("schedule", schedule, SCHEDULES)):
         if value not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
@@ -74,9 +88,7 @@ def parallelize(
     if ac not in AC and budget is None:
         raise ValueError(f"ac: {KNOWN_AC}, got {ac!r}")
     plan.require_fits(config=getattr(model, "config", None))
-    options = dict(attention=attention, mode=mode, sequence=sequence, schedule=schedule, ac=ac,
-                   compile=compile, offload=offload, compute_dtype=compute_dtype)  # fmt: skip
-    for is_wrong, text in misfits(model, plan, device_mesh, **options):
+    for is_wrong, text in misfits(model, plan, device_mesh, attention, options):
         if is_wrong:
             raise ValueError(f"plan {plan}: {text}")
     if attention is not None:
@@ -99,7 +111,7 @@ def parallelize(
     # because it cuts what the others have left.
     if ac in ("full", "op"):
         checkpoint_layers(model.model.layers, ac, plan)
-    if compile:
+    if compiles:
         how = "inductor" if budget is None else functools.partial(compile_within, budget)
         for layer in model.model.layers:
             layer.compile(dynamic=True, backend=how)
@@ -109,10 +121,9 @@ def parallelize(
     return model
 
 
-def misfits(
-    model, plan, grid, *, attention, mode, sequence, schedule, ac, compile, offload, compute_dtype
-) -> list:
+def misfits(model, plan, grid, attention, options) -> list:
     """Return (whether it is so, the error) of options that need or exclude one another."""
+    mode, sequence, schedule, ac, compiles, offload, compute_dtype = options
     is_fsdp = mode == "fsdp"
     is_sparse = hasattr(model, "config") and bool(model.config.sparse_layers)
     stages = plan.pp * SCHEDULES[schedule][1]
@@ -143,9 +154,9 @@ def misfits(
          'zbv has no mode="fsdp" and no ac="op", which follow one backward of a layer'),
         (is_fsdp and ac == "op" and is_sparse and grid.experts["fsdp"].size() == 1,
          'each expert is whole on one rank, and ac="op" does not follow FSDP2 there; use "full"'),
-        (memory_budget(ac) is not None and not compile,
+        (memory_budget(ac) is not None and not compiles,
          f"ac={ac!r} is the compiler's: it needs compile=True"),
-        (ac == "op" and compile and plan.tp * plan.ep > 1,
+        (ac == "op" and compiles and plan.tp * plan.ep > 1,
          'torch.compile cannot keep what messages have brought: use ac="full", or no compile'),
         (is_sparse and plan.tp > 1 and not sequence and plan.etp == 1,
          f"without sequence=True every tensor rank would send the same tokens to the experts; use "

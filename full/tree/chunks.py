@@ -28,25 +28,44 @@ both   R sequences, of L_i tokens   T = L - 1 of the longest   e edges scored in
 tokens to their children   C = 2 scores of an edge, or a critic's 1
 """
 
-import itertools
-import math
 import re
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from full.attention.attend import Attention
-from full.attention.ring import ring_of
 from full.model.config import LINEAR
 from full.model.deltanet import GatedDeltaNet
 from full.tree.forest import Forest
 from full.tree.packed import attend_short, path_edges, score_edges, wanted_edges
-from full.tree.trie import TokenTrie, TreeChunk, arrays_of_ids, partition_tree
+from full.tree.trie import TokenTrie, TreeChunk, partition_tree
 from models import FULL, SLIDING
 from tree_attention import leaf_of
+
+
+class WalkOptions(NamedTuple):
+    """How `tree_backward` goes through a tree.
+
+    max_tokens: tokens of a chunk, at most. None: the whole tree is one chunk. Without recompute an
+        only child joins its parent chunk, because both graphs would be held anyway.
+    recompute: hold keys and values of the chunks above, not their graphs, and run them twice.
+    temperature: of (6).
+    masks: a bool (L_i - 1,) for each sequence. The head runs where any of them wants a score; other
+        entries that loss_fn gets are 0, without gradient. None: everywhere.
+    batched: call loss_fn([i, ..], ..) once per chunk, for the R sequences that end in it, with
+        (R, T) scores, 0 past a sequence's end. Faster for many short sequences.
+    routing: routing(chunk) returns the on_routing= of `model.hidden` for the tokens chunk.start ..
+        chunk.stop - 1. With recompute it is called twice for some chunks. None: no routing is told.
+    """
+
+    max_tokens: int | None = None
+    recompute: bool = False
+    temperature: float = 1.0
+    masks: list | None = None
+    batched: bool = False
+    routing: object = None
 
 
 # Depth first over the chunks --------------------------------------------------------------------
@@ -206,26 +225,22 @@ class _TreeWalk:
                                backward 0: starts from its scores, and from its keys and values
 
     losses: `_Losses`; without a loss_fn the walk is a forward, without memory for any gradient.
-    Takes the arguments of `tree_backward`.
     """
 
-    def __init__(self, model, trie, losses, *, max_tokens=None, recompute=False, temperature=1.0,
-                 masks=None, routing=None):  # fmt: skip
+    def __init__(self, model, trie, losses, options):
         self.model = model
         self.trie = trie
         self.losses = losses
+        self.options = options
         self.trains = losses.loss_fn is not None
-        self.recompute = recompute
-        self.temperature = temperature
-        self.routing = routing
         self.device = next(model.parameters()).device
         self.forest = Forest(trie.parent.numpy())
-        joins = self.trains and not recompute  # then both chunks' graphs are held anyway
-        self.chunks = partition_tree(trie, max_tokens, join_only_children=joins)
+        joins = self.trains and not options.recompute  # then both chunks' graphs are held anyway
+        self.chunks = partition_tree(trie, options.max_tokens, join_only_children=joins)
 
         # Edge t scores token t from its parent's state, so it belongs to the parent's chunk, even
         # if token t is in a chunk below. Sorted by parents, the edges of a chunk are a run.
-        edges_e = torch.from_numpy(wanted_edges(trie, masks)[0])
+        edges_e = torch.from_numpy(wanted_edges(trie, options.masks)[0])
         self.edges = edges_e[trie.parent[edges_e].argsort(stable=True)]
         self.parents = trie.parent[self.edges]
         self.sorted_ends = trie.ends[trie.order]
@@ -241,7 +256,7 @@ class _TreeWalk:
             # With recompute, a chunk that others are below keeps no graph while they run, only keys
             # and values. A chunk with none below goes backward next, and keeps its graph.
             has_children = b + 1 < len(self.chunks) and self.chunks[b + 1].parent == b
-            keep_graph = self.trains and not (self.recompute and has_children)
+            keep_graph = self.trains and not (self.options.recompute and has_children)
             with torch.set_grad_enabled(keep_graph):
                 edges_e, scores, own = self.forward(chunk, stack)
             leaves = {key: [summing_leaf(x, keep_graph) for x in tensors]
@@ -265,12 +280,14 @@ class _TreeWalk:
         # The model does not know that it runs on a tree: each layer calls this once.
         attention = _ChunkAttention(self, chunk, stack)
 
-        # Positions are depths, so the keys of a path are right for every chunk below.
+        # Positions are depths, so the keys of a path are right for every chunk below. A model of
+        # the five knows no routing.
+        routing = self.options.routing
         tokens = slice(chunk.start, chunk.stop)
         hidden_1nM = self.model.hidden(
             self.trie.tokens[tokens][None].to(self.device),
             positions=self.trie.positions[tokens][None].to(self.device), attention=attention,
-            **({} if self.routing is None else {"on_routing": self.routing(chunk)}),
+            **({} if routing is None else {"on_routing": routing(chunk)}),
         )  # fmt: skip
         attention.in_forward = False
         if not attention.own:
@@ -284,7 +301,7 @@ class _TreeWalk:
         scores = ()
         if len(edges_e) or chunk.stop - chunk.start == len(self.trie):
             given = hidden_1nM[0], chunk.start, self.trie, edges_e
-            scores = score_edges(self.model, *given, self.temperature)
+            scores = score_edges(self.model, *given, self.options.temperature)
         return edges_e.to(self.device), scores, attention.own
 
     def open_rows(self, chunk):
@@ -346,8 +363,8 @@ def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None):
         raise ValueError("max_tokens is for forward passes: call tree_scores under "
                          "torch.no_grad(), or train with tree_backward")  # fmt: skip
     losses = _Losses(model, trie)
-    options = dict(max_tokens=max_tokens, temperature=temperature, masks=masks)
-    walk = _TreeWalk(model, trie, losses, **options)
+    options = WalkOptions(max_tokens, temperature=temperature, masks=masks)
+    walk = _TreeWalk(model, trie, losses, options)
     columns = losses.scores_CN.unbind()
     if max_tokens is not None:
         walk.run()
@@ -368,8 +385,7 @@ class TreeResult(NamedTuple):
     logprobs: list  # (L_i - 1,) of each sequence, in order
 
 
-def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, temperature=1.0,
-                  masks=None, batched=False, routing=None) -> TreeResult:
+def tree_backward(model, trie, loss_fn, **options) -> TreeResult:
     """Add the gradient of (3) to .grad, like loss.backward(), in O(path) memory.
 
     model: like models.Transformer; see `require_tree_model`.
@@ -378,16 +394,7 @@ def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, tem
         loss of sequence i, a tensor () or a number. Entry s - 1 is about token s; a value is of the
         state before token s. Called once for each i, also where L_i = 1. It may return a tensor
         without gradient, and must not use arguments of an earlier call.
-    max_tokens: tokens of a chunk, at most. Default: the whole tree is one chunk. Without recompute
-        an only child joins its parent chunk, because both graphs would be held anyway.
-    recompute: hold keys and values of the chunks above, not their graphs, and run them twice.
-    temperature: of (6).
-    masks: a bool (L_i - 1,) for each sequence. The head runs where any of them wants a score; other
-        entries that loss_fn gets are 0, without gradient. Default: everywhere.
-    batched: call loss_fn([i, ..], ..) once per chunk, for the R sequences that end in it, with
-        (R, T) scores, 0 past a sequence's end. Faster for many short sequences.
-    routing: routing(chunk) returns the on_routing= of `model.hidden` for the tokens chunk.start ..
-        chunk.stop - 1. With recompute it is called twice for some chunks. Default: none.
+    options: of `WalkOptions`.
 
     Hooks of parameters fire once per chunk. Raises ValueError where model, tree or masks do not
     fit, before anything runs, or what loss_fn raises, when .grad may be half done.
@@ -395,10 +402,9 @@ def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, tem
     require_tree_model(model, trie)
     if torch.is_inference_mode_enabled() or not any(p.requires_grad for p in model.parameters()):
         raise ValueError("no parameter of the model requires a gradient here; use tree_scores")
-    losses = _Losses(model, trie, loss_fn, batched)
-    walk = _TreeWalk(model, trie, losses, max_tokens=max_tokens, recompute=recompute,
-                     temperature=temperature, masks=masks, routing=routing)  # fmt: skip
-
+    options = WalkOptions(**options)
+    losses = _Losses(model, trie, loss_fn, options.batched)
+    walk = _TreeWalk(model, trie, losses, options)
     with torch.enable_grad():
         walk.run()
     logprobs = [losses.scores_CN[0, trie.path(i)[1:]] for i in range(len(trie.lengths))]
@@ -442,87 +448,3 @@ def require_tree_model(model, trie, /):
     kinds = {*(getattr(config, "layer_types", None) or ())}
     if kinds - {FULL, SLIDING, *([LINEAR] if ours else [])}:
         raise ValueError(f"layers of {sorted(kinds)}: not all are causal softmax attention")
-
-
-# Which rank trains on which sequences -----------------------------------------------------------
-# For: data-parallel ranks whose sequences share prefixes.
-
-
-PAIR = 1 / (6 * 1024)  # a pair's time over a token's: 4 M / 24 M^2 FLOPs for a width M of 1024
-
-
-def time_of_path(lengths):
-    """Return the modeled time of paths of some lengths, in units of one token."""
-    return lengths + lengths * (lengths + 1) / 2 * PAIR
-
-
-def partition(sequences, world) -> list[list[int]]:
-    """Return which sequences each of `world` ranks trains on: indices, the same on every rank.
-
-    They are runs of the sorted sequences, so that shared prefixes stay together, cut where the
-    largest modeled time of a rank is least. More ranks than sequences: some lists are empty.
-    """
-    # The time of a sorted sequence: its whole path if a rank begins with it, else only the tokens
-    # that it does not share with the one before.
-    trie = TokenTrie(sequences)
-    whole = time_of_path(trie.lengths.numpy()[trie.order])
-    new = whole - time_of_path(trie.shared)
-    times = [*zip(whole.tolist(), new.tolist(), strict=True)]
-
-    # If no rank may take longer than some time, greedy runs use the fewest ranks. So find the least
-    # time for which `world` ranks are enough, by bisection.
-    low = whole.max(initial=0.0)
-    high = whole.sum()
-    while high - low > 1e-9 * high:
-        middle = (low + high) / 2
-        if len(greedy_runs(times, middle)) > world:
-            low = middle
-        else:
-            high = middle
-    runs = greedy_runs(times, high)
-    runs += [[]] * (world - len(runs))
-    return [[trie.order[k] for k in run] for run in runs]
-
-
-def greedy_runs(times, limit):
-    """Return the longest runs of sorted sequences that take at most `limit`, as lists of numbers.
-
-    times: (time of the whole path, time of the new tokens) of each sequence.
-    """
-    runs = []
-    time = math.inf
-    for k, (whole, new) in enumerate(times):
-        time += new
-        if time > limit * (1 + 1e-12):
-            runs.append([])
-            time = whole
-        runs[-1].append(k)
-    return runs
-
-
-def redistribute(sequences, data, *, group=None):
-    """Distribute all ranks' sequences by `partition`; return this rank's (sequences, data).
-
-    sequences: this rank's own. data: anything that pickles, one for each (a tuple of advantages, a
-        mask, an id to find it again). Either may be []. Tensors return on the CPU.
-
-    Every rank of the group calls it, once. Raises ValueError on every rank if the lists of any rank
-    do not fit.
-    """
-    ring = ring_of(group)
-
-    def own():
-        arrays = arrays_of_ids(sequences)
-        items = tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, list(data))
-        if len(arrays) != len(items):
-            raise ValueError(f"{len(arrays)} sequences, but data for {len(items)}; one for each")
-        return arrays, items
-
-    # COMM: one message, which every rank sends, also with nothing or with its error in it. Pinned
-    # by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-    parts = zip(*ring.gather(own), strict=True)
-    arrays, items = (list(itertools.chain(*x)) for x in parts)
-
-    # Every rank has the same list now, so every rank finds the same partition.
-    share = partition(arrays, ring.world)[ring.rank]
-    return [torch.from_numpy(arrays[i]) for i in share], [items[i] for i in share]
