@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from full.learn.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
 from full.learn.metrics import METRICS, loss_metrics
-from full.learn.micro_batches import BATCHES, padded
+from full.learn.micro_batches import BATCHES
 from full.learn.objectives import OtherScores, critic_loss, grpo_loss, loss_denominator
-from full.learn.packing import gather_replica, speaks_for_replica
+from full.learn.packing import gather_replica, padded, speaks_for_replica
 from full.learn.rollouts import Sampler
 from full.model import lora
 from full.model.deltanet import Documents

@@ -208,20 +208,22 @@ def copy_of(error):
     return RuntimeError(f"rank {dist.get_rank()} ended with {type(error).__name__}: {error}")
 
 
+def on_all_ranks(function, group=None, *, alone=False) -> list:
+    """Return what function() returns on all ranks, in rank order, or raise the first one's error.
+
+    group, alone: as in `errors_on_all_ranks`. Collective.
+    """
+    with errors_on_all_ranks(group, alone=alone):
+        value = function()
+    return [value] if alone else all_gather_objects(value, group)
+
+
 def agree(function, group=None):
     """Call function() on rank 0. Return its value on every rank, or raise its error on every rank.
 
     group: of all ranks. Default: the default group.
     """
-    value = None
-    with errors_on_all_ranks(group):
-        if dist.get_rank() == 0:
-            value = function()
-    # COMM: rank 0 broadcasts to all ranks.
-    # Pinned by tests/full/test_faults.py::test_any_error_of_rank_0_reaches_all_ranks_at_once.
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=group)
-    return box[0]
+    return on_all_ranks(lambda: function() if dist.get_rank() == 0 else None, group)[0]
 
 
 def summed(values, device, group=None) -> list:
