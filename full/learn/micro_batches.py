@@ -1,7 +1,6 @@
-"""Micro-batches: adds rows, packed trees and chunks of a tree to `train_grpo.Trainer`.
+"""Run a batch in rows, in packed trees or in chunks of a tree, by the settings `tree` and `exact`.
 
-A class for each way in which a model runs a batch, by the settings `tree` and `exact`. Without
-them read `RowBatches` alone.
+A class for each way. Without these settings read `RowBatches` alone.
 
 Letters:  B trajectories   T positions of their padded log-prob vectors   N sampled tokens
 S packed tokens
@@ -11,12 +10,15 @@ import functools
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from full.attention.attend import attend
 from full.attention.masks import Mask
 from full.attention.ring import indices, ring_attention
-from full.learn.packing import PackedBatches, PaddedTokens, held_by, pack_row, padded
+from full.learn.packing import PackedBatches, held_by, pack_row, padded
 from full.model.exact import packed_attention
+from full.ranks.places import part_of
 from full.tree.chunks import redistribute, tree_backward
 from full.tree.forest import Forest, SharedForest, parents_in
 from full.tree.packed import attend_short
@@ -110,6 +112,55 @@ class TreeBatches(RowBatches):
         return MaskedAttention(mask, parent_N, group, self.config.cp_method, attend_short)
 
 
+class PaddedTokens(nn.Module):
+    """A model under sequence parallelism for callers that know nothing of it, such as trees.
+
+    It pads the tokens (1, S) to a multiple of t, runs the model, and drops the padding, which
+    attention never sees. `on_routing` gets what the layers see. The head is the model's.
+    """
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.config = model.config
+        self.logprobs = model.logprobs
+        self.values = getattr(model, "values", None)
+
+    def hidden(self, tokens_1S, /, *, positions, attention, **options):
+        # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
+        # rank without any still runs t, because the other ranks wait for it.
+        tp = part_of(self.model).plan.tp
+        length = tokens_1S.shape[1]
+        pad = -length % tp if length else tp
+
+        x_1SM = self.model.hidden(
+            F.pad(tokens_1S, (0, pad)), positions=F.pad(positions, (0, pad)),
+            attention=_WithoutPadding(attention, length, pad), **options,
+        )  # fmt: skip
+        return x_1SM[:, :length]
+
+
+class _WithoutPadding:
+    """An attention for rows of `length` tokens and `pad` tokens of padding, whose outputs are 0."""
+
+    def __init__(self, attention, length, pad):
+        self.attention = attention
+        self.length = length
+        self.pad = pad
+
+    def __call__(self, *qkv, **options):
+        out = self.attention(*(x[:, :, : self.length] for x in qkv), **options)
+        return F.pad(out, (0, 0, 0, self.pad))
+
+    def windows(self, x_1SX, /, **options):
+        x_1SXk = self.attention.windows(x_1SX[:, : self.length], **options)
+        return F.pad(x_1SXk, (0, 0, 0, 0, 0, self.pad))
+
+    def recurrence(self, *given, **options):
+        out = self.attention.recurrence(*(x[:, :, : self.length] for x in given), **options)
+        return F.pad(out, (0, 0, 0, self.pad))
+
+
 class ChunkBatches(TreeBatches):
     """Train on one tree chunk by chunk, in memory for a path."""
 
@@ -140,7 +191,7 @@ class ChunkBatches(TreeBatches):
         @functools.cache  # a chunk that runs again fills in the same
         def of_tokens(start, stop):
             # The chunk as a row of its own, padded as PaddedTokens does.
-            held_s = torch.nn.functional.pad(held_N[start:stop], (0, -(stop - start) % t))
+            held_s = F.pad(held_N[start:stop], (0, -(stop - start) % t))
             return self.count(self.held_here(held_s, torch.arange(len(held_s))))
 
         return lambda chunk: of_tokens(chunk.start, chunk.stop)

@@ -1,4 +1,4 @@
-"""A packed batch under a plan: adds batches of unequal sequences to `parallel.py`.
+"""Pack unequal sequences into rows, and run them forward and backward under any plan.
 
 In a loop over unequal sequences plans want different things: t a number of tokens that it divides,
 c this rank's tokens of each sequence, p all micro-batches at once and the loss on one stage. With
@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 
 import parallel
 from full.model.logprobs import require_tokens_in_vocabulary
@@ -264,7 +263,7 @@ class PackedBatches:
         run_micro_batches(self.model, forward, len(rows), self.states_like(rows))
         # COMM: an all-reduce of one number over all ranks. Of the ranks with the same sequences one
         # counts. Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        total *= speaks_for_replica(self.model)
+        total *= is_replica_leader(self.model)
         if dist.is_initialized():
             dist.all_reduce(total)
         return total
@@ -484,7 +483,7 @@ def pack(lengths, micro_tokens, shared=None) -> list:
     return packed
 
 
-def speaks_for_replica(model) -> bool:
+def is_replica_leader(model) -> bool:
     """Return whether this rank's measurements count, among ranks with the same sequences."""
     part = part_of(model)
     if part.grid is None:
@@ -512,52 +511,3 @@ def gather_replica(model, items):
     parts = all_gather_objects(items, replica)
     first = sum(len(part) for part in parts[: replica.rank()])
     return [item for part in parts for item in part], first
-
-
-class PaddedTokens(nn.Module):
-    """A model under sequence parallelism for callers that know nothing of it, such as trees.
-
-    It pads the tokens (1, S) to a multiple of t, runs the model, and drops the padding, which
-    attention never sees. `on_routing` gets what the layers see. The head is the model's.
-    """
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.config = model.config
-        self.logprobs = model.logprobs
-        self.values = getattr(model, "values", None)
-
-    def hidden(self, tokens_1S, /, *, positions, attention, **options):
-        # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
-        # rank without any still runs t, because the other ranks wait for it.
-        tp = part_of(self.model).plan.tp
-        length = tokens_1S.shape[1]
-        pad = -length % tp if length else tp
-
-        x_1SM = self.model.hidden(
-            F.pad(tokens_1S, (0, pad)), positions=F.pad(positions, (0, pad)),
-            attention=_WithoutPadding(attention, length, pad), **options,
-        )  # fmt: skip
-        return x_1SM[:, :length]
-
-
-class _WithoutPadding:
-    """An attention for rows of `length` tokens and `pad` tokens of padding, whose outputs are 0."""
-
-    def __init__(self, attention, length, pad):
-        self.attention = attention
-        self.length = length
-        self.pad = pad
-
-    def __call__(self, *qkv, **options):
-        out = self.attention(*(x[:, :, : self.length] for x in qkv), **options)
-        return F.pad(out, (0, 0, 0, self.pad))
-
-    def windows(self, x_1SX, /, **options):
-        x_1SXk = self.attention.windows(x_1SX[:, : self.length], **options)
-        return F.pad(x_1SXk, (0, 0, 0, 0, 0, self.pad))
-
-    def recurrence(self, *given, **options):
-        out = self.attention.recurrence(*(x[:, :, : self.length] for x in given), **options)
-        return F.pad(out, (0, 0, 0, self.pad))

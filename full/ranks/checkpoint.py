@@ -1,6 +1,6 @@
-"""Checkpoints: adds to `parallel.py` a state that any plan writes and any other plan reads.
+"""Write the state of a run under any plan, and read it back, verified, under any other.
 
-Write the state of a run so that it can go on under any plan, and read it back verified. DCP
+DCP
 (torch.distributed.checkpoint) writes safetensors files of each rank, which say where in each tensor
 its parts lie. Reading runs no code: there is no pickle. state.json is written last. It has the
 run's own state, size and checksum of each other file, and its own checksum, the seal.

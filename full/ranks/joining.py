@@ -1,6 +1,5 @@
-"""Ranks that join, agree and leave: adds restarts, lost ranks and signals to `parallel.py`.
+"""Let ranks join, agree and leave together, through restarts, lost ranks and signals.
 
-Process groups that survive restarts, errors that name a lost rank, and one last step for all ranks.
 Read this file if you write a training loop, or if a run does not start.
 """
 
@@ -226,8 +225,12 @@ def agree(function, group=None):
     return on_all_ranks(lambda: function() if dist.get_rank() == 0 else None, group)[0]
 
 
-def summed(values, device, group=None) -> list:
-    """Sum a list of numbers, or of lists of numbers, over all ranks in float64."""
+def summed(values, group=None) -> list:
+    """Sum a list of numbers, or of lists of numbers, over all ranks in float64.
+
+    group: of CPU tensors. Default: the default group, of the rank's device.
+    """
+    device = current_device() if group is None else "cpu"
     total = torch.tensor(values, dtype=torch.float64, device=device)
     # COMM: an all-reduce. All ranks call it at the same place, with lists of the same shape.
     # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.

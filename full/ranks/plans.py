@@ -1,4 +1,4 @@
-"""Plan strings and their groups: adds second parts and refusals to `parallel.Grid`.
+"""Read plan strings, refuse those that do not fit, and make the groups and meshes of a plan.
 
 LETTERS says what each letter splits and sends. Tensor parallelism is Megatron's (arXiv:1909.08053,
 arXiv:2205.05198), experts are GShard's and folded (arXiv:2006.16668, arXiv:2504.14960).

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import train_grpo
 from full.learn.batches import RolloutQueue, pending_batches
-from full.learn.rollouts import Sampler, Unheard
+from full.learn.rollouts import Sampler, ReplyTimeout
 from full.learn.trainer import Trainer
 from full.model.exact import require_exact_kernels
 from full.ranks.joining import (
@@ -152,13 +152,13 @@ def loop(config, task, trainer, queue, directory, stop, tell) -> float:
                 solved = queue.evaluate()
     # A reply that did not come: the state before the step is saved, and the batch is lost. It was a
     # signal that ended the wait, or --reply-timeout, which is an error.
-    except Unheard as unheard:
-        text, number = unheard.args
+    except ReplyTimeout as timeout:
+        text, number = timeout.args
         said = f"{text}: {saves.rescue()}; {directory.advice}"
         if not number:
-            raise ValueError(said) from unheard
+            raise ValueError(said) from timeout
         say(f"{signal.Signals(number).name}: {said}")
-        raise Interrupted(number) from unheard
+        raise Interrupted(number) from timeout
     if rollouts.text is not None:  # a run that was resumed at its last step has played nothing
         say(f"sample: {rollouts.text}")
     return solved

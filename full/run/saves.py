@@ -8,7 +8,7 @@ import contextlib
 import functools
 import signal
 
-from full.learn.rollouts import Unheard
+from full.learn.rollouts import ReplyTimeout
 from full.ranks.checkpoint import checkpoints
 from full.ranks.joining import Interrupted, agree, say
 
@@ -57,7 +57,7 @@ class Checkpointer:
         # Pending batches of an engine may be lost with it. An evaluation comes after the updates of
         # a step whose line is not written yet.
         step = self.source.begun
-        with contextlib.suppress(Unheard):
+        with contextlib.suppress(ReplyTimeout):
             if step is not None and self.write(step):
                 return f"saved after {step} steps"
         return "nothing new is saved"
