@@ -1,4 +1,4 @@
-"""Advantages: adds scalings, a critic and a teacher to `train_grpo.advantages`, (1).
+"""Compute how much better than others a rollout was: (1), with a critic or a teacher of a token.
 
   (1)  A_i = R_i - mean R of the group    `group_mean` (Dr.GRPO), and of that
            / (std R of the group + 1e-4)  `group_std` (GRPO)
@@ -12,8 +12,7 @@
        A_t = tch_t - smp_t                `teacher`: tch is its log-prob (distillation)
        with kl_in `reward`, sampled token t first takes kl_coef k(smp_t - ref_t) off the reward
 
-How much better than others a rollout was, or with a critic or a teacher, a token of it. If you
-know GRPO's advantage, read the tables and skip the rest.
+If you know GRPO's advantage, read the tables and skip the rest.
 
 Letters:  P groups of G rollouts each   T positions of a padded trajectory   N sampled tokens
 """
@@ -27,7 +26,7 @@ import torch
 
 import train_grpo
 from full.learn.objectives import divergence, entry_of
-from full.ranks.joining import current_device, errors_on_all_ranks, summed
+from full.ranks.joining import errors_on_all_ranks, summed
 
 # DEVIATES: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); a truncated
 # trajectory ends with value 0; `none_batch` has a biased variance (verl: unbiased). Pinned by
@@ -133,7 +132,7 @@ def table_of_groups(numbers, groups, group_size, columns, cells_of, group=None):
 
     numbers: P group numbers, of all ranks. groups: {number: trajectories} of this rank.
     columns: X, how many numbers cells_of(trajectory) returns.
-    group: process group, of CPU tensors. Default: the default group, of the rank's device.
+    group: of `summed`.
     """
     # Each rank fills in its own groups and leaves zeros elsewhere: the sum over ranks is the whole
     # table, with the same bits on every rank.
@@ -141,26 +140,22 @@ def table_of_groups(numbers, groups, group_size, columns, cells_of, group=None):
     for row, number in enumerate(numbers):
         for n, t in enumerate(groups.get(number, [])):
             table_XPG[:, row, n] = cells_of(t)
-    device = current_device() if group is None else "cpu"
-    return np.array(summed(table_XPG.tolist(), device, group))
+    return np.array(summed(table_XPG.tolist(), group))
 
 
-def rewards_of_step(config, batch):
-    """Return the rewards after penalties, and the sampled tokens, of all kept groups: (2, P, G)."""
+def reward_advantages(trainer, batch) -> dict:
+    """Give the trajectories of a step the advantages of their rewards, by ADVANTAGES."""
+    config = trainer.config
+    if not batch.kept:
+        return {}
 
     def cells_of(t):
         reward = t.reward - kl_penalties(config, t).sum() - overlong_penalty(config, t)
         return reward, t.sampled.sum()
 
-    return table_of_groups(batch.kept, batch.groups, config.group, 2, cells_of)
-
-
-def reward_advantages(trainer, batch) -> dict:
-    """Give the trajectories of a step the advantages of their rewards, by ADVANTAGES."""
-    if not batch.kept:
-        return {}
-    rewards_PG, tokens_PG = rewards_of_step(trainer.config, batch)
-    A_PG = advantages(rewards_PG, trainer.config.advantage, tokens_PG=tokens_PG)
+    table = table_of_groups(batch.kept, batch.groups, config.group, 2, cells_of)
+    rewards_PG, tokens_PG = table
+    A_PG = advantages(rewards_PG, config.advantage, tokens_PG=tokens_PG)
     for A_G, number in zip(A_PG, batch.kept):
         for A, t in zip(A_G, batch.groups.get(number, [])):
             t.advantages = np.full(len(t.mask), A)
@@ -229,7 +224,7 @@ def critic_advantages(trainer, batch) -> dict:
         g = t.returns[t.mask]
         sums += len(A), A.sum(), (A**2).sum(), g.sum(), (g**2).sum(), t.values[t.mask].sum()
 
-    count, *totals = summed(sums.tolist(), trainer.device)
+    count, *totals = summed(sums.tolist())
     A, AA, g, gg, v = (total / max(1.0, count) for total in totals)
     spread = math.sqrt(max(0.0, AA - A * A))
     # NUMERICS: the mean and spread are of all ranks' tokens, so that no cut of the batch enters;
@@ -249,9 +244,9 @@ def advantage_metrics(trainer, batch) -> dict:
     # The mean is known before the first square is taken: a difference of two large sums would
     # leave rounding where all advantages are nearly the same.
     A_N = np.concatenate([t.advantages[t.mask] for t in batch] or [np.zeros(0)])
-    count, total = summed([len(A_N), A_N.sum()], trainer.device)
+    count, total = summed([len(A_N), A_N.sum()])
     mean = total / max(1.0, count)
-    (squares,) = summed([((A_N - mean) ** 2).sum()], trainer.device)
+    (squares,) = summed([((A_N - mean) ** 2).sum()])
     spread = math.sqrt(squares / max(1.0, count))
     return {"advantage/token_mean": mean, "advantage/token_std": spread}
 

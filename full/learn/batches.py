@@ -1,6 +1,6 @@
-"""Batches: adds dynamic sampling and staleness to `train_grpo.Source`.
+"""Choose which rollouts a step samples and trains on: dynamic sampling and staleness.
 
-What a step samples and trains on. micro_batches.py says how a model runs it.
+micro_batches.py says how a model runs them.
 
 Letters:  P groups of G rollouts each
 """

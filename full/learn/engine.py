@@ -1,4 +1,4 @@
-"""Generation behind a URL: adds vLLM and SGLang to `models.generate`.
+"""Sample by an inference server: a client of vLLM and SGLang.
 
 A run asks an engine for one turn of one rollout: token ids go in, and token ids, their log-probs
 and the version of the weights come out. Nothing is tokenized. Between two batches the ranks write
@@ -353,7 +353,8 @@ class Engine:
         body = self.dialect.request(row.tokens, room, temperature, sorted(end), seed)
         # A load ends all turns in flight. After a restart each of two ranks may let the engine
         # load, and each load makes the other rank ask once more.
-        for _ in range(TRIES + dist.get_world_size()):
+        tries = TRIES + dist.get_world_size()
+        for _ in range(tries):
             answer = self.call(url, (self.dialect.path, body))
             try:
                 tokens, logprobs, versions = self.dialect.read(answer)
@@ -365,7 +366,7 @@ class Engine:
                     row.append(token, logprob)
                 return tokens[-1] in end
             self.restore(url)  # it may have been started again, or another run may use it
-        raise ValueError(f"the engine at {url}, asked again and again: {problem}")
+        raise ValueError(f"the engine at {url}, after {tries} attempts: {problem}")
 
     def problem_of(self, tokens, logprobs, versions, room, end) -> str:
         """Return what is wrong with the answer of an engine, or an empty string."""

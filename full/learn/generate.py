@@ -1,7 +1,7 @@
-"""Generation: rows that come and go: slots that waiting rows take over, forks, turns, draws.
+"""Decode rows that come and go: limited slots, forks, turns of a conversation.
 
-It adds to `models.generate` limited slots, forks of rows, turns of a conversation, prompts that are
-computed once, and draws from a seed.
+Prompts that several rows have are computed once, and rows without draws get some from a seed.
+`models.generate` is the same without all this.
 """
 
 import math
@@ -28,7 +28,12 @@ def generate(
     """
     rows = [row if isinstance(row, models.Row) else models.Row(row) for row in rows]
     if seed is not None and temperature > 0:
-        give_draws(rows, max_new_tokens, seed)
+        # The generator draws for every row, also for one that has draws of its own: what a row gets
+        # depends on its place, and not on what other rows brought.
+        generator = torch.Generator().manual_seed(seed)
+        for row in rows:
+            made = torch.rand(max_new_tokens, generator=generator, dtype=torch.float64).tolist()
+            row.draws = row.draws if len(row.draws) else made
     turns = Turns(max_new_tokens, after=after)
     return decode(model, rows, turns, temperature=temperature, end=end, slots=slots)
 
@@ -218,13 +223,3 @@ def without_holes(entries):
             entries[b] = entries[-1]
             entries.pop()
     return entries
-
-
-def give_draws(rows, count, seed):
-    """Give each row without draws `count` of them from the seed."""
-    # The generator draws for every row, also for one that has draws of its own: what a row gets
-    # depends on its place, and not on what other rows brought.
-    generator = torch.Generator().manual_seed(seed)
-    for row in rows:
-        made = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
-        row.draws = row.draws if len(row.draws) else made

@@ -1,4 +1,4 @@
-"""Metrics: what each number in a line of metrics.jsonl is, and how it is reduced.
+"""List what each number in a line of metrics.jsonl is, and how it is reduced.
 
 This table is the one list of all metrics; `train_grpo.Log` writes a few. The glossary of the help,
 the log, the merge over updates and the order of an audit's rows come from it. Causes stand before
@@ -37,11 +37,6 @@ class Metric(NamedTuple):
         return reduce[self.over_updates](found)
 
 
-def masked_of(t):
-    """Return which tokens (4) leaves out, or None without (4)."""
-    return None if t.x_N is None else t.x_N == 0
-
-
 METRICS = {
     "reward/mean": Metric("reward of the step's rollouts"),
     "reward/solved": Metric("fraction of them with a reward of at least 1"),
@@ -78,7 +73,8 @@ METRICS = {
     "ratio/clipped_fraction": Metric(
         "of sampled tokens, whose gradient (3) bounds", "mean", "mean", lambda t: t.clipped_N),
     "importance/masked_fraction": Metric(
-        "of sampled tokens, whose x of (4) is 0", "mean", "mean", masked_of),
+        "of sampled tokens, whose x of (4) is 0", "mean", "mean",
+        lambda t: None if t.x_N is None else t.x_N == 0),
     "entropy/token_mean": Metric("H at `temperature`", "mean", "mean", lambda t: t.entropy_N),
     "kl/token_mean": Metric("with a reference: k of (5)", "mean", "mean", lambda t: t.kl_N),
     "value/loss": Metric("with gae: (6), per sampled token", "mean", "mean"),

@@ -1,38 +1,28 @@
-"""Micro-batches: adds rows, packed trees and chunks of a tree to `train_grpo.Trainer`.
+"""Run a batch in rows, in packed trees or in chunks of a tree, by the settings `tree` and `exact`.
 
-A class for each way in which a model runs a batch, by the settings `tree` and `exact`. Without
-them read `RowBatches` alone.
+A class for each way. Without these settings read `RowBatches` alone.
 
 Letters:  B trajectories   T positions of their padded log-prob vectors   N sampled tokens
 S packed tokens
 """
 
-import bisect
 import functools
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from full.attention.attend import Attention, attend
 from full.attention.masks import Mask
 from full.attention.ring import indices, ring_attention
-from full.learn.packing import (
-    PackedBatches, PackedRow, PaddedTokens, pack, pack_row,
-)  # fmt: skip
+from full.learn.packing import PackedBatches, held_by, pack_row, padded
 from full.model.exact import packed_attention
+from full.ranks.places import part_of
 from full.tree.chunks import tree_backward
 from full.tree.forest import Forest, SharedForest, parents_in
-from full.tree.packed import attend_short, wanted_edges
+from full.tree.packed import attend_short
 from full.tree.trie import TokenTrie, redistribute
-
-
-def padded(vectors, like):
-    """Return ragged numpy vectors as one (B, T) tensor like `like`, each followed by zeros."""
-    # numpy: a tensor for each of thousands of short vectors would cost more than the copy.
-    lengths_B = np.array([len(vector) for vector in vectors])
-    out_BT = np.zeros((len(vectors), lengths_B.max()))
-    out_BT[np.arange(out_BT.shape[1]) < lengths_B[:, None]] = np.concatenate(vectors)
-    return torch.from_numpy(out_BT).to(like)
 
 
 class MaskedAttention(Attention):
@@ -109,6 +99,12 @@ class TreeBatches(RowBatches):
         _, share = redistribute(sequences, batch, group=self.part.grid.group["dc"])
         return share
 
+    def forest_of(self, sequences):
+        return TokenTrie(sequences)
+
+    def row_of(self, forest, masks, length):
+        return pack_row(forest, masks, length, (forest, length))
+
     def attention_of_row(self, tree, group):
         """Return the attention to a token's path. tree: (TokenTrie, length of the padded row)."""
         # On a ring a rank holds some of the tokens, while the mask is about indices of the whole
@@ -119,63 +115,54 @@ class TreeBatches(RowBatches):
         parent_N = np.pad(trie.parent.numpy(), (0, padding), constant_values=-1)
         return MaskedAttention(mask, parent_N, group, self.config.cp_method, attend_short)
 
-    def pack_micro_batches(self, sequences, masks):
-        """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""
-        self.require_batch(sequences, masks)
-        # Sorted sequences share their beginnings with the sequence before them.
-        trie = TokenTrie(sequences)
-        lengths = trie.lengths[trie.order].tolist()
-        cut = functools.partial(pack, lengths, shared=trie.shared.tolist())
 
-        # Other ranks may need more trees than this one, and a pipeline pads all trees to the
-        # longest. So trees are cut as small as their number allows, which makes them about equal.
-        count = self.agreed_micro_batches(len(cut(self.micro_tokens)))
-        most = bisect.bisect_left(
-            range(self.micro_tokens), True, key=lambda tokens: len(cut(tokens)) <= count,
-            lo=min(self.micro_tokens, len(trie) // max(1, count)),
-            hi=min(self.micro_tokens, len(trie)),
-        )  # fmt: skip
-        micros = [sorted(trie.order[k] for k in run) for run in cut(most)]
+class PaddedTokens(nn.Module):
+    """A model under sequence parallelism for callers that know nothing of it, such as trees.
 
-        tries = [trie]
-        if len(micros) != 1:
-            tries = [TokenTrie([sequences[i] for i in run]) for run in micros]
-        self.tokens_run = sum(map(len, tries))
-
-        # What is missing is padding alone, which is a tree of one token for the attention.
-        missing = count - len(micros)
-        lengths = self.row_lengths([*map(len, tries)] + [1] * missing)
-        rows = [
-            tree_row(trie, [masks[i] for i in run], length)
-            for run, trie, length in zip(micros, tries, lengths)
-        ]
-        for length in lengths[len(rows) :]:
-            rows.append(pack_row([], [], length)._replace(sees=(TokenTrie([[0]]), length)))
-        return micros + [[]] * missing, rows
-
-
-def tree_row(trie, masks, length) -> PackedRow:
-    """Return a tree as a row of `length` places.
-
-    masks: which of a sequence's tokens[1:] count.
+    It pads the tokens (1, S) to a multiple of t, runs the model, and drops the padding, which
+    attention never sees. `on_routing` gets what the layers see. The head is the model's.
     """
-    # Targets of different sequences may be one token of the tree: it is scored once, at the token
-    # before it, and `entries` tells each target which of the scored tokens it is.
-    edges_N, entries_K = map(torch.from_numpy, wanted_edges(trie, masks))
-    mask_BT = padded(masks, torch.zeros(0, dtype=torch.bool))
 
-    # Padding follows the tree: token 0 at position 0.
-    padding = 0, length - len(trie)
-    in_row = [torch.nn.functional.pad(x_N, padding)[None] for x_N in (trie.tokens, trie.positions)]
-    return PackedRow(
-        *in_row, (trie, length), mask_BT,
-        trie.parent[edges_N], trie.tokens[edges_N], entries_K, held_by(trie, length),
-    )  # fmt: skip
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.config = model.config
+        self.logprobs = model.logprobs
+        self.values = getattr(model, "values", None)
+
+    def hidden(self, tokens_1S, /, *, positions, attention, **options):
+        # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
+        # rank without any still runs t, because the other ranks wait for it.
+        tp = part_of(self.model).plan.tp
+        length = tokens_1S.shape[1]
+        pad = -length % tp if length else tp
+
+        x_1SM = self.model.hidden(
+            F.pad(tokens_1S, (0, pad)), positions=F.pad(positions, (0, pad)),
+            attention=_WithoutPadding(attention, length, pad), **options,
+        )  # fmt: skip
+        return x_1SM[:, :length]
 
 
-def held_by(trie, length):
-    """Return how many sequences hold each token of a tree, and zeros up to `length`."""
-    return torch.bincount(trie.paths, minlength=length)
+class _WithoutPadding(Attention):
+    """An attention for rows of `length` tokens and `pad` tokens of padding, whose outputs are 0."""
+
+    def __init__(self, attention, length, pad):
+        self.attention = attention
+        self.length = length
+        self.pad = pad
+
+    def attend(self, *qkv, **options):
+        out = self.attention(*(x[:, :, : self.length] for x in qkv), **options)
+        return F.pad(out, (0, 0, 0, self.pad))
+
+    def windows(self, x_1SX, /, **options):
+        x_1SXk = self.attention.windows(x_1SX[:, : self.length], **options)
+        return F.pad(x_1SXk, (0, 0, 0, 0, 0, self.pad))
+
+    def recurrence(self, *given, **options):
+        out = self.attention.recurrence(*(x[:, :, : self.length] for x in given), **options)
+        return F.pad(out, (0, 0, 0, self.pad))
 
 
 class ChunkBatches(TreeBatches):
@@ -208,7 +195,7 @@ class ChunkBatches(TreeBatches):
         @functools.cache  # a chunk that runs again fills in the same
         def of_tokens(start, stop):
             # The chunk as a row of its own, padded as PaddedTokens does.
-            held_s = torch.nn.functional.pad(held_N[start:stop], (0, -(stop - start) % t))
+            held_s = F.pad(held_N[start:stop], (0, -(stop - start) % t))
             return self.count(self.held_here(held_s, torch.arange(len(held_s))))
 
         return lambda chunk: of_tokens(chunk.start, chunk.stop)

@@ -1,4 +1,4 @@
-"""The loss, (2) to (7): adds objectives and terms to `train_grpo.grpo_loss`.
+"""Compute the loss, (2) to (7), of any objective, with a KL, a bonus and a weight of the sampler.
 
 For rollout i of a group of G with reward R_i, sampled tokens t, log-probs of softmax(logits /
 temperature): lp of the policy now, old of the policy before this step's first update, ref of the

@@ -1,4 +1,4 @@
-"""A packed batch under a plan: adds batches of unequal sequences to `parallel.py`.
+"""Pack unequal sequences into rows, and run them forward and backward under any plan.
 
 In a loop over unequal sequences plans want different things: t a number of tokens that it divides,
 c this rank's tokens of each sequence, p all micro-batches at once and the loss on one stage. With
@@ -8,7 +8,9 @@ forward is collective: all ranks of a group must make the same calls, and `Packe
 Letters:  B sequences   S tokens of one, s of this rank   T targets   N scored tokens   M width
 """
 
+import bisect
 import contextlib
+import functools
 import zlib
 from typing import NamedTuple
 
@@ -16,14 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 
 import parallel
-from full.attention.attend import Attention
 from full.model.logprobs import require_tokens_in_vocabulary
 from full.ranks.joining import all_gather_objects, errors_on_all_ranks, is_lost_rank
 from full.ranks.places import part_of, reshard
-from full.tree.packed import scores_of
+from full.tree.packed import scores_of, wanted_edges
 
 
 class PackedRow(NamedTuple):
@@ -49,29 +49,56 @@ class PackedRow(NamedTuple):
     held_S: torch.Tensor  # how many sequences hold the token of each place
 
 
-def pack_row(sequences, masks, length) -> PackedRow:
-    """Lay sequences end to end and pad the row to `length`. masks: which of tokens[1:] count.
+def padded(vectors, like):
+    """Return ragged numpy vectors as one (B, T) tensor like `like`, each followed by zeros."""
+    # numpy: a tensor for each of thousands of short vectors would cost more than the copy.
+    lengths_B = np.array([len(vector) for vector in vectors], dtype=np.int64)
+    out_BT = np.zeros((len(vectors), lengths_B.max(initial=0)))
+    is_inside_BT = np.arange(out_BT.shape[1]) < lengths_B[:, None]
+    out_BT[is_inside_BT] = np.concatenate([np.zeros(0), *vectors])
+    return torch.from_numpy(out_BT).to(like)
 
-    Without sequences the row is padding alone.
+
+class FlatTokens:
+    """Sequences end to end, under the names of `TokenTrie`: a forest that shares no token."""
+
+    def __init__(self, sequences):
+        self.lengths = torch.tensor([len(tokens) for tokens in sequences], dtype=torch.int64)
+        self.begins = self.lengths.cumsum(0) - self.lengths
+        self.documents = torch.arange(len(sequences)).repeat_interleave(self.lengths)
+        self.paths = torch.arange(len(self.documents))
+        self.positions = self.paths - self.begins[self.documents]
+        self.parent = torch.where(self.positions > 0, self.paths - 1, -1)
+        arrays = [np.zeros(0, np.int64), *map(np.asarray, sequences)]
+        self.tokens = torch.from_numpy(np.concatenate(arrays))
+        self.order = [*range(len(sequences))]
+        self.shared = np.zeros(len(sequences), np.int64)
+
+    def __len__(self):
+        return len(self.tokens)
+
+
+def pack_row(forest, masks, length, sees) -> PackedRow:
+    """Return a forest as a row, padded to `length`.
+
+    forest: FlatTokens or TokenTrie.
+    masks: for each sequence, which of its tokens[1:] count.
+    sees: for the attention, see `PackedRow`.
     """
-    lengths = [len(tokens) for tokens in sequences]
-    padding = np.zeros(length - sum(lengths), dtype=np.int64)
-    tokens_S = np.concatenate([*map(np.asarray, sequences), padding])
-    positions_S = np.concatenate([*map(np.arange, lengths), padding])
-    document_S = np.repeat([*range(len(lengths)), -1], [*lengths, len(padding)])
+    # Targets of different sequences may be one token of a tree: it is scored once, at the token
+    # before it, and `entries` tells each target which of the scored tokens it is.
+    edges_N, entries_K = map(torch.from_numpy, wanted_edges(forest, masks))
+    mask_BT = padded(masks, torch.empty(0, dtype=torch.bool))
+    padding = 0, length - len(forest)  # token 0 at position 0
+    return PackedRow(
+        F.pad(forest.tokens, padding)[None], F.pad(forest.positions, padding)[None], sees,
+        mask_BT, forest.parent[edges_N], forest.tokens[edges_N], entries_K, held_by(forest, length),
+    )  # fmt: skip
 
-    mask_BT = np.zeros((len(masks), max(lengths, default=1) - 1), dtype=bool)
-    for b, mask in enumerate(masks):
-        mask_BT[b, : len(mask)] = mask
 
-    # The token before a scored target predicts it. In this row it predicts no other target.
-    row_N, column_N = mask_BT.nonzero()
-    first_B = np.cumsum([0, *lengths[:-1]])
-    at_N = first_B[row_N] + column_N
-    in_row = [x_S[None] for x_S in (tokens_S, positions_S, document_S)]
-    scored = [mask_BT, at_N, tokens_S[at_N + 1], np.arange(len(at_N))]
-    held_S = (document_S >= 0).astype(np.int64)  # each token is of one sequence
-    return PackedRow(*map(torch.from_numpy, [*in_row, *scored, held_S]))
+def held_by(forest, length):
+    """Return how many sequences hold each token of a forest, and zeros up to `length`."""
+    return torch.bincount(forest.paths, minlength=length)
 
 
 class Micro(NamedTuple):
@@ -236,7 +263,7 @@ class PackedBatches:
         run_micro_batches(self.model, forward, len(rows), self.states_like(rows))
         # COMM: an all-reduce of one number over all ranks. Of the ranks with the same sequences one
         # counts. Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        total *= speaks_for_replica(self.model)
+        total *= is_replica_leader(self.model)
         if dist.is_initialized():
             dist.all_reduce(total)
         return total
@@ -271,30 +298,49 @@ class PackedBatches:
         parts = all_gather_objects(found, self.part.grid.group["pct"])
         return next(part for part in parts if part is not None)
 
+    def forest_of(self, sequences):
+        """Return the order of the tokens of a row, and which of them sequences share."""
+        return FlatTokens(sequences)
+
+    def row_of(self, forest, masks, length) -> PackedRow:
+        """Return a forest as a row, with what the attention wants to know of it."""
+        padding = 0, length - len(forest)
+        return pack_row(forest, masks, length, F.pad(forest.documents, padding, value=-1)[None])
+
     def pack_micro_batches(self, sequences, masks):
         """Return the micro-batches, as lists of indices, and a `PackedRow` of each. Collective.
 
         A micro-batch without sequences is padding alone.
         """
         self.require_batch(sequences, masks)
+        forest = self.forest_of(sequences)
+        lengths = [len(sequences[i]) for i in forest.order]
+        cut = functools.partial(pack, lengths, shared=forest.shared.tolist())
         # A pipeline of p stages idles less the more micro-batches it has. This limit gives about
-        # 2 p of them, of about one size, since all are padded to the longest.
-        lengths = [len(tokens) for tokens in sequences]
-        self.tokens_run = sum(lengths)
-        micro_tokens = self.micro_tokens
-        if self.plan.pp > 1:
-            longest = max(lengths, default=0)
-            micro_tokens = min(micro_tokens, sum(lengths) // (2 * self.plan.pp) + longest)
+        # 2 p of them. Where sequences share tokens, each more would run some of them again.
+        most = self.micro_tokens
+        if self.plan.pp > 1 and len(forest) == sum(lengths):
+            most = min(most, sum(lengths) // (2 * self.plan.pp) + max(lengths, default=0))
 
-        # Other ranks may need more micro-batches than this one has data for.
-        micro_batches = pack(lengths, micro_tokens)
-        count = self.agreed_micro_batches(len(micro_batches))
+        # Other ranks may need more micro-batches than this one has data for, and a pipeline pads
+        # all rows to the longest. So micro-batches are cut as small as their number allows, which
+        # makes them about equal.
+        count = self.agreed_micro_batches(len(cut(most)))
+        most = bisect.bisect_left(
+            range(most), True, key=lambda tokens: len(cut(tokens)) <= count,
+            lo=min(most, len(forest) // max(1, count)), hi=min(most, len(forest)),
+        )  # fmt: skip
+        micro_batches = [sorted(forest.order[k] for k in run) for run in cut(most)]
         micro_batches += [[]] * (count - len(micro_batches))
-        sizes = [sum(lengths[i] for i in indices) or 1 for indices in micro_batches]
+
+        forests = [forest]
+        if micro_batches != [[*range(len(sequences))]]:
+            forests = [self.forest_of([sequences[i] for i in run]) for run in micro_batches]
+        self.tokens_run = sum(map(len, forests))
         rows = []
-        for indices, length in zip(micro_batches, self.row_lengths(sizes), strict=True):
-            own = [sequences[i] for i in indices], [masks[i] for i in indices]
-            rows.append(pack_row(*own, length))
+        lengths = self.row_lengths([len(forest) or 1 for forest in forests])
+        for run, forest, length in zip(micro_batches, forests, lengths, strict=True):
+            rows.append(self.row_of(forest, [masks[i] for i in run], length))
         return micro_batches, rows
 
     def require_batch(self, sequences, masks):
@@ -437,7 +483,7 @@ def pack(lengths, micro_tokens, shared=None) -> list:
     return packed
 
 
-def speaks_for_replica(model) -> bool:
+def is_replica_leader(model) -> bool:
     """Return whether this rank's measurements count, among ranks with the same sequences."""
     part = part_of(model)
     if part.grid is None:
@@ -465,52 +511,3 @@ def gather_replica(model, items):
     parts = all_gather_objects(items, replica)
     first = sum(len(part) for part in parts[: replica.rank()])
     return [item for part in parts for item in part], first
-
-
-class PaddedTokens(nn.Module):
-    """A model under sequence parallelism for callers that know nothing of it, such as trees.
-
-    It pads the tokens (1, S) to a multiple of t, runs the model, and drops the padding, which
-    attention never sees. `on_routing` gets what the layers see. The head is the model's.
-    """
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.config = model.config
-        self.logprobs = model.logprobs
-        self.values = getattr(model, "values", None)
-
-    def hidden(self, tokens_1S, /, *, positions, attention, **options):
-        # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
-        # rank without any still runs t, because the other ranks wait for it.
-        tp = part_of(self.model).plan.tp
-        length = tokens_1S.shape[1]
-        pad = -length % tp if length else tp
-
-        x_1SM = self.model.hidden(
-            F.pad(tokens_1S, (0, pad)), positions=F.pad(positions, (0, pad)),
-            attention=_WithoutPadding(attention, length, pad), **options,
-        )  # fmt: skip
-        return x_1SM[:, :length]
-
-
-class _WithoutPadding(Attention):
-    """An attention for rows of `length` tokens and `pad` tokens of padding, whose outputs are 0."""
-
-    def __init__(self, attention, length, pad):
-        self.attention = attention
-        self.length = length
-        self.pad = pad
-
-    def attend(self, *qkv, **options):
-        out = self.attention(*(x[:, :, : self.length] for x in qkv), **options)
-        return F.pad(out, (0, 0, 0, self.pad))
-
-    def windows(self, x_1SX, /, **options):
-        x_1SXk = self.attention.windows(x_1SX[:, : self.length], **options)
-        return F.pad(x_1SXk, (0, 0, 0, 0, 0, self.pad))
-
-    def recurrence(self, *given, **options):
-        out = self.attention.recurrence(*(x[:, :, : self.length] for x in given), **options)
-        return F.pad(out, (0, 0, 0, self.pad))

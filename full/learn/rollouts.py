@@ -1,7 +1,7 @@
-"""Rollouts: adds forks, slow tasks and split generators to `train_grpo.Episode`.
+"""Play rollouts that fork, ask tasks that are slow, and decode with a model that is split.
 
-What a step samples. Without tree rollouts, plans of several ranks and slow tasks it is `Episode`
-and nothing else: skip it.
+Without tree rollouts, plans of several ranks and slow tasks this is `train_grpo.Episode` and
+nothing else: skip it.
 
 Letters:  B trajectories   T positions of their padded log-prob vectors (the targets are tokens[1:],
 so a trajectory of L tokens has L - 1)   P groups of G rollouts each
@@ -22,7 +22,7 @@ import train_grpo
 from full.learn.generate import Turns, decode
 from full.learn.packing import gather_replica
 from full.model.weights import copy_weights, end_together
-from full.ranks.joining import Stop, current_device, errors_on_all_ranks, summed
+from full.ranks.joining import Stop, errors_on_all_ranks, summed
 from train_grpo import EVALUATION
 
 
@@ -103,7 +103,7 @@ class ForkingEpisode(train_grpo.Episode):
         self.count = count
         self.prompt = self.turn  # its number of tokens
         self.turn_rewards = []
-        self.heard = ()  # of the turn that has ended: the task's new state, reply and reward
+        self.answer = ()  # of the turn that has ended: the task's new state, reply and reward
 
     def origin(self) -> tuple:
         """Return the arguments that make this episode: its identity, and those after `state`."""
@@ -151,7 +151,7 @@ LOOK_EVERY = 0.2  # seconds between two looks at replies that have not come
 GRACE = 5  # seconds that replies may still take after a signal
 
 
-class Unheard(ValueError):
+class ReplyTimeout(ValueError):
     """A reply that did not come. It holds a text and the number of the signal seen, or 0."""
 
     def __str__(self):
@@ -159,14 +159,14 @@ class Unheard(ValueError):
 
 
 def asker_of(task, limit=0):
-    """Return a function that fills in `heard` of episodes whose turn has ended, by asking a task.
+    """Return a function that fills in `answer` of episodes whose turn has ended, by asking a task.
 
     A tool may take seconds, so threads ask for the episodes. The replies are put in the order of
     the episodes, so threads change no result. A task that must not be asked by several threads has
     the attribute `threads = False`.
 
     limit: seconds that a reply may take, or 0. After them, and some seconds after a signal, the
-        threads are left alone and Unheard is raised.
+        threads are left alone and ReplyTimeout is raised.
     """
     began = {}  # id of an episode -> when a thread began to ask about it
 
@@ -182,7 +182,7 @@ def asker_of(task, limit=0):
         number = stop.number if stop and stop.number and now > stop.seen_at + GRACE else 0
         if number or 0 < limit < seconds:
             shown = task.show(episode.tokens[episode.turn :])[:200]
-            raise Unheard(f"{type(task).__name__} has not replied after {seconds:.0f} s "
+            raise ReplyTimeout(f"{type(task).__name__} has not replied after {seconds:.0f} s "
                           f"{place_of(episode)}, to the answer {shown!r}", number)  # fmt: skip
 
     def ask_one(episode):
@@ -228,14 +228,14 @@ def asker_of(task, limit=0):
 
     def ask(episodes):
         try:
-            heard = replies(episodes)
+            answers = replies(episodes)
         except Exception:
             # The threads end with their pool, which a program that keeps the error would keep too.
             if pool:
                 pool.shutdown(wait=False, cancel_futures=True)
             raise
-        for episode, one in zip(episodes, heard):
-            episode.heard = one
+        for episode, answer in zip(episodes, answers):
+            episode.answer = answer
 
     return ask
 
@@ -293,10 +293,10 @@ class Sampler:
 
         # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
         # Pinned by tests/full/test_sampler.py::test_a_task_is_asked_once.
-        parts, _ = gather_replica(self.model, [{n: episodes[n].heard[1:] for n in own}])
+        parts, _ = gather_replica(self.model, [{n: episodes[n].answer[1:] for n in own}])
         for told in parts:
             for n in told.keys() - {*own}:
-                episodes[n].heard = (self.ELSEWHERE, *told[n])
+                episodes[n].answer = (self.ELSEWHERE, *told[n])
 
 
 def at_once(function, *args) -> Future:
@@ -332,20 +332,20 @@ def play(config, task, sampler, starts, key) -> list:
     # calls `ending` with all whose turn has ended, then `after` with each. An episode that will
     # fork reserves a slot for each rollout, so that a fork finds its parent's keys in the cache.
     def after(episode):
-        return episode.fork(config.forks) if episode.hear(*episode.heard) else []
+        return episode.fork(config.forks) if episode.hear(*episode.answer) else []
 
-    unheard = None
+    late = None
     try:
         ended = sampler.generate(
             episodes, max_new_tokens=limit, temperature=config.temperature, end=task.end,
             ending=asker_of(task, config.reply_timeout), after=after, slots=config.batch_rows,
         )  # fmt: skip
-    except Unheard as error:
-        unheard = error
+    except ReplyTimeout as error:
+        late = error
     # All ranks give the step up together, as all of them have to save.
     with errors_on_all_ranks(getattr(sampler, "group", None)):
-        if unheard is not None:
-            raise unheard
+        if late is not None:
+            raise late
 
     # Episodes end in any order; a group's rollouts are put back into theirs.
     groups = {number: [] for number, _, _ in starts}
@@ -412,5 +412,5 @@ def evaluate(config, task, sampler):
 
     # Each rank has played its own prompts; the sum over ranks is of all.
     solved_here = len([group for group in groups if group[0].reward >= 1])
-    (solved,) = summed([solved_here], current_device())
+    (solved,) = summed([solved_here])
     return solved / prompts_of_evaluation(config, task), groups[0][0] if groups else None

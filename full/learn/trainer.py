@@ -1,4 +1,4 @@
-"""The trainer: what `train_grpo.Trainer` does, for plans, precisions, trees, a critic, a generator.
+"""Train a policy under any plan, precision and tree, with a critic, a teacher or a reference.
 
 What `train_grpo.train` calls, and what it needs. Before it stands what a trainer is made of: which
 plan and which precision a model has, its first weights, its optimizer.
@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from full.learn.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
 from full.learn.metrics import METRICS, loss_metrics
-from full.learn.micro_batches import BATCHES, padded
+from full.learn.micro_batches import BATCHES
 from full.learn.objectives import OtherScores, critic_loss, grpo_loss, loss_denominator
-from full.learn.packing import gather_replica, speaks_for_replica
+from full.learn.packing import gather_replica, padded, is_replica_leader
 from full.learn.rollouts import Sampler
 from full.model import lora
 from full.model.deltanet import Documents
@@ -281,11 +281,11 @@ class Trainer:
         # Sums of sums: ranks hold unequal shares, so no rank's mean may enter. Ranks that work
         # together on the same trajectories have the same sums, and only one of them adds its sums.
         numbers = [*own_sums.tolist(), tokens_run]
-        if not speaks_for_replica(self.model):
+        if not is_replica_leader(self.model):
             numbers = [0.0] * len(numbers)
         flat_tokens = sum(len(t.tokens) for t in batch)
         dist.all_reduce(own_maxima, op=dist.ReduceOp.MAX)
-        *totals, tokens_run, flat_tokens = summed([*numbers, flat_tokens], self.device)
+        *totals, tokens_run, flat_tokens = summed([*numbers, flat_tokens])
 
         totals = dict(zip([*self.sums, *self.maxima], totals + own_maxima.tolist()))
         trained = {"tokens/trained": int(tokens_run), "tokens/trained_flat": int(flat_tokens)}
@@ -339,7 +339,7 @@ class Trainer:
 
     def total(self, number) -> float:
         """Return the sum of a number over all ranks. Collective."""
-        return summed([number], self.device)[0]
+        return summed([number])[0]
 
     def learning_rate(self, step) -> float:
         """Return AdamW's rate in a step. A step's updates share one rate."""

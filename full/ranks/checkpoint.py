@@ -1,6 +1,6 @@
-"""Checkpoints: adds to `parallel.py` a state that any plan writes and any other plan reads.
+"""Write the state of a run under any plan, and read it back, verified, under any other.
 
-Write the state of a run so that it can go on under any plan, and read it back verified. DCP
+DCP
 (torch.distributed.checkpoint) writes safetensors files of each rank, which say where in each tensor
 its parts lie. Reading runs no code: there is no pickle. state.json is written last. It has the
 run's own state, size and checksum of each other file, and its own checksum, the seal.
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from full.ranks.joining import agree, all_gather_objects, errors_on_all_ranks
+from full.ranks.joining import agree, errors_on_all_ranks, on_all_ranks
 from full.ranks.places import local
 
 
@@ -59,14 +59,14 @@ def write_checkpoint(path, tensors, state) -> None:
         agree(start)
         # DCP puts a file together in memory. So the tensors of a rank go into files of about FILE
         # bytes. All ranks follow the table of rank 0, which needs the names of all.
-        sizes = on_all_ranks(lambda: {name: local(x).nbytes for name, x in tensors.items()})
+        sizes = merged(lambda: {name: local(x).nbytes for name, x in tensors.items()})
         ends = itertools.accumulate(sizes.values())
         file_of = {name: 1 + end // FILE for name, end in zip(sizes, ends)}
         writer = dcp.HuggingFaceStorageWriter(str(partial), file_of, save_distributed=True)
         dcp.save(tensors, storage_writer=writer)
         # By rank 0's list: the directories of a network's disk may differ for a moment.
         names = agree(lambda: sorted(file.name for file in partial.glob("*.safetensors")))
-        sums = on_all_ranks(lambda: sums_of_share(partial, names))
+        sums = merged(lambda: sums_of_share(partial, names))
         agree(finish)
     except (dcp.CheckpointException, ValueError, OSError) as error:  # raised on every rank
         with errors_on_all_ranks():
@@ -96,14 +96,11 @@ def sums_of_share(path, names, alone=False) -> dict:
     return sums
 
 
-def on_all_ranks(function, alone=False) -> dict:
+def merged(function, alone=False) -> dict:
     """Merge the dicts that function() returns on all ranks. alone: only this rank calls it."""
-    with errors_on_all_ranks(alone=alone):
-        found = function()
     # COMM: an all-gather over all ranks, after all of them have a result. Pinned by
     # tests/full/test_parallel_faults.py::test_what_one_rank_cannot_read_is_refused_by_all.
-    parts = [found] if alone else all_gather_objects(found)
-    return {name: value for part in parts for name, value in part.items()}
+    return {name: x for part in on_all_ranks(function, alone=alone) for name, x in part.items()}
 
 
 def sealed(state) -> dict:
@@ -162,8 +159,8 @@ def read_checkpoint(path, tensors, *, counts=(), only="", alone=False) -> dict:
 
     # Files are verified before any of them is loaded. Slow files do not end a run: each rank reads
     # its share at the same time as the others do.
-    state = on_all_ranks(inspect, alone)
-    wanted = on_all_ranks(lambda: {name: tuple(x.shape) for name, x in tensors.items()}, alone)
+    state = merged(inspect, alone)
+    wanted = merged(lambda: {name: tuple(x.shape) for name, x in tensors.items()}, alone)
     reader = dcp.HuggingFaceStorageReader(str(path))
 
     def stored_shapes():
@@ -174,7 +171,7 @@ def read_checkpoint(path, tensors, *, counts=(), only="", alone=False) -> dict:
         return {name: tuple(x.size) for name, x in stored.items() if name.startswith(only)}
 
     # Strict both ways, so that no tensor keeps its first values, and no stored one is lost.
-    saved = on_all_ranks(stored_shapes, alone)
+    saved = merged(stored_shapes, alone)
     with errors_on_all_ranks(alone=alone):
         for name in sorted(saved.keys() | wanted.keys()):
             there, here = (found.get(name, "absent") for found in (saved, wanted))

@@ -1,6 +1,5 @@
-"""Ranks that join, agree and leave: adds restarts, lost ranks and signals to `parallel.py`.
+"""Let ranks join, agree and leave together, through restarts, lost ranks and signals.
 
-Process groups that survive restarts, errors that name a lost rank, and one last step for all ranks.
 Read this file if you write a training loop, or if a run does not start.
 """
 
@@ -208,24 +207,30 @@ def copy_of(error):
     return RuntimeError(f"rank {dist.get_rank()} ended with {type(error).__name__}: {error}")
 
 
+def on_all_ranks(function, group=None, *, alone=False) -> list:
+    """Return what function() returns on all ranks, in rank order, or raise the first one's error.
+
+    group, alone: as in `errors_on_all_ranks`. Collective.
+    """
+    with errors_on_all_ranks(group, alone=alone):
+        value = function()
+    return [value] if alone else all_gather_objects(value, group)
+
+
 def agree(function, group=None):
     """Call function() on rank 0. Return its value on every rank, or raise its error on every rank.
 
     group: of all ranks. Default: the default group.
     """
-    value = None
-    with errors_on_all_ranks(group):
-        if dist.get_rank() == 0:
-            value = function()
-    # COMM: rank 0 broadcasts to all ranks.
-    # Pinned by tests/full/test_faults.py::test_any_error_of_rank_0_reaches_all_ranks_at_once.
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=group)
-    return box[0]
+    return on_all_ranks(lambda: function() if dist.get_rank() == 0 else None, group)[0]
 
 
-def summed(values, device, group=None) -> list:
-    """Sum a list of numbers, or of lists of numbers, over all ranks in float64."""
+def summed(values, group=None) -> list:
+    """Sum a list of numbers, or of lists of numbers, over all ranks in float64.
+
+    group: of CPU tensors. Default: the default group, of the rank's device.
+    """
+    device = current_device() if group is None else "cpu"
     total = torch.tensor(values, dtype=torch.float64, device=device)
     # COMM: an all-reduce. All ranks call it at the same place, with lists of the same shape.
     # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.

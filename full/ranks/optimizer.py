@@ -1,4 +1,4 @@
-"""Gradients and AdamW: adds precision, larger messages and state to `parallel.py`'s.
+"""Sum and clip gradients, step AdamW with master weights or ZeRO-1, and name a run's tensors.
 
 Between the backward and the optimizer's step: sum, look for what is not finite, clip. Then AdamW on
 the plain tensors of this rank, ZeRO-1 (arXiv:1910.02054), master weights; what a checkpoint stores.
@@ -102,7 +102,7 @@ def name_suspects(model, suspect: int, prefix="") -> str:
     # tests/full/test_faults.py::test_a_nan_on_one_rank_is_skipped_by_all_and_named.
     found = all_gather_objects(names[suspect] if suspect >= 0 else None)
     named = [f"{name} on rank {rank}" for rank, name in enumerate(found) if name]
-    return ", ".join(named) or "no single gradient: their norm overflowed"
+    return ", ".join(named) or "every gradient is finite; only the norm overflowed"
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
-"""Pipelines: adds two schedules of torch to `parallel.run_1f1b`, which idle less.
+"""Run the stages of a model on several ranks, by `parallel.run_1f1b` or two schedules of torch.
 
-`run_1f1b` runs one stage a rank. The two schedules give a rank two stages.
+`run_1f1b` runs one stage a rank. The two schedules give a rank two stages, and idle less.
 Interleaved, of 4 stages on 2 ranks rank 0 has 0 and 2 (a and c below), so that a rank waits for a
 stage of half as many layers. zbv: rank r has stages r and 2 p - 1 - r, a V, and a backward computes
 the gradients of weights later than those of states (ZB-V, arXiv:2401.10241). Skip this file unless

@@ -1,4 +1,4 @@
-"""Where a rank's part of each parameter lies: adds to `parallel.layout` what sums and files ask.
+"""Say where a rank's part of each parameter lies in the whole, and gather parts.
 
 The functions that sum and clip gradients, update, compare, write, read or send weights read the
 places of parameters. They do not ask how a model was split.

@@ -1,4 +1,4 @@
-"""Plan strings and their groups: adds second parts and refusals to `parallel.Grid`.
+"""Read plan strings, refuse those that do not fit, and make the groups and meshes of a plan.
 
 LETTERS says what each letter splits and sends. Tensor parallelism is Megatron's (arXiv:1909.08053,
 arXiv:2205.05198), experts are GShard's and folded (arXiv:2006.16668, arXiv:2504.14960).
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import parallel
-from full.ranks.joining import all_gather_objects, wait_for_all
+from full.ranks.joining import errors_on_all_ranks, wait_for_all
 
 
 class Letter(NamedTuple):
@@ -266,18 +266,13 @@ class Grid(parallel.Grid):
 
         length: int. The tokens of a row that this rank has.
         """
+        # The ranks of c may hold unequal shards, 27 tokens are 13 and 14. A rank that raised alone
+        # would leave the others in the first layer.
         t = self.plan.tp if self.sequence else 1
-        lengths = [length]
-        if t > 1 and self.plan.cp > 1:
-            # COMM: an all-gather of a number over c. Its ranks may hold unequal shards, 27 tokens
-            # are 13 and 14. A rank that raised alone would leave the others in the first layer.
-            # Pinned by
-            # tests/full/test_parallel_faults.py::test_what_some_ranks_cannot_do_is_refused_by_all.
-            lengths = all_gather_objects(length, self.group["c"])
-        if any(length % t for length in lengths):
-            held = " and ".join(map(str, lengths))
-            raise ValueError(f"plan {self.plan}: expected t = {t} to divide the tokens of a rank, "
-                             f"got {held}; pad rows")  # fmt: skip
+        with errors_on_all_ranks(self.group["c"], alone=t == 1):
+            if length % t:
+                raise ValueError(f"plan {self.plan}: expected t = {t} to divide the tokens of a "
+                                 f"rank, got {length}; pad rows")  # fmt: skip
 
     @property
     def dp_rank(self) -> int:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 
-from full.learn.rollouts import Unheard
+from full.learn.rollouts import ReplyTimeout
 from full.model.config import OF_NO_NUMBER, ModelConfig, read_json
 from full.model.hf import open_checkpoint
 from full.ranks.checkpoint import Damaged, checkpoints, read_checkpoint, write_checkpoint
@@ -444,7 +444,7 @@ class Checkpointer:
         # Pending batches of an engine may be lost with it. An evaluation comes after the updates of
         # a step whose line is not written yet.
         step = self.source.begun
-        with contextlib.suppress(Unheard):
+        with contextlib.suppress(ReplyTimeout):
             if step is not None and self.write(step):
                 return f"saved after {step} steps"
         return "nothing new is saved"

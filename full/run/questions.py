@@ -269,8 +269,9 @@ class Jsonl(Task):
             self._require_known(tokens)
             said += len(tokens)
         if said + len(line.later) + 1 > self.config.max_new_tokens:
+            most = self.config.max_new_tokens
             raise ValueError(f"{said} tokens are said after the policy's answers, which leaves no "
-                             f"room for these in --max-new-tokens {self.config.max_new_tokens}")  # fmt: skip
+                             f"room for these in --max-new-tokens {most}")  # fmt: skip
 
     def _require_lines(self):
         """Raise a ValueError for files that leave nothing to train on, or to hold out."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import train_grpo
 from full.learn.batches import RolloutQueue, pending_batches
-from full.learn.rollouts import Sampler, Unheard
+from full.learn.rollouts import Sampler, ReplyTimeout
 from full.learn.trainer import Trainer
 from full.model.exact import require_exact_kernels
 from full.ranks.joining import (
@@ -141,11 +141,11 @@ def run(config, task, trainer, directory, progress, stop, tell=None) -> Ended:
         return Ended(directory, None, interrupted.args[0])
     # A reply that did not come: the state before the step is saved, and the batch is lost. It was a
     # signal that ended the wait, or --reply-timeout, which is an error.
-    except Unheard as unheard:
-        text, number = unheard.args
+    except ReplyTimeout as timeout:
+        text, number = timeout.args
         said = f"{text}: {saves.rescue()}; {directory.advice}"
         if not number:
-            raise ValueError(said) from unheard
+            raise ValueError(said) from timeout
         say(f"{signal.Signals(number).name}: {said}")
         return Ended(directory, None, number)
 

@@ -308,7 +308,7 @@ def hang(handler, answer):
 
 
 # A fault and what is said of it. The turn is of 4 tokens, of which the last is the end token 10.
-WRONG, BROKEN = "asked again and again: ", "failed 8 times: "
+WRONG, BROKEN = "after 4 attempts: ", "failed 8 times: "
 ONE_TO_SIX = f"{WRONG}expected 1 to 6 tokens, each with a log-prob, got "
 SHORT = f"{WRONG}expected 6 tokens, or up to one of [END], got ["
 ODD = f"{WRONG}expected a turn, got "

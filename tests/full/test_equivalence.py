@@ -204,7 +204,7 @@ SLIPS = {  # name -> a patch, and the row of two ranks that finds it
         lambda: after(Trainer, "loss_denominator", lambda Z: Z + 1), "tied", "forks",
         "--plan c2 --tree sparse"),
     "every rank of t adds its metrics": (
-        lambda: mock.patch.object(trainer, "speaks_for_replica", lambda model: True),
+        lambda: mock.patch.object(trainer, "is_replica_leader", lambda model: True),
         "biases", "old", T2),
     "experts are not summed": (experts_of_each_rank, "routers", "biased", "--plan d2"),
     "factors of each rank of t": (factors_of_each_rank, "routers", "lora-all", T2),

@@ -510,7 +510,7 @@ def test_a_late_reply_is_named_by_its_line_and_ends_nothing_else(monkeypatch):
     reply, how = task.reply, dict(groups=[0], group=2, reply_timeout=1, temperature=0)
     task.reply = lambda state, answer: late.wait(30) and reply(state, answer)
     try:
-        with pytest.raises(rollouts.Unheard) as error:
+        with pytest.raises(rollouts.ReplyTimeout) as error:
             play(task, Script([0, 0, 5, END]), **how)
     finally:
         late.set()
