@@ -36,6 +36,7 @@ CHOICES = D.CHOICES | dict(
 TOLERANCE = {torch.float64: 2e-5, torch.float32: 5e-4}  # relative, without a twin. Others: 3e-2
 FACTOR = 8  # how many times as far as the twin a recorded number may be
 NUDGE = 2.0**-50  # relative: the twin of a float64 trainer has weights that are so far off
+EXACT = 1e-12  # relative: rewards, counts and rates, which every trainer computes in float64
 LEAST = 1e-10  # of a floor: what sums of thousands of numbers in another order do in float64
 SMALL = 1e10  # tokens x weights up to which graphs are kept, and mistakes in gradients are tried
 
@@ -51,25 +52,48 @@ METRICS = {
 REDUCE = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax}
 
 
-class Measured(NamedTuple):
-    """A recorded number, the definition's, and how far they are and may be apart."""
+class Row(NamedTuple):
+    """A number that was recorded, and the definition's. Of many numbers, the worst.
 
+    It may be off by FACTOR times the twin's distance, and by `floor`.
+    """
+
+    key: str
     recorded: float
-    expected: float
-    off: float
+    by_hand: float
+    difference: float
     distance: float = 0.0  # of the twin's number from the definition's
     floor: float = 0.0
+    size: float | None = None  # what `allowed` is large or small next to. Default: the number
     where: str = ""  # the parameter or the token that is furthest off
+    because: str = ""  # how `floor` was found, if it is not rounding
+    why: str = ""  # if the row says nothing: the cause
 
     @property
     def allowed(self):
         return FACTOR * self.distance + self.floor
 
     @property
+    def ok(self):
+        return self.difference == 0 or self.difference <= self.allowed
+
+    @property
+    def is_informative(self):
+        size = abs(self.by_hand) if self.size is None else self.size
+        return self.allowed <= max(size / 10, EXACT)
+
+    @property
+    def how(self):
+        """How `allowed` was found, in words."""
+        if self.distance:
+            return f"{FACTOR} x {self.distance:.1e} + {self.floor:.0e}"
+        return self.because or ("exact" if self.floor <= EXACT * abs(self.by_hand) else "rounding")
+
+    @property
     def figures(self):
-        """Return the distance and what is allowed, in words."""
+        """The distance and what is allowed, in words."""
         where = f", furthest in {self.where}" if self.where else ""
-        return f"largest error {self.off:.1e}, allowed {self.allowed:.1e}{where}"
+        return f"largest error {self.difference:.1e}, allowed {self.allowed:.1e}{where}"
 
 
 def nudge(parameters):
@@ -109,7 +133,7 @@ class Step:
                  precision=torch.float64, twin=None):  # fmt: skip
         self.sequences, self.kinds, self.numbers, self.twin = sequences, dict(kinds), numbers, twin
         self.c = SimpleNamespace(**command.checked(DEFAULTS, CHOICES, numbers.get("settings", {})))
-        self.model, self.graph = model.to(precision).eval(), None
+        self.model, self.graph = model.to(precision).eval(), {}
 
         # The model's weights may be rounded. The optimizer's are the recorded ones.
         own = {own_name(name): p for name, p in self.model.named_parameters()}
@@ -132,7 +156,6 @@ class Step:
         self.kinds.setdefault("before", {n: p.detach() for n, p in self.named.items()})
 
         self.dtype = max(dtypes, key=lambda x: torch.finfo(x).eps)
-        self.stored_eps = max((torch.finfo(x).eps for x in self.stored.values()), default=0.0)
         self.sizes = {n: p.numel() for n, p in self.named.items()}
         self.is_small = precision == torch.float64 and SMALL >= sum(self.sizes.values()) * sum(
             len(s.tokens) for s in sequences)  # fmt: skip
@@ -145,7 +168,7 @@ class Step:
             self.floor = self.c.tolerance or TOLERANCE.get(self.dtype, 3e-2)
         self.distances = {}  # quantity: the twin's relative distance
         self.floors = {}  # quantity: its floor, relative, if it is not `floor`
-        self.measured = {}  # quantity: a Measured
+        self.measured = {}  # quantity: a Row
         self.gradient = self.recorded_gradient()
 
     @classmethod
@@ -215,32 +238,33 @@ class Step:
 
         Graphs are kept if the model is small.
         """
-        graph = {}
+        self.graph = {}
         with torch.set_grad_enabled(self.is_small):
             for part in together(self.sequences, self.most_tokens):
-                graph |= self.score(part, temperature, model)
-        self.graph = graph if self.is_small else None
+                graph = self.score(part, temperature, model)
+                self.graph |= graph if self.is_small else {}
         return [s.lp for s in self.sequences]
 
     def solve(self, plan=None):
         """Return the loss, and its Gradient. plan: what is added up, see mistakes.py."""
-        whole, T = [(1.0, self.c, self.sequences)], self.c.temperature
-        if self.is_small:
-            if self.graph is None:
+        # A large model has memory for the graph of one forward, so its loss is added up forward by
+        # forward. A loss with means over the step needs all log-probs first.
+        Z, T = denominator(self.c, self.sequences), self.c.temperature
+        if self.is_small or self.c.objective in D.OF_THE_STEP:
+            if not self.graph:
                 self.run_model(T)
-            loss, slopes = self.add_up(plan or whole)
-            return loss, self.backward(slopes)
-
-        # One forward after the other: a graph has its memory for one of them only.
-        Z = denominator(self.c, self.sequences)
-        loss, slopes = (0.0, {}) if plan is None else self.add_up(plan)
+            plan = plan or [(1.0, self.c, self.sequences)]
+        loss, slopes = self.add_up(plan or [])
         for part in together(self.sequences, self.most_tokens):
-            graph = self.score(part, T)
+            graph = {s.place: self.graph[s.place] for s in part} if self.is_small else (
+                self.score(part, T))  # fmt: skip
             if plan is None:
                 more, slopes = self.add_up([(1.0, self.c, part)], Z)
                 loss += more
-            if pairs := self.outputs(graph, slopes):
-                torch.autograd.backward(*zip(*pairs))
+            pairs = [(x, slope.to(x.dtype)) for place, outputs in graph.items() if place in slopes
+                     for x, slope in zip(outputs, slopes[place]) if x.requires_grad]  # fmt: skip
+            if pairs:
+                torch.autograd.backward(*zip(*pairs), retain_graph=self.is_small)
         parts = self.make()
         for n, p in self.named.items():
             parts[n] = torch.zeros_like(p.detach()) if p.grad is None else p.grad
@@ -259,18 +283,6 @@ class Step:
             for (place, t), slope in slopes.items():
                 found[place][:, t] += factor * torch.tensor(slope, dtype=torch.float64)
         return total, found
-
-    def outputs(self, graph, slopes):
-        """Return pairs: a model's output that has a graph, and the loss's derivative in it."""
-        return [(x, slope.to(x.dtype)) for place, found in graph.items() if place in slopes
-                for x, slope in zip(found, slopes[place]) if x.requires_grad]  # fmt: skip
-
-    def backward(self, slopes):
-        """Return the Gradient of kept graphs from the derivatives of `add_up`."""
-        outputs, vectors = zip(*self.outputs(self.graph, slopes))
-        found = torch.autograd.grad(outputs, list(self.named.values()), vectors, retain_graph=True,
-                                    allow_unused=True, materialize_grads=True)  # fmt: skip
-        return Gradient(self.named, dict(zip(self.named, found)).__getitem__)
 
     # AdamW
 
@@ -311,11 +323,11 @@ class Step:
         floor = self.floors.get(quantity, self.floor)
         return FACTOR * self.distances.get(quantity, 0.0) + floor
 
-    def note(self, quantity, off, recorded, expected, size=1.0, where=""):
-        """Keep the Measured of a quantity, and return it. off: relative to `size`."""
-        self.measured[quantity] = Measured(
-            recorded, expected, off * size, self.distances.get(quantity, 0.0) * size,
-            self.floors.get(quantity, self.floor) * size, where)  # fmt: skip
+    def note(self, quantity, off, recorded, by_hand, size=1.0, where=""):
+        """Keep the Row of a quantity, and return it. off: relative to `size`."""
+        self.measured[quantity] = Row(
+            quantity, recorded, by_hand, off * size, self.distances.get(quantity, 0.0) * size,
+            self.floors.get(quantity, self.floor) * size, where=where)  # fmt: skip
         return self.measured[quantity]
 
     def update_error(self, g, change=None, noisy=False):

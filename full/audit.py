@@ -24,8 +24,8 @@ import torch
 
 from conformance import checks
 from conformance import definition as D
-from conformance.computed import FACTOR, LEAST, METRICS, Step, nudge
-from conformance.mistakes import explain_updates
+from conformance.computed import EXACT, LEAST, METRICS, Row, Step, nudge
+from conformance.mistakes import updates_explained
 from conformance.sequences import gae
 from full import step_models
 from full.export import one_process
@@ -34,8 +34,6 @@ from full.metrics import METRICS as LINE
 from full.questions import make_task
 from full.replay import RunFiles, is_kept, mean, minibatches, replay, rollout_metrics
 from full.trainer import CRITIC
-
-EXACT = 1e-12  # relative: rewards, counts and rates are computed in float64 in every run
 
 # How far the log-probs of an engine may be from the definition's, by the dtype of its weights: a
 # token's, and the mean over all tokens, which also finds a small change of the temperature. An
@@ -54,55 +52,12 @@ SURPRISE = 5  # deviations that an engine's sum of -log p may be from the sum of
 NOT_BY_HAND = ("step", "seconds/", "memory/peak", "logprob_gap/identical", "tokens/trained")
 
 
-class Row(NamedTuple):
-    """A number that the run recorded, and the definition's. Of many numbers, the worst.
-
-    It may be off by FACTOR times the twin's distance, and by `floor`.
-    """
-
-    key: str
-    recorded: float
-    by_hand: float
-    difference: float
-    distance: float = 0.0
-    floor: float = 0.0
-    size: float | None = None  # what `allowed` is large or small next to. Default: the number
-    because: str = ""  # how `floor` was found, if it is not rounding
-    why: str = ""  # if the row says nothing: the cause
-
-    @property
-    def allowed(self):
-        return FACTOR * self.distance + self.floor
-
-    @property
-    def ok(self):
-        return self.difference == 0 or self.difference <= self.allowed
-
-    @property
-    def is_informative(self):
-        size = abs(self.by_hand) if self.size is None else self.size
-        return self.allowed <= max(size / 10, EXACT)
-
-    @property
-    def how(self):
-        """How `allowed` was found, in words."""
-        if self.distance:
-            return f"{FACTOR} x {self.distance:.1e} + {self.floor:.0e}"
-        return self.because or ("exact" if self.floor <= EXACT * abs(self.by_hand) else "rounding")
-
-
 def compared(key, recorded, value, distance=0.0, floor=0.0) -> Row:
     """Compare one number."""
     difference = abs(recorded - value)
     if math.isnan(difference):  # JSON has no NaN: it is written as null
         difference = 0.0 if math.isnan(recorded) and not math.isfinite(value) else math.inf
     return Row(key, recorded, value, difference, distance, floor + EXACT * abs(value))
-
-
-def of_kit(key, measured, size=None) -> Row:
-    """Return the row of a Measured of the kit."""
-    m = measured
-    return Row(key, m.recorded, m.expected, m.off, m.distance, m.floor, size)
 
 
 # A run's settings, as the kit's -------------------------------------------------------------------
@@ -216,7 +171,7 @@ class Audit:
             step = Step(rows[0], {}, numbers, models[0], dtype=getattr(torch, config.rollout_dtype))
             step.most_tokens = self.models.most_tokens
             self.find({"sampling": checks.check_logprobs(step, "sampler_logprobs")})
-            self.rows.append(of_kit("sampling", step.measured["sampler_logprobs"], 1.0))
+            self.rows.append(step.measured["sampler_logprobs"]._replace(key="sampling", size=1.0))
             off = mean([abs(s.lp[t] - s.sampler_logprobs[t]) for s in rows[0] for t in s.at])
             most = ENGINE[config.rollout_dtype][1]
             self.rows.append(Row("sampling/mean", off, 0.0, off, floor=most, size=1.0,
@@ -233,7 +188,7 @@ class Audit:
             step = self.step_of(rows, ({}, {}), {}, models, config.rollout_dtype)
             self.find(checks.sampling_of(step))
             for key, name in (("sampling", "draws"), ("sampling/logprobs", "sampler_logprobs")):
-                self.rows.append(of_kit(key, step.measured[name], 1.0))
+                self.rows.append(step.measured[name]._replace(key=key, size=1.0))
         if self.files.exact:
             count, tokens, bits = step_models.exact_numbers(self.models, self.played, self.step)
             self.rows += [Row("sampling/tokens", count, count - tokens, tokens),
@@ -307,7 +262,7 @@ class Audit:
         self.find({"advantages": checks.check_advantages(step)})
         A = [s.advantages[t] for s in rows[0] for t in s.at]
         size = max(map(abs, A), default=0.0)
-        self.rows.append(of_kit("rollouts/advantage", step.measured["advantages"], size))
+        self.rows.append(step.measured["advantages"]._replace(key="rollouts/advantage", size=size))
         self.add("advantage/token_mean", mean(A), 0.0, EXACT * size)
         self.add("advantage/token_std", D.spread(A), 0.0, EXACT * size)
 
@@ -375,12 +330,12 @@ class Audit:
             n += 1
         self.compare_updates(prefix, norm, found)
         if steps and after and not already and {*self.findings} and self.updates > 1:
-            if text := explain_updates(steps):
+            if text := next(updates_explained(steps), ""):
                 self.findings = {f"{prefix}updates 1 to {n}": text}
         for key, name in (("gradient", "gradient"), ("parameters", "weights")):
             if steps and name in steps[-1].measured:
                 key = prefix.replace(".", "/") + key
-                self.rows.append(of_kit(key, steps[-1].measured[name]))
+                self.rows.append(steps[-1].measured[name]._replace(key=key))
                 self.causes[key] = f"furthest in {steps[-1].measured[name].where}"
         if not prefix and self.models.after and config.router_bias_rate:
             *sizes, wrong = self.models.votes_apart(models[0].module)
