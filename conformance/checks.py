@@ -44,7 +44,8 @@ def check_logprobs(step, name="logprobs"):
 
     def furthest(recorded=lambda s: getattr(s, name)):
         return max(((abs(recorded(s)[t] - s.lp[t]) / (1 + abs(s.lp[t])), s, t)
-                    for s in S for t in s.at), key=lambda x: x[0], default=(0.0, None, 0))  # fmt: skip
+                    for s in S for t in s.at),
+                   key=lambda x: x[0], default=(0.0, None, 0))  # fmt: skip
 
     if step.twin:
         its = dict(zip((s.place for s in S), step.twin.run_model(T)))
