@@ -1,7 +1,7 @@
 """audit.py: honest runs pass, and what is wrong with a run is the first row outside.
 
-One table has honest runs and runs with a fault: a digit of a file is changed, or the fault is planted
-in the run's process. The audit must name the row, and the kit the mistake.
+One table has honest runs and runs with a fault: a digit of a file is changed, or the fault is
+planted in the run's process. The audit must name the row, and the kit the mistake.
 """
 
 import json
