@@ -133,6 +133,8 @@ class Step:
                  precision=torch.float64, twin=None):  # fmt: skip
         self.sequences, self.kinds, self.numbers, self.twin = sequences, dict(kinds), numbers, twin
         self.c = SimpleNamespace(**command.checked(DEFAULTS, CHOICES, numbers.get("settings", {})))
+        if self.c.sample_weights:
+            raise ValueError("expected sample_weights=0, got 1: a dump has no such weights")
         self.model, self.graph = model.to(precision).eval(), {}
 
         # The model's weights may be rounded. The optimizer's are the recorded ones.
@@ -250,7 +252,7 @@ class Step:
         # A large model has memory for the graph of one forward, so its loss is added up forward by
         # forward. A loss with means over the step needs all log-probs first.
         Z, T = denominator(self.c, self.sequences), self.c.temperature
-        if self.is_small or self.c.objective in D.OF_THE_STEP:
+        if self.is_small or self.c.nll_coef or self.c.objective in D.OF_THE_STEP:
             if not self.graph:
                 self.run_model(T)
             plan = plan or [(1.0, self.c, self.sequences)]

@@ -88,12 +88,10 @@ def advantage_mistakes(step, want):
             if kind != c.advantage:
                 yield f"advantages are {text}: {kind}, not {c.advantage}", advantages(
                     changed(c, advantage=kind), S)  # fmt: skip
-        biased = {}
-        for s in S:
-            R = [x.rewards for x in S if c.advantage == "batch_std" or x.groups == s.groups]
-            scale = (D.spread(R, free=1) + c.std_eps) / (D.spread(R) + c.std_eps)
-            biased[s.place] = [A * scale for A in want[s.place]]
-        yield "advantages use a biased standard deviation", biased
+        for std, text in (("biased", "a biased"), ("unbiased", "an unbiased")):
+            if std != c.std:
+                yield f"advantages use {text} standard deviation", advantages(
+                    changed(c, std=std), S)  # fmt: skip
         size = len(parts_by(S, "groups")[0])
         for text, group_of in (
             ("advantages are normalized over the step, not over groups", lambda s: 0),
@@ -131,15 +129,18 @@ def factors_of(step):
     return found
 
 
+COUNT_TOKENS = ("token_mean", "sequence_mean")  # the aggregations that divide by tokens
+
+
 def recounted(c, S, trained, count):
     """Return the plan of sequences that are divided by wrong counts of tokens.
 
     trained: S with the masks that are trained on. count: a function of a sequence of S.
     """
-    by_sequence = c.aggregation == "sequence_mean"
     counts = [max(count(s), 1) for s in S]
-    Z = denominator(c, S) if by_sequence else sum(counts)
-    return [(denominator(c, [x]) / Z * (len(x.at) / n if by_sequence else 1.0), c, [x])
+    Z = sum(counts) if c.aggregation == "token_mean" else denominator(c, S)
+    own = c.aggregation == "sequence_mean"  # each sequence is divided by a count of its own
+    return [(denominator(c, [x]) / Z * (len(x.at) / n if own else 1.0), c, [x])
             for x, n in zip(trained, counts)]  # fmt: skip
 
 
@@ -169,14 +170,14 @@ def wrong_parts(step):
                 extra = (k - 1) * denominator(c, part) / Z
                 found[f"{text} {n} of {len(parts)} {how}"] = [(1.0, c, S), (extra, c, part)]
 
-    # Another denominator. That of `constant` counts no tokens.
+    # Another denominator.
     found["the sum, divided by nothing"] = [(Z, c, S)]
     for text, count in (
         ("the padding too", lambda s: s.width), ("the prompt too", lambda s: s.length),
         ("masked tokens between trained ones too", lambda s: sum(s.span())),
         ("one token more of each sequence", lambda s: len(s.at) + 1),
         ("one token less of each sequence", lambda s: len(s.at) - 1),
-    ) if c.aggregation != "constant" else ():  # fmt: skip
+    ) if c.aggregation in COUNT_TOKENS else ():  # fmt: skip
         found[f"the denominator counts {text}"] = recounted(c, S, S, count)
     return found
 
@@ -265,7 +266,8 @@ def mistakes_of(step):
     for text, rows in WRONG_ROWS.items():
         wrong = with_rows(S, **rows)
         yield text, [(1.0, c, wrong)]
-        if "mask" in rows and c.aggregation != "constant":
+        if c.aggregation in COUNT_TOKENS and "mask" in rows or (
+                denominator(c, wrong) != denominator(c, S)):  # fmt: skip
             yield f"{text}, and the denominator is right", recounted(
                 c, S, wrong, lambda s: len(s.at))  # fmt: skip
     if c.objective in ("clip", "gspo"):

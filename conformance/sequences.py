@@ -73,8 +73,8 @@ class Sequence:
             lp=self.lp, old=self.old_logprobs or self.lp, A=self.advantages, H=self.H,
             ref=self.ref_logprobs, smp=self.sampler_logprobs, v=self.v if self.returns else None,
             v_old=self.values, g=self.returns)  # fmt: skip
-        return D.Sequence(**{name: row and [row[t] for t in self.at]
-                             for name, row in lists.items()})  # fmt: skip
+        return D.Sequence(R=self.rewards or 0.0, **{
+            name: row and [row[t] for t in self.at] for name, row in lists.items()})  # fmt: skip
 
 
 MADE_HERE = ("place", "scored", "sampled", "lp", "H", "v", "ends")  # no columns of a dump
