@@ -264,11 +264,12 @@ class Audit:
     def train_model(self, prefix, lr):
         """Do the updates of a model, and compare all that is known of each. Return its kinds."""
         models, path, many = self.pairs[prefix], prefix.replace(".", "/"), len(self.updates) > 1
-        before, after = self.kinds[prefix]
+        before, after = self.kinds.pop(prefix)
         done = int(max(x.item() for x in before.pop("step").values()))
         kinds, steps, found, already = [before, before], [], [], {*self.findings}
+        del before
         for n, update in enumerate(self.updates):
-            h = dict(lr=lr, betas=[0.9, self.config.beta2], eps=1e-8, names=[*before["before"]],
+            h = dict(lr=lr, betas=[0.9, self.config.beta2], eps=1e-8, names=[*kinds[0]["before"]],
                      weight_decay=self.config.weight_decay)  # fmt: skip
             numbers = dict(optimizer=dict(step=done + n + 1, groups=[h]))
             loss = self.recorded("loss/token_mean", n)
@@ -287,7 +288,7 @@ class Audit:
                 self.route(models, len(rows[0]), found[-1])
             kinds = [x.next_kinds(y) for x, y in (
                 (step, step.clip(step.full)), (step.twin, step.shaken))]  # fmt: skip
-            steps.append(step)
+            steps = [*steps, step] if step.is_small else [step]  # a large one takes gigabytes
         self.compare_updates(prefix, path, found)
         if many and after and not already and self.findings:
             if text := next(updates_explained(steps), ""):
