@@ -9,7 +9,7 @@ one mistake is one finding.
 import itertools
 import math
 
-from conformance.computed import FACTOR
+from conformance.computed import FACTOR, TINY
 from conformance.mistakes import (
     advantage_mistakes, clip_mistakes, factors_of, fitted_mistakes, join, mistakes_of,
     model_mistakes, updates_explained, wrong_parts,
@@ -114,7 +114,7 @@ def check_advantages(step):
 
     def error(found):
         size = max((abs(A) for _, A in found), default=0.0)
-        return max((abs(x - A) for x, A in found), default=0.0) / max(size, 1e-300)
+        return max((abs(x - A) for x, A in found), default=0.0) / max(size, TINY)
 
     # No model has a part in rewards, unless a KL is taken off them, or a critic compares them.
     right = pairs(want)
@@ -125,11 +125,11 @@ def check_advantages(step):
     most = step.may("advantages")
     got, due = max(right, key=lambda pair: abs(pair[0] - pair[1]), default=(0.0, 0.0))
     size = max((abs(A) for _, A in right), default=0.0)
-    row = step.note("advantages", error(right), got, due, max(size, 1e-300))
+    row = step.note("advantages", error(right), got, due, max(size, TINY))
     if row.ok:
         return "", row.figures
     found = [text for text, other in advantage_mistakes(step, want) if error(pairs(other)) <= most]
-    k = math.fsum(a * b for a, b in right) / max(math.fsum(b * b for _, b in right), 1e-300)
+    k = math.fsum(a * b for a, b in right) / max(math.fsum(b * b for _, b in right), TINY)
     if not found and error([(a, k * b) for a, b in right]) <= most:
         found = [f"advantages are {k:.6g} times the definition's"]
     return join(found) or "unexplained advantages", f"{got:.6g}, expected {due:.6g}"
@@ -197,12 +197,12 @@ def describe_gradient(step, g):
     """Say by what factor and angle the recorded gradient departs, and in which parameters."""
     text = []
     if step.numbers.get("grad_norm") is not None:
-        k, Z = step.numbers["grad_norm"] / max(g.norm, 1e-300), denominator(step.c, step.sequences)
+        k, Z = step.numbers["grad_norm"] / max(g.norm, TINY), denominator(step.c, step.sequences)
         as_if = f", as if Z were {Z / k:.6g} and not {Z}" if k else ""
         text.append(f"norm {k:.6g} times the definition's{as_if}")
     if step.gradient is not None:
         got, want = step.gradient, step.clip(g)
-        cosine = got.dot(want) / max(got.norm * want.norm, 1e-300)
+        cosine = got.dot(want) / max(got.norm * want.norm, TINY)
         text.append(f"cosine {cosine:.6f}")
         apart = got.distances(want)
         wrong = [n for n in apart if apart[n] > 10 * step.may("gradient") * want.norms[n]]
@@ -223,7 +223,7 @@ def check_weights(step, g, finding):
     error, where, size = step.update_error(used, noisy=noisy)
     moved = math.hypot(*((step.state("after", n) - step.state("before", n)).norm().item()
                          for n in step.named))  # fmt: skip
-    row = step.note("weights", error, moved, size, size, where)
+    row = step.note("weights", error, moved, size, max(size, TINY), where)
     if row.ok:
         return "", f"{row.figures}, of an update of {size:.1e}"
     if names := step.numbers.get("changed"):
@@ -248,11 +248,12 @@ def check_gradient(step):
     step.full, step.shaken = g, step.measure(g, loss) if step.twin else None
     errors, numbers = step.errors(g), step.numbers
     if "gradient norm" in errors:
-        step.note("gradient norm", errors["gradient norm"][0], numbers["grad_norm"], g.norm, g.norm)
+        step.note("gradient norm", errors["gradient norm"][0], numbers["grad_norm"], g.norm,
+                  max(g.norm, TINY))  # fmt: skip
     if "gradient" in errors:
         want = step.clip(g)
-        step.note("gradient", errors["gradient"][0], step.gradient.norm, want.norm, want.norm,
-                  errors["gradient"][1])  # fmt: skip
+        step.note("gradient", errors["gradient"][0], step.gradient.norm, want.norm,
+                  max(want.norm, TINY), errors["gradient"][1])  # fmt: skip
     wrong = {quantity for quantity, (off, _) in errors.items() if not off <= step.may(quantity)}
 
     # The weights show the gradient if nothing else does. If its norm holds and they do not, AdamW
@@ -262,7 +263,7 @@ def check_gradient(step):
             "gradient": (None, "gradient")}  # fmt: skip
     if "loss" in numbers:
         off = step.loss_error(loss)
-        size = max(step.size_of_loss, abs(loss), 1e-300)
+        size = max(step.size_of_loss, abs(loss), TINY)
         rows["loss"] = "", step.note("loss", off, numbers["loss"], loss, size).figures
         departs |= set() if off <= step.may("loss") else {"loss"}
     found = explain(step, departs, g) if departs else {}

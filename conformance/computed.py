@@ -38,6 +38,7 @@ FACTOR = 8  # how many times as far as the twin a recorded number may be
 NUDGE = 2.0**-50  # relative: the twin of a float64 trainer has weights that are so far off
 EXACT = 1e-12  # relative: rewards, counts and rates, which every trainer computes in float64
 LEAST = 1e-10  # of a floor: what sums of thousands of numbers in another order do in float64
+TINY = 1e-300  # in place of a size of 0, which numbers are relative to
 SMALL = 1e10  # tokens x weights up to which graphs are kept, and mistakes in gradients are tried
 
 # Metrics of the trained tokens: what of a token, see `Step.tokens`, and how it is reduced.
@@ -127,6 +128,7 @@ class Step:
 
     make = dict
     most_tokens = 0
+    updates = 1  # since weights were recorded: each rounds the weights once more
     noise = 0.0  # of a gradient that AdamW's moment shows, relative
 
     def __init__(self, sequences, kinds, numbers, model, *, dtype=torch.float64,
@@ -347,7 +349,7 @@ class Step:
             storing[n] = torch.finfo(self.stored[n]).eps * before.norm().item()
         if "weights" not in self.floors:  # a weight of 1 in float32 has no step under 1e-7
             storing, _ = furthest(storing, norms, self.sizes)
-            self.floors["weights"] = self.floor + 4 * self.noise + storing
+            self.floors["weights"] = self.floor + 4 * self.noise + self.updates * storing
         return (*furthest(off, norms, self.sizes), math.hypot(*norms.values()))
 
     def clip(self, g, norm=None):
@@ -360,7 +362,7 @@ class Step:
         clipped = self.clip(g, norm) if clipped is None else clipped
         result = {}
         if self.numbers.get("grad_norm") is not None:
-            off = abs(self.numbers["grad_norm"] - norm) / max(norm, 1e-300)
+            off = abs(self.numbers["grad_norm"] - norm) / max(norm, TINY)
             result["gradient norm"] = off, ""
         if self.gradient is not None:
             distances = clipped.distances(self.gradient)
@@ -381,7 +383,7 @@ class Step:
 
     def loss_error(self, loss):
         """Return how far the recorded loss is from another, relative to the terms' sizes."""
-        return abs(self.numbers["loss"] - loss) / max(self.size_of_loss, abs(loss), 1e-300)
+        return abs(self.numbers["loss"] - loss) / max(self.size_of_loss, abs(loss), TINY)
 
     # What the tokens say, and the twin
 
@@ -451,13 +453,13 @@ class Step:
         _, other = twin.solve()
         mine, its = self.clip(g), self.clip(other)
         apart = mine.distances(its)
-        size = max(g.norm, 1e-300)
+        size = max(g.norm, TINY)
         self.distances["gradient norm"] = max(
-            math.hypot(*apart.values()) / max(mine.norm, 1e-300), abs(g.norm - other.norm) / size)
+            math.hypot(*apart.values()) / max(mine.norm, TINY), abs(g.norm - other.norm) / size)
         self.distances["gradient"], _ = furthest(apart, mine.norms, self.sizes)
         self.floors["gradient"] = self.floor + self.noise
         drift = (self.tokens()["loss"] - twin.tokens()["loss"]).abs().sum().item()
-        self.distances["loss"] = drift / max(self.size_of_loss, abs(loss), 1e-300)
+        self.distances["loss"] = drift / max(self.size_of_loss, abs(loss), TINY)
 
         # AdamW turns a small gradient's rounding into a step of full size. So it is not enough to
         # multiply what the twin's step is off: each entry is put off by half of FACTOR times what

@@ -24,7 +24,7 @@ import torch
 
 from conformance import checks
 from conformance import definition as D
-from conformance.computed import EXACT, LEAST, METRICS, Row, Step, nudge
+from conformance.computed import EXACT, LEAST, METRICS, TINY, Row, Step, nudge
 from conformance.mistakes import updates_explained
 from full import step_models
 from full.export import one_process
@@ -280,10 +280,11 @@ class Audit:
                 kinds[0] = {**kinds[0], "after": after["before"], "exp_avg_after": after["exp_avg"]}
             rows = [row[update] for row in self.trained_rows]
             step = self.step_of(rows, kinds, numbers, models, self.config.compute)
+            step.updates = n + 1
             self.find(checks.check_gradient(step), f"{prefix}update {n + 1}: " if many else prefix)
-            g = step.full.norm
-            found.append(step.metrics() | {
-                f"{path}grad_norm": (g, step.distances["gradient norm"] * g, step.floor * g)})
+            size = max(step.full.norm, TINY)
+            found.append(step.metrics() | {f"{path}grad_norm": (
+                step.full.norm, step.distances["gradient norm"] * size, step.floor * size)})
             if not prefix and models[0].counts():
                 self.route(models, len(rows[0]), found[-1])
             kinds = [x.next_kinds(y) for x, y in (
