@@ -169,7 +169,7 @@ class Models:
         """Return a critic with these weights and its twin."""
         critic = empty_critic(self.config, self.shape)
         for name, x in weights.items():
-            set_tensor(critic, name, torch.nn.Parameter(x))
+            set_tensor(critic, name, torch.nn.Parameter(x.clone()))
         compute = self.config.compute
         return pair(critic.to(getattr(torch, compute)), compute, self.tick)
 
