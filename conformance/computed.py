@@ -39,6 +39,7 @@ NUDGE = 2.0**-50  # relative: the twin of a float64 trainer has weights that are
 EXACT = 1e-12  # relative: rewards, counts and rates, which every trainer computes in float64
 LEAST = 1e-10  # of a floor: what sums of thousands of numbers in another order do in float64
 TINY = 1e-300  # in place of a size of 0, which numbers are relative to
+PIECE = 2**20  # entries of a tensor in one piece
 SMALL = 1e10  # tokens x weights up to which graphs are kept, and mistakes in gradients are tried
 
 # Metrics of the trained tokens: what of a token, see `Step.tokens`, and how it is reduced.
@@ -300,7 +301,13 @@ class Step:
         a = dict(h=group, count=optimizer["step"], weight=self.state("before", name),
                  m=self.state("exp_avg", name), v=self.state("exp_avg_sq", name), g=g)  # fmt: skip
         a = a if self.c.decay == "groups" else self.decaying(self.c.decay)(a)
-        return D.adamw(**(change(a) if change else a))
+        a = change(a) if change else a
+
+        # In pieces, as the temporary tensors of an embedding would take gigabytes.
+        shape, tensors = a["weight"].shape, ("weight", "m", "v", "g")
+        pieces = zip(*(a[x].flatten().split(PIECE) for x in tensors))
+        found = zip(*(D.adamw(**a | dict(zip(tensors, piece))) for piece in pieces))
+        return [torch.cat(x).view(shape) for x in found]
 
     def decaying(self, which):
         """Return a `change` of AdamW: which weights decay, all or matrices."""

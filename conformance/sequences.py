@@ -283,4 +283,6 @@ def own_name(name):
 
 def alternating(x):
     """Return +1 and -1 by turns, in the shape of a tensor."""
-    return 1.0 - 2.0 * (torch.arange(x.numel()) % 2).view(x.shape)
+    signs = torch.ones(x.numel(), dtype=torch.float64)
+    signs[1::2] = -1.0
+    return signs.view(x.shape)
