@@ -2,21 +2,34 @@
 
 A check returns a finding and figures. The finding is "" if all is right, words if it is not, and
 None if the dump lacks something, which the figures then name. A check of one number also leaves a
-Measured in `step.measured`. Each check takes the trainer's own numbers of the checks before it, so
-that one mistake is one finding.
+Row in `step.measured`. Each check takes the trainer's own numbers of the checks before it, so that
+one mistake is one finding.
 """
 
 import itertools
 import math
 
-from conformance.computed import FACTOR
+from conformance.computed import FACTOR, TINY
 from conformance.mistakes import (
-    advantage_mistakes, clip_mistakes, factors_of, fitted_mistakes, fitted_updates, join,
-    mistakes_of, model_mistakes, update_mistakes, wrong_parts,
+    advantage_mistakes, clip_mistakes, factors_of, fitted_mistakes, join, mistakes_of,
+    model_mistakes, updates_explained, wrong_parts,
 )  # fmt: skip
 from conformance.sequences import advantages, denominator
 
 MOST_SOLVED = 3  # mistakes of a large model that are tried with its gradient: each takes a backward
+
+
+def fitting_model(step, error, most):
+    """Return the mistake in the model's outputs that brings an error down, or "".
+
+    error: function of nothing. The model's outputs are then those with the mistake.
+    """
+    for text, how in model_mistakes(step):
+        step.run_model(*how)
+        if error() <= most:
+            return text
+    step.run_model(step.c.temperature)
+    return ""
 
 
 def check_logprobs(step, name="logprobs"):
@@ -25,33 +38,28 @@ def check_logprobs(step, name="logprobs"):
     name: logprobs or sampler_logprobs.
     """
     S, T = step.sequences, step.c.temperature
+    step.run_model(T)
     if S and getattr(S[0], name) is None:
-        step.run_model(T)
         return None, name
 
-    def errors(lps, recorded=lambda s: getattr(s, name)):
-        return [(abs(recorded(s)[t] - lp[t]) / (1 + abs(lp[t])), s, t)
-                for s, lp in zip(S, lps) for t in s.at]  # fmt: skip
+    def furthest(recorded=lambda s: getattr(s, name)):
+        return max(((abs(recorded(s)[t] - s.lp[t]) / (1 + abs(s.lp[t])), s, t)
+                    for s in S for t in s.at),
+                   key=lambda x: x[0], default=(0.0, None, 0))  # fmt: skip
 
-    def error(*given):
-        return max((off for off, *_ in errors(*given)), default=0.0)
-
-    lps = step.run_model(T)
     if step.twin:
         its = dict(zip((s.place for s in S), step.twin.run_model(T)))
-        step.distances[name] = error(lps, lambda s: its[s.place])
-    most = step.may(name)
-    off, s, t = max(errors(lps), key=lambda x: x[0], default=(0.0, None, 0))
+        step.distances[name], *_ = furthest(lambda s: its[s.place])
+    off, s, t = furthest()
     recorded, expected = (getattr(s, name)[t], s.lp[t]) if s else (0.0, 0.0)
     where = f"token {t} of sequence {s.place}" if s else ""
-    found = step.note(name, off, recorded, expected, 1 + abs(expected), where)
-    if off <= most:
-        return "", found.figures
-    for text, how in model_mistakes(step):
-        if error(step.run_model(*how)) <= most:
-            return f"log-probs are {text}", found.figures
-    if error(step.run_model(T), lambda s: [*getattr(s, name)[1:], 0.0]) <= most:
-        return "log-probs are recorded in the wrong column", found.figures
+    row = step.note(name, off, recorded, expected, 1 + abs(expected), where)
+    if row.ok:
+        return "", row.figures
+    if text := fitting_model(step, lambda: furthest()[0], step.may(name)):
+        return f"log-probs are {text}", row.figures
+    if furthest(lambda s: [*getattr(s, name)[1:], 0.0])[0] <= step.may(name):
+        return "log-probs are recorded in the wrong column", row.figures
     return "unexplained log-probs", f"{where} has {recorded:.6g}, expected {expected:.6g}"
 
 
@@ -74,19 +82,16 @@ def check_draws(step):
         pairs = [pair for s, x in zip(S, step.twin.sequences) for pair in zip(s.ends, x.ends)]
         step.distances["draws"] = max((abs(x - y) for x, y in pairs), default=0.0)
     most, found = step.may("draws"), outside()
+    row = step.note("draws", *max(found, default=(0.0, 0.0, 0.0)))
+    if row.ok:
+        return "", row.figures
     count = sum(off > most for off, *_ in found)
-    measured = step.note("draws", *max(found, default=(0.0, 0.0, 0.0)))
-    if not count:
-        return "", measured.figures
-    figures = f"{count} of {len(found)} draws are outside, up to {measured.off:.2g}"
+    figures = f"{count} of {len(found)} draws are outside, up to {row.difference:.2g}"
     for by in (-1, 1):
         if max(outside(by), default=(1.0,))[0] <= most:
             return f"tokens are drawn by the draw of {by:+d} token", figures
-    for text, how in model_mistakes(step):
-        step.run_model(*how)
-        if max(outside(), default=(1.0,))[0] <= most:
-            return f"tokens are drawn by probabilities {text}", figures
-    return "unexplained tokens", figures
+    text = fitting_model(step, lambda: max(outside())[0], most)
+    return f"tokens are drawn by probabilities {text}" if text else "unexplained tokens", figures
 
 
 def check_advantages(step):
@@ -109,7 +114,7 @@ def check_advantages(step):
 
     def error(found):
         size = max((abs(A) for _, A in found), default=0.0)
-        return max((abs(x - A) for x, A in found), default=0.0) / max(size, 1e-300)
+        return max((abs(x - A) for x, A in found), default=0.0) / max(size, TINY)
 
     # No model has a part in rewards, unless a KL is taken off them, or a critic compares them.
     right = pairs(want)
@@ -117,14 +122,14 @@ def check_advantages(step):
         its = advantages(step.c, step.twin.sequences)
         step.distances["advantages"] = error(
             [(x, y) for s in S for x, y in zip(its[s.place], want[s.place])])  # fmt: skip
-    off, most = error(right), step.may("advantages")
+    most = step.may("advantages")
     got, due = max(right, key=lambda pair: abs(pair[0] - pair[1]), default=(0.0, 0.0))
     size = max((abs(A) for _, A in right), default=0.0)
-    measured = step.note("advantages", off, got, due, max(size, 1e-300))
-    if off <= most:
-        return "", measured.figures
+    row = step.note("advantages", error(right), got, due, max(size, TINY))
+    if row.ok:
+        return "", row.figures
     found = [text for text, other in advantage_mistakes(step, want) if error(pairs(other)) <= most]
-    k = math.fsum(a * b for a, b in right) / max(math.fsum(b * b for _, b in right), 1e-300)
+    k = math.fsum(a * b for a, b in right) / max(math.fsum(b * b for _, b in right), TINY)
     if not found and error([(a, k * b) for a, b in right]) <= most:
         found = [f"advantages are {k:.6g} times the definition's"]
     return join(found) or "unexplained advantages", f"{got:.6g}, expected {due:.6g}"
@@ -140,68 +145,64 @@ def explain(step, departs, g):
     """
     # Two numbers that depart together have one cause, so a mistake that explains the loss and not
     # the gradient is not said. A loss that departs alone was only added up wrongly for the report.
-    knows_gradient = bool(step.errors(g))
     if departs == {"loss"}:
-        plans = wrong_parts(step).items() if knows_gradient else mistakes_of(step)
+        plans = wrong_parts(step).items() if step.errors(g) else mistakes_of(step)
         fits = [text for text, plan in plans
                 if step.loss_error(step.add_up(plan)[0]) <= step.may("loss")]  # fmt: skip
         return {"loss": join(fits)}
-    found = []  # (text, whether it is one mistake and not two, what it explains)
-    right = step.clip(g)
+
+    # One mistake is likelier than two. A mistake in the clip explains the gradient alone.
+    single, double = explained_sums(step, departs, g)
+    clips = []
     for text, norm, clipped in clip_mistakes(step, g) if step.is_small else ():
         # A rule that changes nothing in this step explains nothing.
+        right = step.clip(g)
         changes = math.hypot(*clipped.distances(right).values())
         if changes > step.may("gradient") * right.norm and step.fits(
                 g, norm=norm, clipped=clipped):  # fmt: skip
-            found.append((text, True, {"gradient"}))
-    found += explained_sums(step, departs, g)
-
-    # One mistake that explains both is one finding. One mistake is likelier than two.
-    result = {}
-    for quantity in departs:
-        choices = ([text for text, is_one, fits in found if is_one and fits == departs],
-                   [text for text, is_one, fits in found if is_one and quantity in fits],
-                   [text for text, _, fits in found if quantity in fits])  # fmt: skip
-        result[quantity] = join(next(filter(None, choices), []))
-    return result
+            clips.append(text)
+    if "loss" not in departs:
+        return {"gradient": join(clips + single or double)}
+    return {"loss": join(single or double), "gradient": join(single or clips or double)}
 
 
 def explained_sums(step, departs, g):
-    """Return (text, whether it is one mistake, what it explains) of mistakes in the sum."""
-    found, solved = [], 0
+    """Return which mistakes in the sum explain what departs: alone, and with a second one."""
+    single, double, solved = [], [], 0
     fitted = dict(fitted_mistakes(step, g, "loss" in departs))
     for text, plan in itertools.chain(mistakes_of(step), fitted.items()):
-        loss, slopes = step.add_up(plan)
-
-        # Two counts that are wrong at once explain any number. So the first of two mistakes must
-        # change the direction.
         tries = {1.0: text}
         if text not in fitted:
             tries |= {k: f"{text}; and {k:.4g} times that: {why}"
                       for k, why in factors_of(step).items()}  # fmt: skip
         if "loss" in departs:
+            loss, _ = step.add_up(plan)
             tries = {k: text for k, text in tries.items()
                      if step.loss_error(k * loss) <= step.may("loss")}  # fmt: skip
         if not tries or not (step.is_small or "loss" in departs and solved < MOST_SOLVED):
             continue
         solved += 1
-        other = step.backward(slopes) if step.is_small else step.solve(plan)[1]
-        turns = abs(other.dot(g)) <= (1 - 1e-9) * other.norm * g.norm if step.is_small else True
-        found += [(text, k == 1, set(departs)) for k, text in tries.items()
-                  if (k == 1 or turns) and step.fits(other.times(k))]  # fmt: skip
-    return found
+        _, other = step.solve(plan)
+
+        # Two counts that are wrong at once explain any number. So the first of two mistakes must
+        # change the direction.
+        turns = abs(other.dot(g)) <= (1 - 1e-9) * other.norm * g.norm
+        for k, text in tries.items():
+            if (k == 1 or turns) and step.fits(other.times(k)):
+                (single if k == 1 else double).append(text)
+    return single, double
 
 
 def describe_gradient(step, g):
     """Say by what factor and angle the recorded gradient departs, and in which parameters."""
     text = []
     if step.numbers.get("grad_norm") is not None:
-        k, Z = step.numbers["grad_norm"] / max(g.norm, 1e-300), denominator(step.c, step.sequences)
+        k, Z = step.numbers["grad_norm"] / max(g.norm, TINY), denominator(step.c, step.sequences)
         as_if = f", as if Z were {Z / k:.6g} and not {Z}" if k else ""
         text.append(f"norm {k:.6g} times the definition's{as_if}")
     if step.gradient is not None:
         got, want = step.gradient, step.clip(g)
-        cosine = got.dot(want) / max(got.norm * want.norm, 1e-300)
+        cosine = got.dot(want) / max(got.norm * want.norm, TINY)
         text.append(f"cosine {cosine:.6f}")
         apart = got.distances(want)
         wrong = [n for n in apart if apart[n] > 10 * step.may("gradient") * want.norms[n]]
@@ -222,19 +223,16 @@ def check_weights(step, g, finding):
     error, where, size = step.update_error(used, noisy=noisy)
     moved = math.hypot(*((step.state("after", n) - step.state("before", n)).norm().item()
                          for n in step.named))  # fmt: skip
-    found = step.note("weights", error, moved, size, size, where)
-    if error <= step.may("weights"):
-        return "", f"{found.figures}, of an update of {size:.1e}"
+    row = step.note("weights", error, moved, size, max(size, TINY), where)
+    if row.ok:
+        return "", f"{row.figures}, of an update of {size:.1e}"
     if names := step.numbers.get("changed"):
         finding = f"something other than the optimizer changed {', '.join(names[:3])} in the step"
     tried = finding is not None or not noisy
 
     # A gradient that a moment shows is wrong if beta1 is, so the definition's is tried as well.
     tries = [(used, noisy)] + ([] if noisy or step.has("grad") else [(step.clip(g), True)])
-    finding = finding or join(
-        text for used, noisy in tries
-        for text, change in [*update_mistakes(step).items(), *fitted_updates(step, used)]
-        if step.update_error(used, change, noisy)[0] <= step.may("weights"))  # fmt: skip
+    finding = finding or join(itertools.chain(*(updates_explained([step], *x) for x in tries)))
     if not finding and not tried:
         finding = explain(step, {"gradient"}, g)["gradient"]
     figures = f"an update of {moved:.4g}, expected {size:.4g}, off by {error:.3g} of it in {where}"
@@ -250,11 +248,12 @@ def check_gradient(step):
     step.full, step.shaken = g, step.measure(g, loss) if step.twin else None
     errors, numbers = step.errors(g), step.numbers
     if "gradient norm" in errors:
-        step.note("gradient norm", errors["gradient norm"][0], numbers["grad_norm"], g.norm, g.norm)
+        step.note("gradient norm", errors["gradient norm"][0], numbers["grad_norm"], g.norm,
+                  max(g.norm, TINY))  # fmt: skip
     if "gradient" in errors:
         want = step.clip(g)
-        step.note("gradient", errors["gradient"][0], step.gradient.norm, want.norm, want.norm,
-                  errors["gradient"][1])  # fmt: skip
+        step.note("gradient", errors["gradient"][0], step.gradient.norm, want.norm,
+                  max(want.norm, TINY), errors["gradient"][1])  # fmt: skip
     wrong = {quantity for quantity, (off, _) in errors.items() if not off <= step.may(quantity)}
 
     # The weights show the gradient if nothing else does. If its norm holds and they do not, AdamW
@@ -264,7 +263,7 @@ def check_gradient(step):
             "gradient": (None, "gradient")}  # fmt: skip
     if "loss" in numbers:
         off = step.loss_error(loss)
-        size = max(step.size_of_loss, abs(loss), 1e-300)
+        size = max(step.size_of_loss, abs(loss), TINY)
         rows["loss"] = "", step.note("loss", off, numbers["loss"], loss, size).figures
         departs |= set() if off <= step.may("loss") else {"loss"}
     found = explain(step, departs, g) if departs else {}

@@ -36,7 +36,10 @@ CHOICES = D.CHOICES | dict(
 TOLERANCE = {torch.float64: 2e-5, torch.float32: 5e-4}  # relative, without a twin. Others: 3e-2
 FACTOR = 8  # how many times as far as the twin a recorded number may be
 NUDGE = 2.0**-50  # relative: the twin of a float64 trainer has weights that are so far off
+EXACT = 1e-12  # relative: rewards, counts and rates, which every trainer computes in float64
 LEAST = 1e-10  # of a floor: what sums of thousands of numbers in another order do in float64
+TINY = 1e-300  # in place of a size of 0, which numbers are relative to
+PIECE = 2**20  # entries of a tensor in one piece
 SMALL = 1e10  # tokens x weights up to which graphs are kept, and mistakes in gradients are tried
 
 # Metrics of the trained tokens: what of a token, see `Step.tokens`, and how it is reduced.
@@ -51,25 +54,48 @@ METRICS = {
 REDUCE = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax}
 
 
-class Measured(NamedTuple):
-    """A recorded number, the definition's, and how far they are and may be apart."""
+class Row(NamedTuple):
+    """A number that was recorded, and the definition's. Of many numbers, the worst.
 
+    It may be off by FACTOR times the twin's distance, and by `floor`.
+    """
+
+    key: str
     recorded: float
-    expected: float
-    off: float
+    by_hand: float
+    difference: float
     distance: float = 0.0  # of the twin's number from the definition's
     floor: float = 0.0
+    size: float | None = None  # what `allowed` is large or small next to. Default: the number
     where: str = ""  # the parameter or the token that is furthest off
+    because: str = ""  # how `floor` was found, if it is not rounding
+    why: str = ""  # if the row says nothing: the cause
 
     @property
     def allowed(self):
         return FACTOR * self.distance + self.floor
 
     @property
+    def ok(self):
+        return self.difference == 0 or self.difference <= self.allowed
+
+    @property
+    def is_informative(self):
+        size = abs(self.by_hand) if self.size is None else self.size
+        return self.allowed <= max(size / 10, EXACT)
+
+    @property
+    def how(self):
+        """How `allowed` was found, in words."""
+        if self.distance:
+            return f"{FACTOR} x {self.distance:.1e} + {self.floor:.0e}"
+        return self.because or ("exact" if self.floor <= EXACT * abs(self.by_hand) else "rounding")
+
+    @property
     def figures(self):
-        """Return the distance and what is allowed, in words."""
+        """The distance and what is allowed, in words."""
         where = f", furthest in {self.where}" if self.where else ""
-        return f"largest error {self.off:.1e}, allowed {self.allowed:.1e}{where}"
+        return f"largest error {self.difference:.1e}, allowed {self.allowed:.1e}{where}"
 
 
 def nudge(parameters):
@@ -103,13 +129,16 @@ class Step:
 
     make = dict
     most_tokens = 0
+    updates = 1  # since weights were recorded: each rounds the weights once more
     noise = 0.0  # of a gradient that AdamW's moment shows, relative
 
     def __init__(self, sequences, kinds, numbers, model, *, dtype=torch.float64,
                  precision=torch.float64, twin=None):  # fmt: skip
         self.sequences, self.kinds, self.numbers, self.twin = sequences, dict(kinds), numbers, twin
         self.c = SimpleNamespace(**command.checked(DEFAULTS, CHOICES, numbers.get("settings", {})))
-        self.model, self.graph = model.to(precision).eval(), None
+        if self.c.sample_weights:
+            raise ValueError("expected sample_weights=0, got 1: a dump has no such weights")
+        self.model, self.graph = model.to(precision).eval(), {}
 
         # The model's weights may be rounded. The optimizer's are the recorded ones.
         own = {own_name(name): p for name, p in self.model.named_parameters()}
@@ -132,7 +161,6 @@ class Step:
         self.kinds.setdefault("before", {n: p.detach() for n, p in self.named.items()})
 
         self.dtype = max(dtypes, key=lambda x: torch.finfo(x).eps)
-        self.stored_eps = max((torch.finfo(x).eps for x in self.stored.values()), default=0.0)
         self.sizes = {n: p.numel() for n, p in self.named.items()}
         self.is_small = precision == torch.float64 and SMALL >= sum(self.sizes.values()) * sum(
             len(s.tokens) for s in sequences)  # fmt: skip
@@ -145,7 +173,7 @@ class Step:
             self.floor = self.c.tolerance or TOLERANCE.get(self.dtype, 3e-2)
         self.distances = {}  # quantity: the twin's relative distance
         self.floors = {}  # quantity: its floor, relative, if it is not `floor`
-        self.measured = {}  # quantity: a Measured
+        self.measured = {}  # quantity: a Row
         self.gradient = self.recorded_gradient()
 
     @classmethod
@@ -215,32 +243,33 @@ class Step:
 
         Graphs are kept if the model is small.
         """
-        graph = {}
+        self.graph = {}
         with torch.set_grad_enabled(self.is_small):
             for part in together(self.sequences, self.most_tokens):
-                graph |= self.score(part, temperature, model)
-        self.graph = graph if self.is_small else None
+                graph = self.score(part, temperature, model)
+                self.graph |= graph if self.is_small else {}
         return [s.lp for s in self.sequences]
 
     def solve(self, plan=None):
         """Return the loss, and its Gradient. plan: what is added up, see mistakes.py."""
-        whole, T = [(1.0, self.c, self.sequences)], self.c.temperature
-        if self.is_small:
-            if self.graph is None:
+        # A large model has memory for the graph of one forward, so its loss is added up forward by
+        # forward. A loss with means over the step needs all log-probs first.
+        Z, T = denominator(self.c, self.sequences), self.c.temperature
+        if self.is_small or self.c.nll_coef or self.c.objective in D.OF_THE_STEP:
+            if not self.graph:
                 self.run_model(T)
-            loss, slopes = self.add_up(plan or whole)
-            return loss, self.backward(slopes)
-
-        # One forward after the other: a graph has its memory for one of them only.
-        Z = denominator(self.c, self.sequences)
-        loss, slopes = (0.0, {}) if plan is None else self.add_up(plan)
+            plan = plan or [(1.0, self.c, self.sequences)]
+        loss, slopes = self.add_up(plan or [])
         for part in together(self.sequences, self.most_tokens):
-            graph = self.score(part, T)
+            graph = {s.place: self.graph[s.place] for s in part} if self.is_small else (
+                self.score(part, T))  # fmt: skip
             if plan is None:
                 more, slopes = self.add_up([(1.0, self.c, part)], Z)
                 loss += more
-            if pairs := self.outputs(graph, slopes):
-                torch.autograd.backward(*zip(*pairs))
+            pairs = [(x, slope.to(x.dtype)) for place, outputs in graph.items() if place in slopes
+                     for x, slope in zip(outputs, slopes[place]) if x.requires_grad]  # fmt: skip
+            if pairs:
+                torch.autograd.backward(*zip(*pairs), retain_graph=self.is_small)
         parts = self.make()
         for n, p in self.named.items():
             parts[n] = torch.zeros_like(p.detach()) if p.grad is None else p.grad
@@ -260,18 +289,6 @@ class Step:
                 found[place][:, t] += factor * torch.tensor(slope, dtype=torch.float64)
         return total, found
 
-    def outputs(self, graph, slopes):
-        """Return pairs: a model's output that has a graph, and the loss's derivative in it."""
-        return [(x, slope.to(x.dtype)) for place, found in graph.items() if place in slopes
-                for x, slope in zip(found, slopes[place]) if x.requires_grad]  # fmt: skip
-
-    def backward(self, slopes):
-        """Return the Gradient of kept graphs from the derivatives of `add_up`."""
-        outputs, vectors = zip(*self.outputs(self.graph, slopes))
-        found = torch.autograd.grad(outputs, list(self.named.values()), vectors, retain_graph=True,
-                                    allow_unused=True, materialize_grads=True)  # fmt: skip
-        return Gradient(self.named, dict(zip(self.named, found)).__getitem__)
-
     # AdamW
 
     def adamw(self, name, g, change=None):
@@ -284,7 +301,13 @@ class Step:
         a = dict(h=group, count=optimizer["step"], weight=self.state("before", name),
                  m=self.state("exp_avg", name), v=self.state("exp_avg_sq", name), g=g)  # fmt: skip
         a = a if self.c.decay == "groups" else self.decaying(self.c.decay)(a)
-        return D.adamw(**(change(a) if change else a))
+        a = change(a) if change else a
+
+        # In pieces, as the temporary tensors of an embedding would take gigabytes.
+        shape, tensors = a["weight"].shape, ("weight", "m", "v", "g")
+        pieces = zip(*(a[x].flatten().split(PIECE) for x in tensors))
+        found = zip(*(D.adamw(**a | dict(zip(tensors, piece))) for piece in pieces))
+        return [torch.cat(x).view(shape) for x in found]
 
     def decaying(self, which):
         """Return a `change` of AdamW: which weights decay, all or matrices."""
@@ -311,11 +334,11 @@ class Step:
         floor = self.floors.get(quantity, self.floor)
         return FACTOR * self.distances.get(quantity, 0.0) + floor
 
-    def note(self, quantity, off, recorded, expected, size=1.0, where=""):
-        """Keep the Measured of a quantity, and return it. off: relative to `size`."""
-        self.measured[quantity] = Measured(
-            recorded, expected, off * size, self.distances.get(quantity, 0.0) * size,
-            self.floors.get(quantity, self.floor) * size, where)  # fmt: skip
+    def note(self, quantity, off, recorded, by_hand, size=1.0, where=""):
+        """Keep the Row of a quantity, and return it. off: relative to `size`."""
+        self.measured[quantity] = Row(
+            quantity, recorded, by_hand, off * size, self.distances.get(quantity, 0.0) * size,
+            self.floors.get(quantity, self.floor) * size, where=where)  # fmt: skip
         return self.measured[quantity]
 
     def update_error(self, g, change=None, noisy=False):
@@ -333,7 +356,7 @@ class Step:
             storing[n] = torch.finfo(self.stored[n]).eps * before.norm().item()
         if "weights" not in self.floors:  # a weight of 1 in float32 has no step under 1e-7
             storing, _ = furthest(storing, norms, self.sizes)
-            self.floors["weights"] = self.floor + 4 * self.noise + storing
+            self.floors["weights"] = self.floor + 4 * self.noise + self.updates * storing
         return (*furthest(off, norms, self.sizes), math.hypot(*norms.values()))
 
     def clip(self, g, norm=None):
@@ -346,7 +369,7 @@ class Step:
         clipped = self.clip(g, norm) if clipped is None else clipped
         result = {}
         if self.numbers.get("grad_norm") is not None:
-            off = abs(self.numbers["grad_norm"] - norm) / max(norm, 1e-300)
+            off = abs(self.numbers["grad_norm"] - norm) / max(norm, TINY)
             result["gradient norm"] = off, ""
         if self.gradient is not None:
             distances = clipped.distances(self.gradient)
@@ -367,7 +390,7 @@ class Step:
 
     def loss_error(self, loss):
         """Return how far the recorded loss is from another, relative to the terms' sizes."""
-        return abs(self.numbers["loss"] - loss) / max(self.size_of_loss, abs(loss), 1e-300)
+        return abs(self.numbers["loss"] - loss) / max(self.size_of_loss, abs(loss), TINY)
 
     # What the tokens say, and the twin
 
@@ -437,13 +460,13 @@ class Step:
         _, other = twin.solve()
         mine, its = self.clip(g), self.clip(other)
         apart = mine.distances(its)
-        size = max(g.norm, 1e-300)
+        size = max(g.norm, TINY)
         self.distances["gradient norm"] = max(
-            math.hypot(*apart.values()) / max(mine.norm, 1e-300), abs(g.norm - other.norm) / size)
+            math.hypot(*apart.values()) / max(mine.norm, TINY), abs(g.norm - other.norm) / size)
         self.distances["gradient"], _ = furthest(apart, mine.norms, self.sizes)
         self.floors["gradient"] = self.floor + self.noise
         drift = (self.tokens()["loss"] - twin.tokens()["loss"]).abs().sum().item()
-        self.distances["loss"] = drift / max(self.size_of_loss, abs(loss), 1e-300)
+        self.distances["loss"] = drift / max(self.size_of_loss, abs(loss), TINY)
 
         # AdamW turns a small gradient's rounding into a step of full size. So it is not enough to
         # multiply what the twin's step is off: each entry is put off by half of FACTOR times what

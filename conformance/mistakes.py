@@ -88,12 +88,10 @@ def advantage_mistakes(step, want):
             if kind != c.advantage:
                 yield f"advantages are {text}: {kind}, not {c.advantage}", advantages(
                     changed(c, advantage=kind), S)  # fmt: skip
-        biased = {}
-        for s in S:
-            R = [x.rewards for x in S if c.advantage == "batch_std" or x.groups == s.groups]
-            scale = (D.spread(R, free=1) + c.std_eps) / (D.spread(R) + c.std_eps)
-            biased[s.place] = [A * scale for A in want[s.place]]
-        yield "advantages use a biased standard deviation", biased
+        for std, text in (("biased", "a biased"), ("unbiased", "an unbiased")):
+            if std != c.std:
+                yield f"advantages use {text} standard deviation", advantages(
+                    changed(c, std=std), S)  # fmt: skip
         size = len(parts_by(S, "groups")[0])
         for text, group_of in (
             ("advantages are normalized over the step, not over groups", lambda s: 0),
@@ -131,15 +129,18 @@ def factors_of(step):
     return found
 
 
+COUNT_TOKENS = ("token_mean", "sequence_mean")  # the aggregations that divide by tokens
+
+
 def recounted(c, S, trained, count):
     """Return the plan of sequences that are divided by wrong counts of tokens.
 
     trained: S with the masks that are trained on. count: a function of a sequence of S.
     """
-    by_sequence = c.aggregation == "sequence_mean"
     counts = [max(count(s), 1) for s in S]
-    Z = denominator(c, S) if by_sequence else sum(counts)
-    return [(denominator(c, [x]) / Z * (len(x.at) / n if by_sequence else 1.0), c, [x])
+    Z = sum(counts) if c.aggregation == "token_mean" else denominator(c, S)
+    own = c.aggregation == "sequence_mean"  # each sequence is divided by a count of its own
+    return [(denominator(c, [x]) / Z * (len(x.at) / n if own else 1.0), c, [x])
             for x, n in zip(trained, counts)]  # fmt: skip
 
 
@@ -169,14 +170,14 @@ def wrong_parts(step):
                 extra = (k - 1) * denominator(c, part) / Z
                 found[f"{text} {n} of {len(parts)} {how}"] = [(1.0, c, S), (extra, c, part)]
 
-    # Another denominator. That of `constant` counts no tokens.
+    # Another denominator.
     found["the sum, divided by nothing"] = [(Z, c, S)]
     for text, count in (
         ("the padding too", lambda s: s.width), ("the prompt too", lambda s: s.length),
         ("masked tokens between trained ones too", lambda s: sum(s.span())),
         ("one token more of each sequence", lambda s: len(s.at) + 1),
         ("one token less of each sequence", lambda s: len(s.at) - 1),
-    ) if c.aggregation != "constant" else ():  # fmt: skip
+    ) if c.aggregation in COUNT_TOKENS else ():  # fmt: skip
         found[f"the denominator counts {text}"] = recounted(c, S, S, count)
     return found
 
@@ -265,7 +266,8 @@ def mistakes_of(step):
     for text, rows in WRONG_ROWS.items():
         wrong = with_rows(S, **rows)
         yield text, [(1.0, c, wrong)]
-        if "mask" in rows and c.aggregation != "constant":
+        if c.aggregation in COUNT_TOKENS and "mask" in rows or (
+                denominator(c, wrong) != denominator(c, S)):  # fmt: skip
             yield f"{text}, and the denominator is right", recounted(
                 c, S, wrong, lambda s: len(s.at))  # fmt: skip
     if c.objective in ("clip", "gspo"):
@@ -345,7 +347,7 @@ def clip_mistakes(step, g):
     norm, total = step.numbers.get("grad_norm"), None
     for text, keys in (("rank's", ("rank",)), ("micro-batch's", ("rank", "micro_batch"))):
         plan = [(denominator(c, part) / denominator(c, S), c, part) for part in parts_by(S, *keys)]
-        parts = [step.backward(step.add_up([part])[1]) for part in plan]
+        parts = [step.solve([part])[1] for part in plan]
         for scale in {1, R if keys == ("rank",) else 1}:
             clipped = added([step.clip(x, x.norm * scale) for x in parts])
             yield f"each {text} gradient is clipped, before they are added", norm, clipped
@@ -394,70 +396,53 @@ def slope_of(pairs):
     return sum(a for a, _ in sums) / max(sum(b for _, b in sums), 1e-300)
 
 
-def fitted_updates(step, g):
-    """Yield (mistake, change of AdamW's arguments): the learning rate and the decay that fit best.
-    """
-    h, names = step.numbers["optimizer"]["groups"][0], step.named
-
-    def rest(n, change=None):
-        return step.state("after", n) - step.adamw(n, g[n], change)[0]
-
-    k = 1 + slope_of((rest(n), step.adamw(n, g[n])[0] - step.state("before", n)) for n in names)
-    yield f"the learning rate is {k:.4g} times the recorded one", with_settings(lr=k * h["lr"])
-    plain = with_settings(weight_decay=0.0)
-    decay = slope_of((rest(n, plain), -h["lr"] * step.state("before", n)) for n in names)
-    yield (f"the weight decay is {decay:.4g}, not {h['weight_decay']:g}",
-           with_settings(weight_decay=decay))  # fmt: skip
-
-
-def again(step, kinds):
-    """Return a Step from other weights and moments before it, and whether its numbers hold."""
-    later = {kind: x for kind, x in step.kinds.items() if kind in ("after", "exp_avg_after")}
-    made = Step([replace(s) for s in step.sequences], kinds | later, step.numbers, step.model,
-                dtype=step.dtype)  # fmt: skip
-    made.floor, made.distances, made.floors = step.floor, step.distances, step.floors
-    loss, made.full = made.solve()
-    wrong = [error <= made.may(name) for name, (error, _) in made.errors(made.full).items()]
-    if "loss" in made.numbers:
-        wrong.append(made.loss_error(loss) <= made.may("loss"))
-    return made, all(wrong)
+def after_updates(steps, change):
+    """Return the last of several steps if all updates had a mistake, and whether numbers hold."""
+    step, holds = steps[0], True
+    for later in steps[1:]:
+        kinds = step.next_kinds(step.clip(step.full), change)
+        kinds |= {x: later.kinds[x] for x in ("after", "exp_avg_after") if x in later.kinds}
+        step = Step([replace(s) for s in later.sequences], kinds, later.numbers, later.model,
+                    dtype=later.dtype)  # fmt: skip
+        step.floor, step.distances, step.floors = later.floor, later.distances, later.floors
+        loss, step.full = step.solve()
+        holds = holds and step.fits(step.full) and not (
+            "loss" in step.numbers and step.loss_error(loss) > step.may("loss"))  # fmt: skip
+    return step, holds
 
 
-def explain_updates(steps):
-    """Name a mistake of AdamW that explains several updates in a row, of which the first holds.
+def updates_explained(steps, g=None, noisy=False):
+    """Yield the mistakes of AdamW that explain the weights after some updates in a row.
 
     steps: a Step for each update. What was recorded after the last one is in it.
+    g: the clipped Gradient of the last update. Default: the one that the mistake leads to.
     """
-    first, last = steps[0], steps[-1]
-    if not (last.can_update() and all(step.is_small for step in steps)):
-        return ""
-    h = first.numbers["optimizer"]["groups"][0]
-    tries = [(text, change, "", 0.0) for text, change in update_mistakes(first).items()]
-    tries += [("the learning rate is {:.4g} times the recorded one", None, "lr", 1.0),
-              ("the weight decay is {:.4g}, not the recorded one", None, "weight_decay",
-               h["weight_decay"])]  # fmt: skip
-    for text, change, name, k in tries:
+    are_small = all(step.is_small for step in steps)
+    if not (steps[-1].can_update() and (are_small or len(steps) == 1)):
+        return
+    h = steps[0].numbers["optimizer"]["groups"][0]
+    fitted = (("the learning rate is {:.4g} times the recorded one", "lr", 1.0),
+              (f"the weight decay is {{:.4g}}, not {h['weight_decay']:g}", "weight_decay",
+               h["weight_decay"]))  # fmt: skip
+    tries = [(text, change, "", 0.0) for text, change in update_mistakes(steps[0]).items()]
+    for text, change, name, k in tries + [(text, None, *start) for text, *start in fitted]:
         # What is fitted becomes better with each try, as the later gradients move with it.
         for _ in range(5 if name else 1):
             if name:
                 change = with_settings(**{name: k * h["lr"] if name == "lr" else k})
-            step, fits = first, True
-            for later in steps[1:]:
-                step, holds = again(later, step.next_kinds(step.clip(step.full), change))
-                fits = fits and holds
-            used = step.gradient or step.clip(step.full)
-            if fits and step.update_error(used, change)[0] <= last.may("weights"):
-                return text.format(k)
-            if not (name and math.isfinite(k)) or name == "lr" and not k:
+            last, holds = after_updates(steps, change)
+            used = g or last.gradient or last.clip(last.full)
+            if holds and last.update_error(used, change, noisy)[0] <= steps[-1].may("weights"):
+                yield text.format(k)
                 break
-            k += slope_of(fitted_pairs(steps, step, used, change, name, k))
-    return ""
+            if name and math.isfinite(k) and (k or name != "lr"):
+                k += slope_of(moves(steps, last, used, change, name, k))
 
 
-def fitted_pairs(steps, last, used, change, name, k):
+def moves(steps, last, g, change, name, k):
     """Yield for each parameter what is left of the recorded weights, and how a setting moves it."""
     lr = steps[0].numbers["optimizer"]["groups"][0]["lr"]
     for n in last.named:
-        first, after = steps[0].state("before", n), last.adamw(n, used[n], change)[0]
+        first, after = steps[0].state("before", n), last.adamw(n, g[n], change)[0]
         way = (after - first) / k if name == "lr" else -len(steps) * lr * first
         yield last.state("after", n) - after, way

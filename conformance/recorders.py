@@ -374,7 +374,7 @@ def run_trl(directory, step_number=1, **changes):
 
 def full_settings(config):
     """Return what a Config says that the trainer computes, as settings of step.py."""
-    from full.audit.audit import settings
+    from full.audit.replay import settings
 
     given = D.DEFAULTS | settings(config)
     return {name: given[name] for name in D.LOSS_DEFAULTS | D.STEP_DEFAULTS}

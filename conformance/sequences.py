@@ -73,8 +73,8 @@ class Sequence:
             lp=self.lp, old=self.old_logprobs or self.lp, A=self.advantages, H=self.H,
             ref=self.ref_logprobs, smp=self.sampler_logprobs, v=self.v if self.returns else None,
             v_old=self.values, g=self.returns)  # fmt: skip
-        return D.Sequence(**{name: row and [row[t] for t in self.at]
-                             for name, row in lists.items()})  # fmt: skip
+        return D.Sequence(R=self.rewards or 0.0, **{
+            name: row and [row[t] for t in self.at] for name, row in lists.items()})  # fmt: skip
 
 
 MADE_HERE = ("place", "scored", "sampled", "lp", "H", "v", "ends")  # no columns of a dump
@@ -283,4 +283,6 @@ def own_name(name):
 
 def alternating(x):
     """Return +1 and -1 by turns, in the shape of a tensor."""
-    return 1.0 - 2.0 * (torch.arange(x.numel()) % 2).view(x.shape)
+    signs = torch.ones(x.numel(), dtype=torch.float64)
+    signs[1::2] = -1.0
+    return signs.view(x.shape)

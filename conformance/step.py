@@ -42,7 +42,7 @@ A quantity that the dump lacks is not checked, and the report says so.
 
 A step in memory is a `Step` of computed.py. Its twin is the same step in the trainer's precision:
 a number may be 8 times as far from the definition's as the twin's is. A float64 trainer's twin is
-in float64, with weights that are a few units in the last place off. `explain_updates` of
+in float64, with weights that are a few units in the last place off. `updates_explained` of
 mistakes.py names a mistake of AdamW that shows only in the weights after several updates.
 
 Settings, with their defaults: those of the definition, listed below, and

@@ -85,6 +85,8 @@ def mask_of(d, bug):
         return (at >= 1) & (at < d.length[:, None])
     if bug == "tool reply":
         mask[[0, 5, 10], 7] = True
+    if bug.startswith("first token"):
+        mask &= mask.cumsum(1) > 1
     return mask
 
 
@@ -143,6 +145,9 @@ def toy_step(directory, bug="", settings=SETTINGS, steps=2):
                 Z = mask[rows].sum() * means[bug] if bug in means else Z_of.sum()
                 if bug == "rank means":
                     Z = mask[d.rank == rank].sum() * RANKS
+                if settings["aggregation"] in ("sequence_sum", "number"):
+                    count = 12 if bug.endswith("right Z") else mask.any(1).sum()
+                    Z = count if settings["aggregation"] == "sequence_sum" else 7
                 Z = Z + 3 if bug == "masked tokens count" else Z
                 Z = Z * {"accumulation twice": MICROS, "ranks twice": RANKS}.get(bug, 1)
                 loss = (tokens * mask[rows]).sum() / Z
@@ -232,6 +237,36 @@ BUGS = {
         "gradient", "the prompt is trained on, and the denominator is right"),
     "changed weight": ("weights", "something other than the optimizer changed head.weight"),
 }  # fmt: skip
+
+
+SUM, NUMBER = dict(aggregation="sequence_sum"), dict(aggregation="number", loss_denominator=7)
+CLAIMS = {  # a mistake, other settings of the trainer, what the command says of them
+    "a sum of sequences": ("", SUM, {}, None),
+    "a number": ("", NUMBER, {}, None),
+    "std": ("", {}, dict(std="biased"), ("advantages", "use an unbiased standard deviation (")),
+    "the likelihood of right answers": ("", {}, dict(nll_coef=0.1), ("loss", "departs")),
+    "padding, a sum of sequences": (
+        "padding", SUM, {}, ("gradient", "departs: the padding is trained on (")),
+    "tool reply, a number": (
+        "tool reply", NUMBER, {}, ("gradient", "between trained ones are trained on (")),
+    "first token, a sum of sequences": (
+        "first token", SUM, {}, ("gradient", "each sequence is not trained on (")),
+    "first token with the right Z, a sum of sequences": (
+        "first token with the right Z", SUM, {},
+        ("gradient", "each sequence is not trained on, and the denominator is right (")),
+}  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", CLAIMS)
+def test_other_settings_and_claims(tmp_path, name):
+    """A right step holds, a mistake is named once."""
+    bug, settings, given, expected = CLAIMS[name]
+    found = report(toy_step(tmp_path, bug, SETTINGS | settings), given=given)
+    if expected is None:
+        assert {verdict for verdict, _ in found.values()} == {"holds"}, found
+    else:
+        assert expected[1] in ": ".join(found[expected[0]]), found
 
 
 QUICK = "accumulation twice", "biased std", "temperature", "eps", "max for min"

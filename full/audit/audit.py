@@ -24,18 +24,17 @@ import torch
 
 from conformance import checks
 from conformance import definition as D
-from conformance.computed import FACTOR, LEAST, METRICS, Step, nudge
-from conformance.mistakes import explain_updates
-from conformance.sequences import gae
+from conformance.computed import EXACT, LEAST, METRICS, TINY, Row, Step, nudge
+from conformance.mistakes import updates_explained
 from full.audit import models as step_models
-from full.audit.replay import RunFiles, is_kept, mean, minibatches, replay, rollout_metrics
+from full.audit.replay import (
+    RunFiles, groups_played, mean, minibatches, replay, rollout_metrics, settings,
+)  # fmt: skip
 from full.learn.metrics import METRICS as LINE
 from full.learn.trainer import CRITIC
 from full.run.build import one_process
 from full.run.logs import Bar
 from full.run.questions import make_task
-
-EXACT = 1e-12  # relative: rewards, counts and rates are computed in float64 in every run
 
 # How far the log-probs of an engine may be from the definition's, by the dtype of its weights: a
 # token's, and the mean over all tokens, which also finds a small change of the temperature. An
@@ -54,69 +53,6 @@ SURPRISE = 5  # deviations that an engine's sum of -log p may be from the sum of
 NOT_BY_HAND = ("step", "seconds/", "memory/peak", "logprob_gap/identical", "tokens/trained")
 
 
-class Row(NamedTuple):
-    """A number that the run recorded, and the definition's. Of many numbers, the worst.
-
-    It may be off by FACTOR times the twin's distance, and by `floor`.
-    """
-
-    key: str
-    recorded: float
-    by_hand: float
-    difference: float
-    distance: float = 0.0
-    floor: float = 0.0
-    size: float | None = None  # what `allowed` is large or small next to. Default: the number
-    because: str = ""  # how `floor` was found, if it is not rounding
-    why: str = ""  # if the row says nothing: the cause
-
-    @property
-    def allowed(self):
-        return FACTOR * self.distance + self.floor
-
-    @property
-    def ok(self):
-        return self.difference == 0 or self.difference <= self.allowed
-
-    @property
-    def is_informative(self):
-        size = abs(self.by_hand) if self.size is None else self.size
-        return self.allowed <= max(size / 10, EXACT)
-
-    @property
-    def how(self):
-        """How `allowed` was found, in words."""
-        if self.distance:
-            return f"{FACTOR} x {self.distance:.1e} + {self.floor:.0e}"
-        return self.because or ("exact" if self.floor <= EXACT * abs(self.by_hand) else "rounding")
-
-
-def compared(key, recorded, value, distance=0.0, floor=0.0) -> Row:
-    """Compare one number."""
-    difference = abs(recorded - value)
-    if math.isnan(difference):  # JSON has no NaN: it is written as null
-        difference = 0.0 if math.isnan(recorded) and not math.isfinite(value) else math.inf
-    return Row(key, recorded, value, difference, distance, floor + EXACT * abs(value))
-
-
-def of_kit(key, measured, size=None) -> Row:
-    """Return the row of a Measured of the kit."""
-    m = measured
-    return Row(key, m.recorded, m.expected, m.off, m.distance, m.floor, size)
-
-
-# A run's settings, as the kit's -------------------------------------------------------------------
-
-
-def settings(config) -> dict:
-    """Return the settings of the kit that are a run's."""
-    given = {x: getattr(config, x) for x in D.DEFAULTS if hasattr(config, x)}
-    given |= dict(largest_d=10.0, clip_eps=0.0, critic="separate")
-    if config.objective == "cispo":
-        given |= dict(clip_low=1.0, clip_high=config.cispo_bound - 1)
-    return given
-
-
 class Audit:
     """The audit of a step: its rows, and what the kit finds.
 
@@ -130,7 +66,7 @@ class Audit:
         self.c = SimpleNamespace(**D.DEFAULTS | self.given)
         line = files.metrics[step]
         self.line = {key: math.nan if x is None else x for key, x in line.items()}
-        self.rows, self.findings, self.intro, self.causes = [], {}, [], {}
+        self.rows, self.findings, self.intro, self.near = [], {}, [], 0
         self.weights = {}  # of each model after the step
         self.groups = replay(self.config, task, step, files.rollouts(step, models.shape))
         self.played = [r for group in self.groups.values() for r in group]
@@ -149,9 +85,11 @@ class Audit:
         self.check_advantages()
         self.train()
         self.measure_step()
-        self.rows = [row if row.is_informative else row._replace(why=self.cause(row))
+        self.rows = [row._replace(why="" if row.is_informative else self.cause(row))
                      for row in self.rows]  # fmt: skip
         return self.rows
+
+    # What all parts use
 
     def step_of(self, rows, kinds, numbers, models, dtype) -> Step:
         """Return the kit's Step with its twin. The arguments are pairs: the definition, the twin.
@@ -166,136 +104,121 @@ class Audit:
             x.make, x.most_tokens = self.models.new_kind, self.models.most_tokens
         return step
 
-    def find(self, found, where=""):
-        """Note what the kit found: {quantity: (finding, figures)}."""
-        self.findings |= {f"{where}{quantity}": f"{finding} ({figures})"
-                          for quantity, (finding, figures) in found.items() if finding}  # fmt: skip
-
-    def add(self, key, value, *bounds):
-        """Compare a number of the run's line, if it is there."""
-        if key in self.line:
-            self.rows.append(compared(key, self.line[key], value, *bounds))
-
-    def check_rollouts(self):
-        """Compare rollouts.jsonl with what the task says."""
-        unlike, off, told, mine = 0, 0.0, 0.0, 0.0
-        for r in self.played:
-            unlike += len({t + 1 for t, on in enumerate(r.line["sampled"]) if on} ^ {*r.at})
-            recorded, again = {at + 1: x for at, x in r.line["rewards"]}, dict(r.rewards)
-            told, mine = told + sum(recorded.values()), mine + sum(again.values())
-            apart = [abs(recorded.get(t, 0.0) - again.get(t, 0.0)) for t in {*recorded, *again}]
-            off = max([off, float(bool(r.line["truncated"]) != r.truncated), *apart])
-
-        # The rounds of a step play as many new groups as are missing, each time.
-        played = chosen = 0
-        for _ in range(self.config.max_rounds):
-            new = range(played, played + self.config.prompts - chosen)
-            chosen += len([n for n in new if n not in self.groups
-                           or is_kept(self.config, self.groups[n])])  # fmt: skip
-            played = new.stop
-        wrong, count = sum(r.differs for r in self.played), sum(len(r.tokens) for r in self.played)
-        sampled = sum(len(r.at) for r in self.played)
-        self.rows += [compared("rollouts/groups", len(self.groups), played),
-                      Row("rollouts/tokens", count, count - wrong, wrong),
-                      Row("rollouts/sampled", sampled, sampled - unlike, unlike),
-                      Row("rollouts/rewards", told, mine, off, floor=EXACT, size=1.0)]  # fmt: skip
-        for key, value in rollout_metrics(self.config, self.groups).items():
-            self.add(key, value)
-
     def sequences(self, rollouts):
         """Return two lists of Sequences of rollouts: for the definition, and for the twin."""
         return [[r.sequence(n, self.world, scored=r.at if self.models.are_large else None)
                  for n, r in enumerate(rollouts)] for _ in range(2)]  # fmt: skip
 
-    def check_sampling(self):
-        """Hold the sampler's log-probs and draws to the weights that sampled."""
-        config, engine = self.config, self.files.engine
-        models, rows = self.models.sampler(), self.sequences(self.played)
-        if engine:
-            numbers = dict(settings=self.given | dict(tolerance=ENGINE[config.rollout_dtype][0]))
-            step = Step(rows[0], {}, numbers, models[0], dtype=getattr(torch, config.rollout_dtype))
-            step.most_tokens = self.models.most_tokens
-            self.find({"sampling": checks.check_logprobs(step, "sampler_logprobs")})
-            self.rows.append(of_kit("sampling", step.measured["sampler_logprobs"], 1.0))
-            off = mean([abs(s.lp[t] - s.sampler_logprobs[t]) for s in rows[0] for t in s.at])
-            most = ENGINE[config.rollout_dtype][1]
-            self.rows.append(Row("sampling/mean", off, 0.0, off, floor=most, size=1.0,
-                                 because="measured engines"))  # fmt: skip
-            told, due, spread = step_models.surprise(models[0], self.played, config)
-            self.rows.append(Row("sampling/surprise", told, due, abs(told - due),
-                                 floor=SURPRISE * spread,
-                                 because=f"{SURPRISE} standard deviations"))  # fmt: skip
-            self.intro.append(f"sampling: {engine} drew by numbers of its own, so no draw is "
-                              f"compared, but its log-probs, and their sum with the entropies")
-        else:
-            for r, s, x in zip(self.played, *rows):
-                s.draws = x.draws = r.draws(config, self.step)
-            step = self.step_of(rows, ({}, {}), {}, models, config.rollout_dtype)
-            self.find(checks.sampling_of(step))
-            for key, name in (("sampling", "draws"), ("sampling/logprobs", "sampler_logprobs")):
-                self.rows.append(of_kit(key, step.measured[name], 1.0))
-        if self.files.exact:
-            count, tokens, bits = step_models.exact_numbers(self.models, self.played, self.step)
-            self.rows += [Row("sampling/tokens", count, count - tokens, tokens),
-                          Row("sampling/bits", count, count - bits, bits)]  # fmt: skip
-        self.add_solved("eval/solved_before", models.__getitem__)
+    def row(self, key, recorded, by_hand, difference=None, **known):
+        """Compare a number. known: other fields of a Row."""
+        off = abs(recorded - by_hand) if difference is None else difference
+        if math.isnan(off):  # JSON has no NaN: it is written as null
+            off = 0.0 if math.isnan(recorded) and not math.isfinite(by_hand) else math.inf
+        self.rows.append(Row(key, recorded, by_hand, off, **known))
+
+    def add(self, key, value, distance=0.0, floor=0.0, **known):
+        """Compare a number of the run's line, if it is there."""
+        if key in self.line:
+            self.row(key, self.line[key], value, distance=distance,
+                     floor=floor + EXACT * abs(value), **known)  # fmt: skip
+
+    def add_of(self, step, quantity, key, **known):
+        """Compare what the kit has measured."""
+        self.rows.append(step.measured[quantity]._replace(key=key, **known))
 
     def add_solved(self, key, make):
         """Compare the part of held-out prompts that is solved. make: see `step_models.solved`."""
         if key in self.line:
             value, doubt = step_models.solved(self.models, make, self.line[key])
-            row = compared(key, self.line[key], value)
-            self.rows.append(row._replace(floor=row.floor + doubt, size=1.0,
-                                          because="plays in doubt" * (doubt > 0)))  # fmt: skip
+            self.add(key, value, floor=doubt, size=1.0, because="plays in doubt" * (doubt > 0))
+
+    def find(self, found, where=""):
+        """Note what the kit found: {quantity: (finding, figures)}."""
+        self.findings |= {f"{where}{quantity}": f"{finding} ({figures})"
+                          for quantity, (finding, figures) in found.items() if finding}  # fmt: skip
+
+    # Rollouts and advantages
+
+    def check_rollouts(self):
+        """Compare rollouts.jsonl with what the task says."""
+        played = self.played
+        count, sampled = (sum(map(len, x)) for x in zip(*((r.tokens, r.at) for r in played)))
+        told, mine, off = zip(*(r.compared_rewards() for r in played))
+        due = groups_played(self.config, self.groups)
+        self.row("rollouts/groups", len(self.groups), due, floor=EXACT * due)
+        self.row("rollouts/tokens", count, count - sum(r.differs for r in played))
+        self.row("rollouts/sampled", sampled, sampled - sum(r.missampled for r in played))
+        self.row("rollouts/rewards", math.fsum(told), math.fsum(mine), max(off), floor=EXACT,
+                 size=1.0)  # fmt: skip
+        for key, value in rollout_metrics(self.config, self.groups).items():
+            self.add(key, value)
+
+    def check_sampling(self):
+        """Hold the sampler's log-probs and draws to the weights that sampled."""
+        models, rows = self.models.sampler(), self.sequences(self.played)
+        if self.files.engine:
+            self.check_engine(models[0], rows[0])
+        else:
+            for r, s, x in zip(self.played, *rows):
+                s.draws = x.draws = r.draws(self.config, self.step)
+            step = self.step_of(rows, ({}, {}), {}, models, self.config.rollout_dtype)
+            self.find(checks.sampling_of(step))
+            self.add_of(step, "draws", "sampling", size=1.0)
+            self.add_of(step, "sampler_logprobs", "sampling/logprobs", size=1.0)
+        if self.files.exact:
+            count, *wrong = step_models.exact_numbers(self.models, self.played, self.step)
+            for key, x in zip(("sampling/tokens", "sampling/bits"), wrong):
+                self.row(key, count, count - x)
+        self.add_solved("eval/solved_before", models.__getitem__)
+
+    def check_engine(self, model, rows):
+        """Hold an engine's log-probs to the definition's. It drew by numbers of its own."""
+        dtype = self.config.rollout_dtype
+        most, most_on_average = ENGINE[dtype]
+        numbers = dict(settings=self.given | dict(tolerance=most))
+        step = Step(rows, {}, numbers, model, dtype=getattr(torch, dtype))
+        step.most_tokens = self.models.most_tokens
+        self.find({"sampling": checks.check_logprobs(step, "sampler_logprobs")})
+        self.add_of(step, "sampler_logprobs", "sampling", size=1.0)
+        off = mean([abs(s.lp[t] - s.sampler_logprobs[t]) for s in rows for t in s.at])
+        self.row("sampling/mean", off, 0.0, floor=most_on_average, size=1.0,
+                 because="measured engines")  # fmt: skip
+        told, due, spread = step_models.surprise(model, self.played, self.config)
+        self.row("sampling/surprise", told, due, floor=SURPRISE * spread,
+                 because=f"{SURPRISE} standard deviations")  # fmt: skip
+        self.intro.append(f"sampling: {self.files.engine} drew by numbers of its own, so no draw "
+                          f"is compared, but its log-probs, and their sum with the entropies")
 
     def prepare(self):
         """Read what the updates need of each trained rollout: ref, old, values, rewards."""
-        config, T = self.config, self.config.temperature
+        config = self.config
         rows = self.trained_rows = self.sequences(self.trained)
-        read = functools.partial(step_models.read, most_tokens=self.models.most_tokens)
+        read = functools.partial(step_models.read, temperature=config.temperature,
+                                 most_tokens=self.models.most_tokens)  # fmt: skip
         first = self.models.policy()
         self.pairs = {"": first}
         if config.advantage == "gae":
             self.pairs[CRITIC] = self.models.critic(self.kinds[CRITIC][0]["before"])
-            read(self.pairs[CRITIC], rows, T, "values", -1)
+            read(self.pairs[CRITIC], rows, "values", of=-1)
 
         # The twin gets the definition's numbers of other models, and its own only where they have a
         # part in the step without the policy's: then the two of a difference are not off as one.
-        for model, column, is_twins in (
-            (self.models.reference(), "ref_logprobs", config.kl_in == "reward"),
-            (self.models.teacher(), "teacher_logprobs", True),
-        ):
-            read(model if is_twins else [model[0], None], rows, T, column)
+        reference = self.models.reference()
+        read(reference if config.kl_in == "reward" else [reference[0]], rows, "ref_logprobs")
+        read(self.models.teacher(), rows, "teacher_logprobs")
         own = len(self.batches[0]) if config.first_is_its_own_old else 0
         later = [row[own:] for row in rows]
         if config.proximal:
-            read(first if config.importance_cap else [first[0], None], later, T, "old_logprobs")
+            read(first if config.importance_cap else first[:1], later, "old_logprobs")
         for s in itertools.chain(*later) if not config.proximal else ():
             s.old_logprobs = s.sampler_logprobs
-        for model in itertools.chain(*self.pairs.values()):
-            model.routed.clear()
-
-        # What the KL and the length take off the rewards of sampled tokens. A truncated rollout
-        # that --overlong filter takes out of the loss still counts in its group's rewards.
         for r, *both in zip(self.trained, *rows):
             for s in both:
-                chosen = SimpleNamespace(**{name: [x[t] for t in r.at] for name, x in (
-                    ("smp", s.sampler_logprobs), ("ref", s.ref_logprobs or s.tokens))})  # fmt: skip
-                lost = D.penalties(self.c, chosen)
-                lost[-1:] = [x + D.overlong_penalty(self.c, len(r.tokens) - r.prompt)
-                             for x in lost[-1:]]  # fmt: skip
-                s.rewards = r.reward - math.fsum(lost)
-                s.token_rewards = [0.0] * len(s.tokens)
-                for t, x in zip(r.at, lost):
-                    s.token_rewards[t] -= x
-                for end, reward in r.rewards:
-                    s.token_rewards[max(t for t in r.at if t <= end)] += reward
-                if config.overlong == "filter" and r.truncated:
-                    s.mask = [False] * len(s.mask)
-                if config.advantage == "gae":
-                    s.returns = [0.0] * len(s.tokens)
-                    for t, A in zip(s.at, gae(self.c, s)):
-                        s.returns[t] = s.values[t] + A
+                r.set_rewards(self.c, s)
+                s.mask = s.mask if self.is_in_loss(r) else [False] * len(s.mask)
+
+    def is_in_loss(self, r):
+        return not (self.config.overlong == "filter" and r.truncated)
 
     def check_advantages(self):
         """Hold the recorded advantages to the rewards. The recorded ones are used below."""
@@ -307,9 +230,9 @@ class Audit:
         self.find({"advantages": checks.check_advantages(step)})
         A = [s.advantages[t] for s in rows[0] for t in s.at]
         size = max(map(abs, A), default=0.0)
-        self.rows.append(of_kit("rollouts/advantage", step.measured["advantages"], size))
-        self.add("advantage/token_mean", mean(A), 0.0, EXACT * size)
-        self.add("advantage/token_std", D.spread(A), 0.0, EXACT * size)
+        self.add_of(step, "advantages", "rollouts/advantage", size=size)
+        self.add("advantage/token_mean", mean(A), floor=EXACT * size)
+        self.add("advantage/token_std", D.spread(A), floor=EXACT * size)
 
     # The updates
 
@@ -317,7 +240,11 @@ class Audit:
         """Do the updates of each model by the kit."""
         config, lr = self.config, D.learning_rate(self.config, self.step)
         rates = {"": lr, CRITIC: config.critic_lr * (lr / config.lr)}
-        self.updates = len([batch for batch in self.batches if self.in_loss(batch)])
+
+        # A minibatch without a rollout in the loss makes no update.
+        ends = [0, *itertools.accumulate(map(len, self.batches))]
+        self.updates = [slice(*ends[n : n + 2]) for n, batch in enumerate(self.batches)
+                        if any(map(self.is_in_loss, batch))]  # fmt: skip
         for prefix in self.pairs:
             self.add(f"{prefix.replace('.', '/')}lr", rates[prefix])
             kinds = self.train_model(prefix, rates[prefix])
@@ -326,119 +253,105 @@ class Audit:
                 self.add_solved("eval/solved", lambda n, kinds=kinds: self.models.as_sampled(
                     self.pairs[""][n].module, kinds[n]["before"]))  # fmt: skip
 
-    def in_loss(self, batch):
-        return [r for r in batch if not (self.config.overlong == "filter" and r.truncated)]
-
     def recorded(self, name, n):
         """Return the recorded number of update n, or None if it is not known."""
-        first, all_ = self.line.get(f"{name}_first"), self.line.get(name)
-        if self.updates == 1 or first is None:
-            return all_ if self.updates == 1 else None
+        first, all_, count = self.line.get(f"{name}_first"), self.line.get(name), len(self.updates)
+        if count == 1 or first is None:
+            return all_ if count == 1 else None
         # The mean of two updates and the first one give the second one.
-        return first if n == 0 else 2 * all_ - first if self.updates == 2 else None
+        return first if n == 0 else 2 * all_ - first if count == 2 else None
 
     def train_model(self, prefix, lr):
         """Do the updates of a model, and compare all that is known of each. Return its kinds."""
-        config, models, place, n = self.config, self.pairs[prefix], 0, 0
-        before, after = self.kinds[prefix]
+        models, path, many = self.pairs[prefix], prefix.replace(".", "/"), len(self.updates) > 1
+        before, after = self.kinds.pop(prefix)
         done = int(max(x.item() for x in before.pop("step").values()))
         kinds, steps, found, already = [before, before], [], [], {*self.findings}
-        norm, near = f"{prefix.replace('.', '/')}grad_norm", 0
-        for batch in self.batches:
-            both = [row[place : place + len(batch)] for row in self.trained_rows]
-            place += len(batch)
-            if not self.in_loss(batch):
-                continue
-            h = dict(lr=lr, betas=[0.9, config.beta2], eps=1e-8, names=[*before["before"]],
-                     weight_decay=config.weight_decay)  # fmt: skip
+        del before
+        for n, update in enumerate(self.updates):
+            h = dict(lr=lr, betas=[0.9, self.config.beta2], eps=1e-8, names=[*kinds[0]["before"]],
+                     weight_decay=self.config.weight_decay)  # fmt: skip
             numbers = dict(optimizer=dict(step=done + n + 1, groups=[h]))
-            # After a finding, later numbers are its effects.
-            is_open = not self.findings
-            if is_open:
-                numbers["grad_norm"] = self.recorded(norm, n)
             loss = self.recorded("loss/token_mean", n)
-            if is_open and not prefix and loss is not None:
-                numbers["loss"] = loss
-            if is_open and after and n + 1 == self.updates:
+            if not self.findings:  # after a finding, later numbers are its effects
+                numbers["grad_norm"] = self.recorded(f"{path}grad_norm", n)
+                numbers |= {} if prefix or loss is None else dict(loss=loss)
+            if not self.findings and after and n + 1 == len(self.updates):
                 kinds[0] = {**kinds[0], "after": after["before"], "exp_avg_after": after["exp_avg"]}
-            step = self.step_of(both, kinds, numbers, models, config.compute)
-            steps.append(step)
-            self.find(checks.check_gradient(step),
-                      f"{prefix}update {n + 1}: " if self.updates > 1 else prefix)  # fmt: skip
-            g = step.full
-            bounds = step.distances["gradient norm"] * g.norm, step.floor * g.norm
-            found.append(step.metrics() | {norm: (g.norm, *bounds)})
+            rows = [row[update] for row in self.trained_rows]
+            step = self.step_of(rows, kinds, numbers, models, self.config.compute)
+            step.updates = n + 1
+            self.find(checks.check_gradient(step), f"{prefix}update {n + 1}: " if many else prefix)
+            size = max(step.full.norm, TINY)
+            found.append(step.metrics() | {f"{path}grad_norm": (
+                step.full.norm, step.distances["gradient norm"] * size, step.floor * size)})
             if not prefix and models[0].counts():
-                near += self.route(models, len(both[0]), found[-1])
-            used = step.clip(g), step.shaken
-            kinds = [x.next_kinds(y) for x, y in zip((step, step.twin), used)]
-            n += 1
-        self.compare_updates(prefix, norm, found)
-        if steps and after and not already and {*self.findings} and self.updates > 1:
-            if text := explain_updates(steps):
-                self.findings = {f"{prefix}updates 1 to {n}": text}
+                self.route(models, len(rows[0]), found[-1])
+            kinds = [x.next_kinds(y) for x, y in (
+                (step, step.clip(step.full)), (step.twin, step.shaken))]  # fmt: skip
+            steps = [*steps, step] if step.is_small else [step]  # a large one takes gigabytes
+        self.compare_updates(prefix, path, found)
+        if many and after and not already and self.findings:
+            if text := next(updates_explained(steps), ""):
+                self.findings = {f"{prefix}updates 1 to {len(steps)}": text}
         for key, name in (("gradient", "gradient"), ("parameters", "weights")):
             if steps and name in steps[-1].measured:
-                key = prefix.replace(".", "/") + key
-                self.rows.append(of_kit(key, steps[-1].measured[name]))
-                self.causes[key] = f"furthest in {steps[-1].measured[name].where}"
-        if not prefix and self.models.after and config.router_bias_rate:
+                where = steps[-1].measured[name].where
+                self.add_of(steps[-1], name, f"{path}{key}", why=f"furthest in {where}")
+        if not prefix and self.models.after and self.config.router_bias_rate:
             *sizes, wrong = self.models.votes_apart(models[0].module)
-            self.rows.append(Row("votes", *sizes, wrong, floor=4 * near, because="near choices"))
+            self.row("votes", *sizes, wrong, floor=4 * self.near, because="near choices")
         if not after:
             self.intro.append(f"{prefix or 'the policy'}: the weights after the step are not "
                               f"compared, as there is no step-{self.step + 1:08d}")  # fmt: skip
         return kinds
 
     def route(self, models, count, found):
-        """Count the tokens of experts in an update, and move the biases. Return near choices."""
+        """Count the tokens of experts in an update, and move the biases."""
         for model in models:
             model.routed = model.routed[-count:]  # of the forwards with a graph
         counts, near = models[0].counts(), step_models.near_choices(models)
         means = {layer: n_E.mean().item() for layer, n_E in counts.items()}
         load = max(n_E.max().item() / means[layer] for layer, n_E in counts.items())
         found["experts/load_max"] = load, 0.0, near / min(means.values())
-        if near:
-            self.causes["experts/load_max"] = f"{near} choices of experts are within rounding"
+        self.near += near
         for model in models if self.config.router_bias_rate else ():
             for layer, n_E in counts.items():
                 model.module.model.layers[layer].mlp.votes += D.votes(n_E)
-        return near
 
-    def compare_updates(self, prefix, norm, found):
+    def compare_updates(self, prefix, path, found):
         """Compare the metrics of a model's updates: the first one's, and of all."""
         # The first update's come before those that a change of the weights has a part in.
+        own = (f"{path}grad_norm", "value/loss")
         names = [name for name in (found[0] if found else ())
-                 if (name in (norm, "value/loss") if prefix else name != "value/loss")]
+                 if (name in own if prefix else name != "value/loss")]  # fmt: skip
         for name in names:
             self.add(f"{name}_first", *found[0][name])
         for name in names:
-            how = LINE[name].reduce
-            self.add(name, *(how(list(x)) for x in zip(*(by[name] for by in found))))
+            self.add(name, *(LINE[name].reduce(list(x)) for x in zip(*(by[name] for by in found))))
 
     def measure_step(self):
         """Compute the metrics of the step that are of no update."""
-        config, S = self.config, self.trained_rows
-        states = self.models.states[self.models.before], self.models.states[self.models.sampled]
-        counts = [state["policy_version"] for state in states]
-        age, U = min(self.step, config.staleness), self.updates
-        tokens = sum(len(r.tokens) for batch in self.batches if self.in_loss(batch) for r in batch)
+        before, sampled = (self.models.states[path] for path in (
+            self.models.before, self.models.sampled))  # fmt: skip
+        U, version = len(self.updates), before["policy_version"]
+        age = min(self.step, self.config.staleness)
+        tokens = sum(len(r.tokens) for update in self.updates for r in self.trained[update])
         values = {
-            "policy_version": counts[0] + U, "tokens/trained_flat": tokens,
-            "updates/skipped": states[0]["skipped"],
-            "policy/age_mean": age, "policy/age_max": age,
-            "policy_age/update_mean": counts[0] - counts[1] + (U - 1) / 2,
+            "policy_version": version + U, "tokens/trained_flat": tokens,
+            "updates/skipped": before["skipped"], "policy/age_mean": age, "policy/age_max": age,
+            "policy_age/update_mean": version - sampled["policy_version"] + (U - 1) / 2,
         }  # fmt: skip
-        if config.tree == "disabled":
+        if self.config.tree == "disabled":
             values["tokens/trained"] = tokens
         for key, value in values.items():
             self.add(key, value)
-        if config.advantage != "gae":
+        if self.config.advantage != "gae":
             return
         # g - v is the advantage before it is whitened. A critic that says all has 1.
         (v, g), (v2, g2) = (torch.tensor(
             [(s.values[t], s.returns[t]) for s in row for t in s.at], dtype=torch.float64,
-        ).view(-1, 2).T for row in S)  # fmt: skip
+        ).view(-1, 2).T for row in self.trained_rows)  # fmt: skip
         rest, spread = ((x - x.mean()).square().mean().sqrt().item() for x in (g - v, g))
         off = ((g - g2).square().mean() + (v - v2).square().mean()).sqrt().item()
         self.add("value/token_mean", v.mean().item(), (v - v2).abs().mean().item(), 1e-11)
@@ -448,19 +361,23 @@ class Audit:
     def cause(self, row) -> str:
         """Say why a row says nothing."""
         key, dtype = row.key.removesuffix("_first"), self.config.compute
-        part = f"{row.allowed / abs(row.by_hand):.0%} of it" if row.by_hand else "all of it"
-        if key in self.causes:
-            return f"{part} is allowed: {self.causes[key]}"
         if key.startswith("logprob_gap"):
             return "the number is the rounding of two forwards itself"
-        if not row.by_hand:
+        if row.why:
+            why = row.why
+        elif key == "experts/load_max" and self.near:
+            why = f"{self.near} choices of experts are within rounding"
+        elif not row.by_hand:
             return f"the number is 0, and rounding in {dtype} may make it {row.allowed:.0e}"
-        if key in METRICS and METRICS[key][0] in ("clips", "masked"):
-            return f"{part} is allowed: so many tokens are within rounding of a bound"
-        if self.updates > 1 and row.key == key:
-            return (f"{part} is allowed: AdamW makes full steps of rounding, so the weights before "
-                    f"the last update are known less well")
-        return f"{part} is allowed: its terms have both signs, or {dtype} is too coarse for it"
+        elif key in METRICS and METRICS[key][0] in ("clips", "masked"):
+            why = "so many tokens are within rounding of a bound"
+        elif len(self.updates) > 1 and row.key == key:
+            why = ("AdamW makes full steps of rounding, so the weights before the last update are "
+                   "known less well")  # fmt: skip
+        else:
+            why = f"its terms have both signs, or {dtype} is too coarse for it"
+        part = f"{row.allowed / abs(row.by_hand):.0%} of it" if row.by_hand else "all of it"
+        return f"{part} is allowed: {why}"
 
 
 # The audit ----------------------------------------------------------------------------------------
@@ -529,23 +446,18 @@ def audited(run, step=None, task="", reward="", world=1, make: Callable = make_t
                                     bar.update)  # fmt: skip
         audit = Audit(files, models, task, number, world)
         audit.intro.append(f"from {origin}")
-        bar.total = forwards(audit)
-        count, tokens = len(audit.played), sum(len(r.tokens) for r in audit.played)
-        print(f"step {number}: {count} rollouts of {tokens} tokens, in float64 and once more in "
-              f"{files.config.compute}", file=sys.stderr, flush=True)  # fmt: skip
+        played, c = audit.played, files.config
+        passes = 2 + bool(c.kl_coef) + c.proximal + 2 * bool(c.teacher) + 4 * (c.advantage == "gae")
+        bar.total = 2 * len(played) + passes * len(audit.trained)  # about
+        tokens = sum(len(r.tokens) for r in played)
+        print(f"step {number}: {len(played)} rollouts of {tokens} tokens, in float64 and once more "
+              f"in {c.compute}", file=sys.stderr, flush=True)  # fmt: skip
         rows = audit.run()
     left_out = sorted(audit.line.keys() - {row.key for row in rows} - {"step"})
     unknown = [name for name in left_out if not name.startswith(NOT_BY_HAND)]
     if unknown:
         audit.intro.append(f"the audit does not know {', '.join(unknown)}")
     return Report(str(run), number, audit.intro, rows, audit.findings, left_out)
-
-
-def forwards(audit) -> int:
-    """Return about how many forwards an audit makes, for the bar."""
-    c, n = audit.config, len(audit.trained)
-    passes = 2 + bool(c.kl_coef) + bool(c.proximal) + 2 * bool(c.teacher)
-    return 2 * len(audit.played) + n * (passes + 4 * (c.advantage == "gae"))
 
 
 def main(argv) -> int:

@@ -23,7 +23,6 @@ from full.learn.rollouts import Sampler, play_held_out
 from full.learn.trainer import empty_critic, keep_wide
 from full.model.deltanet import TokenByToken
 from full.model.exact import packed_attention, require_exact_kernels
-from full.model.experts import Routing
 from full.model.hf import load_hf
 from full.model.lora import merge, plain
 from full.model.transformer import causal_attention
@@ -60,23 +59,6 @@ class OnDisk(Mapping):
         return len(self.files)
 
 
-class RoutingLeads(Routing):
-    """Count the tokens of experts, and how narrowly these won."""
-
-    def __init__(self, model):
-        self.layers, self.counts, self.leads = model.model.layers, {}, []
-
-    def __call__(self, p_NE, ids_NK, /, *, layer):
-        # Experts are chosen by p plus the bias. The lead is over the next expert.
-        E, K = p_NE.shape[1], ids_NK.shape[1]
-        self.counts[layer] = torch.bincount(ids_NK.flatten(), minlength=E).double()
-        mlp = self.layers[layer].mlp
-        biased_NE = p_NE.detach().double() + (mlp.rate * mlp.votes if mlp.rate else 0)
-        best_NE = biased_NE.sort(-1, descending=True).values
-        if K < E:
-            self.leads += (best_NE[:, K - 1] - best_NE[:, K]).tolist()
-
-
 class Called(torch.nn.Module):
     """A run's model as the step kit calls it. `module` is a prefix that the kit knows.
 
@@ -86,23 +68,33 @@ class Called(torch.nn.Module):
     def __init__(self, model, tick=lambda: None):
         super().__init__()
         self.module, self.tick = model, tick
-        self.routed = []  # the RoutingLeads of each forward
+        self.routed = []  # of each forward: {layer: (tokens of each expert, leads of choices)}
 
     def forward(self, tokens, at=None):
-        routing = RoutingLeads(self.module)
+        self.routed.append({})
         states = self.module.hidden(tokens, attention=TokenByToken(causal_attention),
-                                    on_routing=routing)  # fmt: skip
-        self.routed.append(routing)
+                                    on_routing=self.note_routing)  # fmt: skip
         self.tick()
         states = states if at is None else states[at][None]  # at: rows and places
         if self.module.logprobs is None:
             return SimpleNamespace(logits=None, values=self.module.values(states))
         return self.module.logits(states)
 
+    def note_routing(self, p_NE, ids_NK, /, *, layer):
+        """Count the tokens of experts, and note how narrowly they were chosen."""
+        # Experts are chosen by p plus the bias. The lead is over the next expert.
+        E, K = p_NE.shape[1], ids_NK.shape[1]
+        mlp = self.module.model.layers[layer].mlp
+        biased_NE = p_NE.detach().double() + (mlp.rate * mlp.votes if mlp.rate else 0)
+        best_NE = biased_NE.sort(-1, descending=True).values
+        leads = (best_NE[:, K - 1] - best_NE[:, K]).tolist() if K < E else []
+        counts_E = torch.bincount(ids_NK.flatten(), minlength=E).double()
+        self.routed[-1][layer] = counts_E, leads
+
     def counts(self) -> dict:
         """Return {layer: how many tokens of the noted forwards went to each expert}."""
-        layers = self.routed[0].counts if self.routed else ()
-        return {layer: sum(r.counts[layer] for r in self.routed) for layer in layers}
+        return {layer: sum(by[layer][0] for by in self.routed)
+                for layer in (self.routed[0] if self.routed else ())}  # fmt: skip
 
 
 def pair(model, dtype, tick) -> list:
@@ -120,7 +112,8 @@ def pair(model, dtype, tick) -> list:
 
 def near_choices(models) -> int:
     """Return how many choices of experts rounding may turn, by how far the twin's leads are off."""
-    mine, its = ([lead for r in model.routed for lead in r.leads] for model in models)
+    mine, its = ([lead for by in model.routed for _, leads in by.values() for lead in leads]
+                 for model in models)  # fmt: skip
     most = FACTOR * max((abs(x - y) for x, y in zip(mine, its)), default=0.0)
     return sum(x <= most for x in mine)
 
@@ -175,7 +168,7 @@ class Models:
         """Return a critic with these weights and its twin."""
         critic = empty_critic(self.config, self.shape)
         for name, x in weights.items():
-            set_tensor(critic, name, torch.nn.Parameter(x))
+            set_tensor(critic, name, torch.nn.Parameter(x.clone()))
         compute = self.config.compute
         return pair(critic.to(getattr(torch, compute)), compute, self.tick)
 
@@ -185,21 +178,18 @@ class Models:
         prefix: of the names of the critic, or "" for the policy.
         """
         make = empty_critic if prefix else empty_policy
-        named = make(self.config, self.shape).named_parameters()
-        kinds = dict(before="", exp_avg=".exp_avg", exp_avg_sq=".exp_avg_sq", step=".step")
-        found, tensors = {kind: {} for kind in kinds}, {}
-        for name, p in named:
-            for kind, end in kinds.items() if p.requires_grad else ():
-                found[kind][name] = torch.empty(p.shape, dtype=p.dtype)
-                if kind == "step":
-                    found[kind][name] = torch.empty(())
-                of = "optimizer" if end else "model"
-                tensors[f"{prefix}{of}.{name}{end}"] = found[kind][name]
-        read_checkpoint(path, tensors, only=(f"{prefix}model.", f"{prefix}optimizer."))
-        stored = {"step": found.pop("step")}
+        named = {name: p for name, p in make(self.config, self.shape).named_parameters()
+                 if p.requires_grad}  # fmt: skip
+        ends = dict(before="", exp_avg=".exp_avg", exp_avg_sq=".exp_avg_sq", step=".step")
+        found = {kind: {name: torch.empty(()) if kind == "step" else torch.empty(
+            p.shape, dtype=p.dtype) for name, p in named.items()} for kind in ends}  # fmt: skip
+        read_checkpoint(path, {
+            f"{prefix}{'optimizer' if end else 'model'}.{name}{end}": found[kind][name]
+            for kind, end in ends.items() for name in named},
+            only=(f"{prefix}model.", f"{prefix}optimizer."))  # fmt: skip
+        stored = {kind: self.new_kind() for kind in found}
         for kind, by in found.items():
-            stored[kind] = self.new_kind()
-            for name in list(by):
+            for name in named:
                 stored[kind][name] = by.pop(name)
         trim_memory()
         return stored
@@ -239,18 +229,19 @@ class Models:
 
 
 @torch.no_grad()
-def read(models, rows, temperature, column, of=0, most_tokens=0):
+def read(models, rows, column, *, temperature, most_tokens, of=0):
     """Set a column of Sequences to a model's numbers. of: 0 log-probs, -1 values.
 
-    rows: the Sequences of the definition and of the twin. Without a twin, they get the same.
+    models: the definition's model and the twin's. Without a twin, its rows get the same numbers.
+    rows: the Sequences of the definition and of the twin.
     """
-    # The twin's are mirrored at the definition's: two forwards of a trainer round apart, and a
-    # difference of the twin's own two would be 0.
     if models[0] is None:
         return
     mine, *its = ([found[of].tolist() for part in together(rows[0], most_tokens)
-                   for found in score(model, part, temperature)]
-                  for model in models if model is not None)  # fmt: skip
+                   for found in score(model, part, temperature)] for model in models)  # fmt: skip
+
+    # The twin's are mirrored at the definition's: two forwards of a trainer round apart, and a
+    # difference of the twin's own two would be 0.
     for n, (s, x) in enumerate(zip(*rows)):
         setattr(s, column, mine[n])
         setattr(x, column, [2 * a - b for a, b in zip(mine[n], its[0][n])] if its else mine[n])

@@ -14,9 +14,11 @@ import itertools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import train_grpo
-from conformance.sequences import Sequence
+from conformance import definition as D
+from conformance.sequences import Sequence, gae
 from full.learn.rollouts import Trajectory, bare, draw_prompts
 from full.learn.trainer import Trainer
 from full.ranks.checkpoint import checkpoints
@@ -91,6 +93,15 @@ class RunFiles:
         return {n: [groups[n][i] for i in sorted(groups[n])] for n in sorted(groups)}
 
 
+def settings(config) -> dict:
+    """Return the settings of the step kit that are a run's."""
+    given = {x: getattr(config, x) for x in D.DEFAULTS if hasattr(config, x)}
+    given |= dict(largest_d=10.0, clip_eps=0.0, critic="separate")
+    if config.objective == "cispo":
+        given |= dict(clip_low=1.0, clip_high=config.cispo_bound - 1)
+    return given
+
+
 # Rollouts -----------------------------------------------------------------------------------------
 
 
@@ -148,6 +159,18 @@ class Rollout:
         self.truncated = not ended
         self.differs += abs(len(self.tokens) - (min(place, limit) if ended else limit))
 
+    @property
+    def missampled(self):
+        """How many tokens are noted as sampled and were not, or the other way round."""
+        return len({t + 1 for t, on in enumerate(self.line["sampled"]) if on} ^ {*self.at})
+
+    def compared_rewards(self) -> tuple:
+        """Return the sum of the recorded rewards, of the task's, and how far two are apart."""
+        noted, own = {at + 1: x for at, x in self.line["rewards"]}, dict(self.rewards)
+        apart = [abs(noted.get(t, 0.0) - own.get(t, 0.0)) for t in {*noted, *own}]
+        off = max([float(bool(self.line["truncated"]) != self.truncated), *apart])
+        return sum(noted.values()), sum(own.values()), off
+
     def shares(self, config, place) -> list:
         """Return for each turn up to a place which rollouts share it: the first, and how many."""
         # With 2 forks at each of 2 turns a prompt is played for 4 rollouts until turn 1 ends, then
@@ -179,6 +202,23 @@ class Rollout:
         ) | columns  # fmt: skip
         return Sequence(place, self.tokens, **columns)
 
+    def set_rewards(self, c, s):
+        """Give a Sequence its rewards, less what the KL and the length take off, and returns."""
+        chosen = SimpleNamespace(**{name: [x[t] for t in self.at] for name, x in (
+            ("smp", s.sampler_logprobs), ("ref", s.ref_logprobs or s.tokens))})  # fmt: skip
+        lost = D.penalties(c, chosen)
+        lost[-1:] = [x + D.overlong_penalty(c, len(self.tokens) - self.prompt) for x in lost[-1:]]
+        s.rewards = self.reward - math.fsum(lost)
+        s.token_rewards = [0.0] * len(s.tokens)
+        for t, x in zip(self.at, lost):
+            s.token_rewards[t] -= x
+        for end, reward in self.rewards:
+            s.token_rewards[max(t for t in self.at if t <= end)] += reward
+        if c.advantage == "gae":
+            s.returns = [0.0] * len(s.tokens)
+            for t, A in zip(s.at, gae(c, s)):
+                s.returns[t] = s.values[t] + A
+
 
 def replay(config, task, step, lines) -> dict:
     """Return {group: Rollouts} of a step's lines."""
@@ -194,6 +234,16 @@ def replay(config, task, step, lines) -> dict:
 def is_kept(config, group) -> bool:
     """Return whether a group is trained on: dynamic sampling drops groups of equal rewards."""
     return not config.dynamic_sampling or len({r.reward for r in group}) > 1
+
+
+def groups_played(config, groups) -> int:
+    """Return how many groups a step plays: in each round, as many new ones as are missing."""
+    played = chosen = 0
+    for _ in range(config.max_rounds):
+        new = range(played, played + config.prompts - chosen)
+        chosen += sum(n not in groups or is_kept(config, groups[n]) for n in new)
+        played = new.stop
+    return played
 
 
 def minibatches(config, groups) -> list:

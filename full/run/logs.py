@@ -221,7 +221,7 @@ class RolloutLog:
         # Ranks have played groups of their own, and rank 0 writes: in the order of their numbers,
         # so that the file does not tell how many ranks there were.
         # COMM: what decides above is the same on all ranks, so all come here or none does.
-        # Pinned by tests/full/test_audit.py::test_honest_runs_pass.
+        # Pinned by tests/full/test_audit.py::test_what_an_audit_says.
         for _, group in gather_groups(groups):
             lines = [rollout_line(self.task, step, i, t) for i, t in enumerate(group)]
             self.directory.append(self.directory.ROLLOUTS, lines)

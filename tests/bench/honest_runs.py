@@ -1,17 +1,19 @@
 """Audit honest runs with random settings: an audit that calls one of them wrong is a false alarm.
 
     python tests/bench/honest_runs.py FOLDER 40        # 40 runs of 3 steps, each step audited
-    python tests/bench/honest_runs.py FOLDER 40 --first 100    # other ones
+    python tests/bench/honest_runs.py FOLDER 40        # 40 other ones; the table has 80
 
-Each run has settings drawn by its number: objective, advantage, KL, critic, precisions, trees,
-factors, staleness and ranks. Prints the nearest row of each audit, the alarms, and the factor that
-each precision would have needed: how far a row is off beyond its floor, in distances of the twin.
+Each run has settings drawn by its number: objective, advantage, KL, critic, model, precisions,
+trees, factors, staleness and ranks. Prints the nearest row of each audit, the alarms, and the
+factor that each precision would have needed: how far a row is off beyond its floor, in distances of
+the twin. FOLDER/audits.jsonl has all audits so far, and the table is of all of them.
 """
 
 import argparse
 import collections
 import contextlib
 import io
+import json
 import shlex
 import shutil
 import subprocess
@@ -23,12 +25,18 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from full.__main__ import main as full_main
 from full.audit.audit import audited
+from full.model.hf import save_hf
 from full.run.build import one_process
+from full.tiny import tiny_model
 
-TINY = "--size 3 --turns 3 --device cpu --layers 2 --hidden 16 --heads 4 --prompts 4 --group 4 "
+TINY = "--size 3 --turns 3 --device cpu --prompts 4 --group 4 "
 TINY += "--lr-warmup 0 --eval-every 2 --eval-prompts 6 --save-every 1 --keep 9 --steps 3 "
 TINY += "--log-rollouts all --seed {seed}"
+OWN = "--layers 2 --hidden 16 --heads 4"
+FAMILIES = ("qwen3_5_text", "gemma3_text", "qwen3_moe")  # a hybrid, windows, experts
 CHOICES = [  # of each list one entry
+    [*[OWN] * 6, "--model {folder}/qwen3_5_text", "--model {folder}/qwen3_5_text",
+     "--model {folder}/gemma3_text", "--model {folder}/qwen3_moe --router-bias-rate 0.05"],
     ["--lr 0.02", "--lr 0.003", "--lr 0.02 --weight-decay 0.1", "--lr 0.01 --lr-decay cosine"],
     ["", "--minibatches 1", "--minibatches 3"],
     ["", "--objective gspo --clip-low 0.01 --clip-high 0.02", "--objective sapo",
@@ -41,7 +49,7 @@ CHOICES = [  # of each list one entry
      "--forks 2 --fork-turns 1"],
     ["", "", "--kl-coef 0.1", "--kl-coef 0.05 --kl k1"],
     ["", "", "--compute-dtype bfloat16", "--dtype float64", "--generator-dtype bfloat16",
-     "--dtype bfloat16"],
+     "--dtype bfloat16", "--dtype bfloat16 --lora-rank 2", "--compute-dtype bfloat16 --lora-rank 2"],
     ["", "", "--tree sparse", "--tree dta --chunk-tokens 9"],
     ["", "", "--staleness 1", "--proximal", "--proximal --importance-cap 1.01"],
     ["", "", "", "--lora-rank 2"],
@@ -51,12 +59,20 @@ CHOICES = [  # of each list one entry
 RANKS = [*[""] * 21, "--plan d2", "--plan t2", "--plan c2"]
 
 
+def make_models(folder):
+    """Write a tiny checkpoint of each family, with the vocabulary of `guess`."""
+    for name in FAMILIES:
+        if not (folder / name).exists():
+            save_hf(tiny_model(name, vocab_size=7, eos_token_id=(6,)), folder / name)
+
+
 def made(folder, number):
     """Make run `number`. Return its flags, or None if these flags go against each other."""
     random = np.random.default_rng(number)
-    flags = [TINY.format(seed=number), *(str(random.choice(some)) for some in CHOICES)]
+    drawn = [str(random.choice(some)) for some in CHOICES]
     plan = str(random.choice(RANKS))
-    line = " ".join([*filter(None, flags), plan])
+    words = " ".join(dict.fromkeys(filter(None, [*drawn, plan])))
+    line = f"{TINY.format(seed=number)} {words.format(folder=folder)}"
     given = [*shlex.split(line), "--out", str(folder / f"run-{number}")]
     said = io.StringIO()
     if plan:
@@ -70,21 +86,39 @@ def made(folder, number):
         text = said.getvalue()
     if code:
         (folder / f"run-{number}.txt").write_text(line + "\n" + text, encoding="utf-8")
-        return None
-    return line.removeprefix(TINY.format(seed=number)).strip()
+    return None if code else words.format(folder="")
 
 
-def precision_of(flags) -> str:
-    """Return the flags of a run that are about precision and factors."""
+def kind_of(flags) -> str:
+    """Return the flags of a run that are about its model, precision and factors."""
     words = flags.split()
-    names = ("--dtype", "--compute-dtype", "--generator-dtype", "--lora-rank")
-    found = [f"{a[2:]} {b}" for a, b in zip(words, words[1:]) if a in names]
+    names = ("--model", "--dtype", "--compute-dtype", "--generator-dtype", "--lora-rank")
+    found = dict.fromkeys(f"{a[2:]} {b.strip('/')}" for a, b in zip(words, words[1:]) if a in names)
     return ", ".join(found) or "float32"
 
 
 def needed(row) -> float:
     """Return the factor with which a row would just hold."""
     return max(0.0, row.difference - row.floor) / row.distance if row.distance else 0.0
+
+
+def audit_all(folder, number) -> list:
+    """Make a run and audit its steps. Return a dict for each audit, or one without a factor."""
+    flags = made(folder, number)
+    run, found = folder / f"run-{number}", []
+    for step in range(3) if flags is not None else ():
+        with one_process("an audit"), contextlib.redirect_stderr(io.StringIO()):
+            report = audited(run, step)
+        factor, key = max((needed(row), row.key) for row in report.rows)
+        outside = [f"{row}" for row in report.rows if not row.ok]
+        silent = sum(not row.is_informative for row in report.rows)
+        found.append(dict(number=number, flags=flags, step=step, factor=factor, key=key,
+                          outside=outside, silent=silent, rows=len(report.rows)))  # fmt: skip
+        print(f"{number} {flags}: step {step}, {key} needs {factor:.2f}; {silent} of "
+              f"{len(report.rows)} say nothing", *outside, sep="\n    ", flush=True)  # fmt: skip
+    if not any(audit["outside"] for audit in found):
+        shutil.rmtree(run, ignore_errors=True)
+    return found or [dict(number=number)]
 
 
 def main():
@@ -94,32 +128,26 @@ def main():
     parser.add_argument("--first", type=int, default=0)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    number, runs, audits, alarms = options.first, 0, 0, 0
-    table = collections.defaultdict(list)  # precision -> (factor needed, outside, silent rows)
-    while runs < options.runs:
-        flags = made(options.folder, number)
-        run = options.folder / f"run-{number}"
-        for step in range(3) if flags is not None else ():
-            with one_process("an audit"), contextlib.redirect_stderr(io.StringIO()):
-                report = audited(run, step)
-            factor, key = max((needed(row), row.key) for row in report.rows)
-            outside = [row for row in report.rows if not row.ok]
-            silent = sum(not row.is_informative for row in report.rows)
-            table[precision_of(flags)].append((factor, bool(outside), silent, len(report.rows)))
-            audits, alarms = audits + 1, alarms + bool(outside)
-            print(f"{number} {flags}: step {step}, {key} needs {factor:.2f}; {silent} of "
-                  f"{len(report.rows)} say nothing{'  OUTSIDE' if outside else ''}", flush=True)
-            for row in outside:
-                print(f"    {row}", flush=True)
-        if flags is not None and not any(x[1] for x in table[precision_of(flags)][-3:]):
-            shutil.rmtree(run)
-        runs += flags is not None
-        number += 1
-    print(f"{runs} runs, {audits} audits, {alarms} false alarms")
-    for name, found in sorted(table.items()):
-        factors, outside, silent, rows = zip(*found)
-        print(f"| {name} | {len(found)} | {np.quantile(factors, 0.95):.2f} | {max(factors):.2f} | "
-              f"{sum(outside)} | {sum(silent) / sum(rows):.0%} |")  # fmt: skip
+    make_models(options.folder)
+    path = options.folder / "audits.jsonl"
+    audits = [json.loads(line) for line in path.open()] if path.exists() else []
+    number = max([options.first, *(audit["number"] + 1 for audit in audits)])
+    left = options.runs
+    while left:
+        found = audit_all(options.folder, number)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(audit) + "\n" for audit in found)
+        left, number, audits = left - ("factor" in found[0]), number + 1, audits + found
+    done, table = [audit for audit in audits if "factor" in audit], collections.defaultdict(list)
+    for audit in done:
+        table[kind_of(audit["flags"])].append(audit)
+    for name, some in sorted(table.items()):
+        factors, alarms, silent, rows = zip(*((x["factor"], bool(x["outside"]), x["silent"],
+                                               x["rows"]) for x in some))  # fmt: skip
+        print(f"| {name} | {len(some)} | {np.median(factors):.1f} | {max(factors):.1f} | "
+              f"{sum(alarms)} | {sum(silent) / sum(rows):.0%} |")  # fmt: skip
+    print(f"{len({x['number'] for x in done})} runs, {len(done)} audits, "
+          f"{sum(bool(x['outside']) for x in done)} false alarms")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -250,6 +250,19 @@ exact = false
 
 
 @pytest.mark.quick
+def test_rollouts_are_logged_all_or_none_or_some(tmp_path_factory):
+    run = runs_made_once(tmp_path_factory)
+
+    def counts(flags):
+        lines = (run(f"{FLAGS} 4 --prompts 4 {flags}") / "rollouts.jsonl").read_text().splitlines()
+        steps = [json.loads(line)["step"] for line in lines]
+        return {step: steps.count(step) for step in steps}
+
+    assert counts("") == {0: 16, 1: 4, 3: 16}
+    assert counts("--log-rollouts all") == {0: 16, 1: 16, 2: 16, 3: 16}
+    assert counts("--log-rollouts none") == {}
+
+
 def test_flags_win_over_a_file_of_settings(tmp_path):
     """Before it and after it. The rest is as if typed."""
     path = tmp_path / "mine.toml"
