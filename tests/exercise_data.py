@@ -184,7 +184,7 @@ BUGS = dict(enumerate((
         "token counts more where there are few. Z is one number for all."),
     Bug("ring_attention.py",
         "(distance_qk < window)", "(distance_qk <= window)",
-        "With a window, SDPA with the docstring's mask differs.",
+        "With a window, out is not SDPA's.",
         "A window of 3 would let the query at position 5 see keys 2, 3, 4 and 5. The window counts "
         "the token itself."),
     Bug("train_grpo.py",

@@ -85,6 +85,7 @@ def vocabulary(parallel):
 
 def pipeline(parallel):
     from ring_attention import launch
+
     found = launch(3, most_pending, parallel)
     yield found == [3, 2, 1], f"3 stages keep 3, 2, 1 micro-batches until their backward: {found}"
 
@@ -106,6 +107,7 @@ def most_pending(parallel):
 
 def z(train_grpo):
     from ring_attention import launch
+
     torch.optim.AdamW([torch.zeros(1)])  # imports a large package once, before ranks fork
     (truth,) = launch(1, two_steps, train_grpo, "d1")
     for plan in ("d2", "c2", "t2"):
