@@ -111,8 +111,8 @@ EXERCISES = {
         slip=("stop < end + max_tokens and all(", "all(")),
     "z": Exercise(
         "train_grpo.py", ("Trainer.total", "Trainer.loss_denominator", "train"), "equation (5)", 30,
-        "Write the loop, with the Z of (5): one number for all ranks. After each step, call log(step, "
-        "batch, metrics, updates, solved). solved is None where no evaluation is due.",
+        "Write the loop, with the Z of (5): one number for all ranks. After each step, call "
+        "log(step, batch, metrics, updates, solved). solved is None where no evaluation is due.",
         ("Collect, prepare, then for each minibatch: Z, `forward_backward`, `optim_step` with the "
          "learning rate of the step. Evaluate every `eval_every` steps and after the last one.",
          "Z is the sum of `loss_denominator` over the d ranks: c and t ranks have the same "
