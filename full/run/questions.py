@@ -272,10 +272,10 @@ class Jsonl(Task):
             tokens = self.text.next_turn(said_so_far, self.end[0], line.arguments)
             self._require_known(tokens)
             said += len(tokens)
-        if said + len(line.later) + 1 > self.config.max_new_tokens:
-            most = self.config.max_new_tokens
+        limit = self.config.max_new_tokens
+        if said + len(line.later) + 1 > limit:
             raise ValueError(f"{said} tokens are said after the policy's answers, which leaves no "
-                             f"room for these in --max-new-tokens {most}")  # fmt: skip
+                             f"room for these in --max-new-tokens {limit}")  # fmt: skip
 
     def _require_lines(self):
         """Raise a ValueError for files that leave nothing to train on, or to hold out."""
