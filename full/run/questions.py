@@ -112,7 +112,11 @@ class Jsonl(Task):
         self.text = text_of(config)
         self.end = self.text.end
         self.vocab_size = self.text.vocab_size
-        self.template = template_of(config, self.text)
+        # Unless somebody wants it otherwise, a checkpoint is spoken to as it has learned to be: a
+        # model that is trained on other marks than its own has to unlearn its own first.
+        self.template = config.template or ("raw" if self.text.template is None else "chat")
+        if self.template != "chat" and config.template_args:
+            raise ValueError(f"--template-args: {config.model} has no chat template to put them in")
         self.reward = None
         if config.reward:
             self.reward = reward_of(config.reward, reward)
@@ -268,10 +272,10 @@ class Jsonl(Task):
             tokens = self.text.next_turn(said_so_far, self.end[0], line.arguments)
             self._require_known(tokens)
             said += len(tokens)
-        if said + len(line.later) + 1 > self.config.max_new_tokens:
-            most = self.config.max_new_tokens
+        limit = self.config.max_new_tokens
+        if said + len(line.later) + 1 > limit:
             raise ValueError(f"{said} tokens are said after the policy's answers, which leaves no "
-                             f"room for these in --max-new-tokens {most}")  # fmt: skip
+                             f"room for these in --max-new-tokens {limit}")  # fmt: skip
 
     def _require_lines(self):
         """Raise a ValueError for files that leave nothing to train on, or to hold out."""
@@ -323,19 +327,6 @@ class Jsonl(Task):
             raise ValueError(f"--reward {self.config.reward} gave {reward!r} {where}: rewards must "
                              f"be finite numbers")  # fmt: skip
         return float(bare(reward))
-
-
-def template_of(config, text) -> str:
-    """Return how a run puts a question to this checkpoint: chat, raw, or a text with {question}.
-
-    text: the checkpoint's Text. --template decides, and without it the checkpoint does.
-    """
-    # Unless somebody wants it otherwise, a checkpoint is spoken to as it has learned to be: a model
-    # that is trained on other marks than its own has to unlearn its own first.
-    template = config.template or ("raw" if text.template is None else "chat")
-    if template != "chat" and config.template_args:
-        raise ValueError(f"--template-args: {config.model} has no chat template to put them in")
-    return template
 
 
 def with_instruction(config, question) -> str:

@@ -150,7 +150,12 @@ class Text:
         with named(f"the chat template of {self.directory} fails"):
             template = self.tokenizer.get_chat_template(tools=arguments.get("tools"))
             if "strftime_now" in template:
-                how |= dict(chat_template=DATE_MACRO + template, date_codes=self._date_codes())
+                # The macro replaces one code after another, so %% is a mark of its own until the
+                # last.
+                names = [f"%{sign}{letter}" for sign in ("-", "") for letter in DATE_LETTERS]
+                codes = {name: self.date.strftime(name) for name in names}
+                codes = {"%%": "\uffff"} | codes | {"\uffff": "%"}
+                how |= dict(chat_template=DATE_MACRO + template, date_codes=codes)
             return self.tokenizer.apply_chat_template(messages, **how)
 
     def prompt(self, messages, arguments=None) -> list[int]:
@@ -192,13 +197,6 @@ class Text:
         mark = added[end_token].content if end_token in added else ""
         tokens = self.encode(after if after.startswith(mark) else mark + after)
         return tokens[1:] if tokens[:1] == [end_token] else tokens
-
-    def _date_codes(self) -> dict:
-        """Return {code of strftime: what it says of the date}, for DATE_MACRO."""
-        # The macro replaces one code after another, so %% is a mark of its own until the last.
-        names = [f"%{sign}{letter}" for sign in ("-", "") for letter in DATE_LETTERS]
-        codes = {name: self.date.strftime(name) for name in names}
-        return {"%%": "\uffff"} | codes | {"\uffff": "%"}
 
     # What a template does with messages can only be seen in what it writes: a word that no message
     # has is put into one of them, and looked for.

@@ -30,7 +30,7 @@ from test_ranks import join, ranks, start
 from test_run import TINY, as_torchrun, at, contents, free_port, json_lines, same_run
 
 from full.__main__ import main
-from full.api import Config, Interrupted, audit, run
+from full.api import Config, Interrupted, audit, run, settings_of
 from full.ranks import joining as ranks_py
 from full.ranks.checkpoint import checkpoints
 from full.run.flags import parse_config
@@ -344,6 +344,15 @@ def test_an_audit_needs_the_runs_own_objects(monkeypatch):
         assert "an audit is one process" in complaint_of(audit, "run", task=Sort(CONFIG))
         monkeypatch.delenv("WORLD_SIZE")
     assert contents(Path("run")) == before
+
+
+@pytest.mark.quick
+def test_a_field_that_is_assigned_leaves_the_other_fields_of_a_run_that_begins():
+    """Also with resume, where no run is in `out` yet."""
+    for given in ({}, dict(resume=True, out="new")):
+        config = Config(**given)
+        config.model = "DIR"
+        assert settings_of(config, {}).lr == config.lr != Config(model="DIR").lr
 
 
 # Datasets and rewards ------------------------------------------------------------------------
