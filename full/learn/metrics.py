@@ -126,6 +126,16 @@ def measured(t) -> dict:
     return sums
 
 
+def merged_sums(parts) -> dict:
+    """Merge dicts of `measured`, of numbers: add sums up, and take the largest of the largest."""
+    totals = {}
+    for part in parts:
+        for name, x in part.items():
+            is_max = name in METRICS and METRICS[name].over_tokens == "max"
+            totals[name] = max(totals.get(name, 0), x) if is_max else totals.get(name, 0) + x
+    return totals
+
+
 def loss_metrics(totals) -> dict:
     """Return metrics of a whole batch from its sums and maxima, all numbers.
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from full.learn.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
-from full.learn.metrics import METRICS, loss_metrics
+from full.learn.metrics import loss_metrics, merged_sums
 from full.learn.micro_batches import BATCHES
 from full.learn.objectives import OtherScores, critic_loss, grpo_loss, loss_denominator
 from full.learn.packing import gather_replica, padded, is_replica_leader
@@ -29,7 +29,7 @@ from full.model.parallelize import materialise, parallelize
 from full.model.transformer import Critic, Transformer, causal_attention, drawn_weights
 from full.model.weights import share_or_allocate, split_for_decoding
 from full.ranks.checkpoint import read_checkpoint, write_checkpoint
-from full.ranks.joining import current_device, summed, warn
+from full.ranks.joining import all_gather_objects, current_device, summed, warn
 from full.ranks.optimizer import (
     LocalOptimizer, clip_grad_norm, lr_factor, name_suspects, reduce_gradients,
     training_tensors,
@@ -168,14 +168,12 @@ class Trainer:
             self.teacher = self.shard_model(teacher)
             first_weights(self.teacher, config.teacher)
 
-        # Which metrics of tokens this run has. A loss of no token says it, the same on all ranks.
+        # A batch without trajectories has the metrics of this run, too: those of no token.
         none_BT = torch.zeros(1, 0)
         others = OtherScores(ref_BT=None if self.reference is None else none_BT, entropy_BT=none_BT)
-        _, sums = grpo_loss(none_BT, None, none_BT, none_BT.bool(), config, others, Z=1)
-        self.maxima = [x for x in sums if x in METRICS and METRICS[x].over_tokens == "max"]
-        self.sums = [x for x in sums if x not in self.maxima]
+        _, self.nothing = grpo_loss(none_BT, None, none_BT, none_BT.bool(), config, others, Z=1)
         if self.critic is not None:
-            self.sums.append("value/loss")
+            self.nothing["value/loss"] = torch.zeros((), dtype=torch.float64)
 
     def shard_model(self, model, compute_dtype=None):
         """Return this rank's part of a whole model; a model on the meta device gets memory."""
@@ -219,7 +217,7 @@ class Trainer:
         if not num_global_valid_tokens > 0:
             raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
         Z = num_global_valid_tokens
-        measured = []
+        measured = [self.nothing]
 
         # Ranks that run one forward together first get what all of them have played. On one device
         # that is the batch itself. With trees, sequences then move to where their prefixes are.
@@ -269,26 +267,17 @@ class Trainer:
 
         measured: the sums of each micro-batch. tokens_run: fewer than the batch's in a tree.
         """
-        # Of this rank: sums in float64, since a step may have millions of tokens, and the largest.
-        own_sums = torch.zeros(len(self.sums), dtype=torch.float64, device=self.device)
-        own_maxima = own_sums.new_zeros(len(self.maxima))
-        absent = own_sums.new_zeros(())  # a policy has no values, and a critic no log-probs
-        for sums in measured:
-            own_sums += torch.stack([sums.get(name, absent) for name in self.sums])
-            largest = [sums.get(name, absent) for name in self.maxima]
-            own_maxima = torch.maximum(own_maxima, torch.stack(largest))
-
         # Sums of sums: ranks hold unequal shares, so no rank's mean may enter. Ranks that work
-        # together on the same trajectories have the same sums, and only one of them adds its sums.
-        numbers = [*own_sums.tolist(), tokens_run]
-        if not is_replica_leader(self.model):
-            numbers = [0.0] * len(numbers)
-        flat_tokens = sum(len(t.tokens) for t in batch)
-        dist.all_reduce(own_maxima, op=dist.ReduceOp.MAX)
-        *totals, tokens_run, flat_tokens = summed([*numbers, flat_tokens])
-
-        totals = dict(zip([*self.sums, *self.maxima], totals + own_maxima.tolist()))
-        trained = {"tokens/trained": int(tokens_run), "tokens/trained_flat": int(flat_tokens)}
+        # together on the same trajectories have the same sums, and only one of them tells its own.
+        told = {"flat": sum(len(t.tokens) for t in batch)}
+        if is_replica_leader(self.model):
+            names_and_numbers = [(x, torch.stack([*x.values()]).tolist()) for x in measured]
+            told |= merged_sums([dict(zip(*pair)) for pair in names_and_numbers])
+            told["run"] = tokens_run
+        # COMM: an all-gather of some names and numbers over all ranks. Pinned by
+        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+        totals = merged_sums([{"run": 0}, *all_gather_objects(told)])
+        trained = {"tokens/trained": totals["run"], "tokens/trained_flat": totals["flat"]}
         return loss_metrics(totals) | trained | self.experts.end()
 
     def prepare(self, batch) -> dict:

@@ -330,9 +330,9 @@ def test_minibatches_have_whole_groups_in_order(groups, count, sizes):
 
 
 def test_trees_are_cut_by_their_own_tokens(process_group):
-    def cut_up(batch, micro_tokens):
+    def cut_up(batch, micro_tokens, tree="sparse"):
         """Sequences of each tree, and its tokens; all of its tokens are run."""
-        trainer = make_trainer(tree="sparse", micro_tokens=micro_tokens)
+        trainer = make_trainer(tree=tree, micro_tokens=micro_tokens)
         run = trainer.batches(trainer.model)
         masks = [np.ones(len(tokens) - 1, dtype=bool) for tokens in batch]
         cuts, rows = run.pack_micro_batches(batch, masks)
@@ -349,8 +349,9 @@ def test_trees_are_cut_by_their_own_tokens(process_group):
         assert len(counts) == count
         assert all(n == 1 or size <= micro_tokens for n, size in zip(counts, sizes))
     assert [len(micro) for micro in pack([len(x) for x in batch], 12)] == [1, 1, 1, 2, 1]
-    # As few trees as can be, of about the same size: 8 and 8 tokens, not 12 and 4.
-    assert cut_up([[n] * 4 for n in range(4)], 12)[0] == [2, 2]
+    # As few trees, or rows, as can be, of about the same size: 8 and 8 tokens, not 12 and 4.
+    for tree in ("sparse", "disabled"):
+        assert cut_up([[n] * 4 for n in range(4)], 12, tree)[0] == [2, 2]
 
 
 # 3. The optimizer step, the generator's weights ----------------------------------------------
