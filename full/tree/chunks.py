@@ -1,4 +1,4 @@
-"""Depth first over chunks: adds losses of every kind and ranks to `tree_attention.py`.
+"""Trains on a tree depth first, in chunks of bounded memory.
 
 A chunk is a stretch of the preorder of at most max_tokens tokens: a segment of one path, followed
 by as many complete subtrees as fit. All ancestors of its tokens are in the chunk or on the path to

@@ -1,4 +1,4 @@
-"""The packed tree in one call: adds masks, critics and short paths to `tree_attention.py`.
+"""Runs a packed tree in one call: attention along its paths, and the scores of its edges.
 
 In addition to (1) to (5) of tree_attention.py:
 
