@@ -8,13 +8,12 @@ rooms stand the commands (__main__, api, evaluate, check), and the tiny runs of 
 
 Attention:
     full/attention/masks.py: Mask
-    full/attention/attend.py: attend
+    full/attention/attend.py: attend, attend_short, Attention
     full/attention/ring.py: ring_attention, shard, unshard, indices
     ring_attention.py: merge
 
 Trees:
     full/tree/trie.py: TokenTrie, partition, redistribute
-    full/tree/packed.py: attend_short
     full/tree/chunks.py: tree_scores, tree_backward
     tree_attention.py: definition
 
@@ -30,7 +29,7 @@ Models:
     models.py: Row
     full/model/hf.py: load_hf, save_hf, full_definition
     full/model/lora.py: add_factors, merge
-    full/model/experts.py: RoutingCounts, update_router_bias
+    full/model/experts.py: Routing, RoutingCounts, update_router_bias
 
 Parallel:
     full/ranks/plans.py: Plan, Grid

@@ -1,4 +1,6 @@
-"""Attention across ranks: adds masks, shards of any length and guards to `ring_attention.py`.
+"""Computes attention under a mask over ranks, in three ways, for shards of any lengths.
+
+The blocks travel by the functions of `ring_attention.py`.
 
     | method    | keys reach queries by | numbers sent, forward        | keys and values held |
     | ring      | W - 1 hops of a block | 2 B G D S (W-1)/W            | two blocks           |

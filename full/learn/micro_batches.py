@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from full.attention.attend import Attention, attend
+from full.attention.attend import Attention, attend, attend_short
 from full.attention.masks import Mask
 from full.attention.ring import indices, ring_attention
 from full.learn.packing import PackedBatches, held_by, pack_row, padded
@@ -21,7 +21,6 @@ from full.model.exact import packed_attention
 from full.ranks.places import part_of
 from full.tree.chunks import tree_backward
 from full.tree.forest import Forest, SharedForest, parents_in
-from full.tree.packed import attend_short
 from full.tree.trie import TokenTrie, redistribute
 
 

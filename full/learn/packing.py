@@ -23,7 +23,7 @@ import parallel
 from full.model.logprobs import require_tokens_in_vocabulary
 from full.ranks.joining import all_gather_objects, errors_on_all_ranks, is_lost_rank
 from full.ranks.places import part_of, reshard
-from full.tree.packed import scores_of, wanted_edges
+from full.tree.trie import scores_of, wanted_edges
 
 
 class PackedRow(NamedTuple):

@@ -1,7 +1,6 @@
-"""The shape of a model: adds whatever config.json may say to `models.ModelConfig`.
+"""Reads the shape of a model from a config.json, writes it back, and refuses what makes no model.
 
-`ModelConfig` adds to `models.ModelConfig` what checkpoints and balanced routers need, and
-refuses values that make no model. To add a family, write a row of FAMILIES, and its rules into
+To add a family, write a row of FAMILIES, and its rules into
 `config_from`. A difference that no field of ModelConfig can say needs a field, an equation and a
 line in `models.Definition` or `hf.full_definition`.
 

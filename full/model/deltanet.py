@@ -1,4 +1,4 @@
-"""Gated DeltaNet, the recurrent layers of Qwen3.5: adds a second kind of layer to `models.py`.
+"""Computes gated DeltaNet, the recurrent layers of Qwen3.5, token by token and in chunks.
 
 A recurrent layer keeps one matrix S per head instead of all keys and values. A token first lets S
 fade, then replaces what S holds under its key by its value, then reads S with its query. For the
@@ -234,7 +234,7 @@ def unit(x_BSGK):
 
 
 class GatedAttention(models.Attention):
-    """Adds to `models.Attention`: a gate on the output, and RoPE for a part of each head."""
+    """`models.Attention` with a gate on the output, and RoPE for a part of each head."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)

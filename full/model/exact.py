@@ -1,4 +1,4 @@
-"""The sampler is the trainer, bit for bit: adds sums in a fixed order to `models.Transformer`.
+"""Computes every sum of a model in a fixed order, so that the sampler is the trainer bit for bit.
 
 A sum of floats depends on its order: (1e8 + 1) - 1e8 is 0 in float32, and (1e8 - 1e8) + 1 is 1. A
 kernel chooses the order by the shapes of its arguments. So a token that is decoded in a batch of
@@ -139,25 +139,21 @@ class ExactLinear(nn.Module):
 
 
 class ExactExperts(Experts):
-    """Adds to `Experts`: exact products of each expert's rows."""
+    """`Experts` with exact products of each expert's rows."""
 
-    def forward(self, x_NM, counts_E, /):
-        out = []
-        stacks = self.gate_proj, self.up_proj, self.down_proj
-        for x_nM, gate_IM, up_IM, down_MI in zip(x_NM.split(counts_E.tolist()), *stacks):
-            h_nI = self.act(Product.apply(x_nM, gate_IM)) * Product.apply(x_nM, up_IM)
-            out.append(Product.apply(h_nI, down_MI))
-        return torch.cat(out)
+    def product(self, name, x_NM, counts_E, /):
+        parts = zip(x_NM.split(counts_E.tolist()), getattr(self, name))
+        return torch.cat([Product.apply(x_nM, weight_IM) for x_nM, weight_IM in parts])
 
 
 class ExactSparseMLP(SparseMLP):
-    """Adds to `SparseMLP`: exact experts."""
+    """`SparseMLP` with exact experts."""
 
     experts_class = ExactExperts
 
 
 class ExactLayer(Layer):
-    """Adds to `Layer`: exact experts, linears and activations."""
+    """`Layer` with exact experts, linears and activations."""
 
     sparse_class = ExactSparseMLP
 
@@ -237,7 +233,7 @@ def exact_attention(q_BHSD, k_BGCD, v_BGCD, first_B, scale, window=None):
 
 
 class ExactCache(KVCache):
-    """Adds to `KVCache`: exact attention. All layers keep all tokens; rows share no prompt."""
+    """`KVCache` with exact attention. All layers keep all tokens; rows share no prompt."""
 
     copies_prompts = True
 
@@ -316,7 +312,7 @@ class ExactLogprobs(TokenLogprobs):
 
 
 class ExactRope(Rope):
-    """Adds to `Rope`: exact angles."""
+    """`Rope` with exact angles."""
 
     def __call__(self, positions_BS, dtype, /):
         N = positions_BS.numel()
@@ -326,7 +322,7 @@ class ExactRope(Rope):
 
 
 class ExactTransformer(Transformer):
-    """Adds to `Transformer`: exact logits and log-probs, and the cache of its generation.
+    """`Transformer` with exact logits and log-probs, and an exact cache.
 
     Its attention is exact where `hidden` is given `packed_attention`, or that of its cache_class.
     One thread: torch cuts a tensor among several, and each part has an end.

@@ -1,6 +1,6 @@
-"""Weights in Hugging Face's directories, both ways: adds checkpoint files to `models.py`.
+"""Reads and writes the weights of Hugging Face's directories, of a model that ranks may share.
 
-They go whole or into a model that is split over ranks. `full_definition` computes a model from its
+`full_definition` computes a model from its
 weights, token by token, for checks and audits.
 
 Equation (5) is in models.py.
@@ -373,7 +373,7 @@ def copy_text_files(source, target) -> list[str]:
 
 
 class BiasedDefinition(models.Definition):
-    """Adds to `models.Definition`: a bias of the router, which acts on the choice alone, (6')."""
+    """`models.Definition` with a bias of the router, which acts on the choice alone, (6')."""
 
     def __init__(self, model, votes):
         super().__init__(model)

@@ -1,6 +1,7 @@
-"""Log-probs in chunks: adds split vocabularies and dtypes to `models.token_logprobs`.
+"""Computes log-probs and entropies in chunks, by ranks that may share the vocabulary.
 
-Sums are in float32 or better, and the backward does less work for small vocabularies.
+Sums are in float32 or better. The five's log-probs, by autograd, take 1.3 times as long with
+their backward for V = 4096, and 1.8 times for V = 32768.
 
 Equations (8) and (9) are in models.py.
 

@@ -1,4 +1,4 @@
-"""LoRA: a frozen base, and beside some of its matrices two small factors that are trained.
+"""Freezes a model and trains two small factors beside some of its matrices: LoRA.
 
     (13)  y  = x W^T + (alpha / r) (x A^T) B^T      W (out, in) is frozen; A (r, in), B (out, r)
     (14)  W' = W + (alpha / r) B A                  what a sampler, an engine and `export` get

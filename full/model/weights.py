@@ -1,7 +1,6 @@
-"""Samplers of several ranks: adds to `parallel.py` models that only sample, and their weights.
+"""Splits a model that only samples by t and e, and sends it a policy's weights tensor by tensor.
 
-A model that only samples, split by t and e as the trainer's, and how weights reach it, one tensor
-at a time. Skip it if every rank samples with a whole model.
+Skip the first part if every rank samples with a whole model.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Depth first over chunks: adds losses of every kind and ranks to `tree_attention.py`.
+"""Trains on a tree depth first, in chunks of bounded memory.
 
 A chunk is a stretch of the preorder of at most max_tokens tokens: a segment of one path, followed
 by as many complete subtrees as fit. All ancestors of its tokens are in the chunk or on the path to
@@ -21,7 +21,7 @@ state at a fork is one more leaf (forest.py). Not here: dropout; mixers other th
 batches of trees (a forest is one tree). A packed tree has what this has not: layers that exchange
 messages with ranks of other trees (experts, FSDP), and context ranks.
 
-Equations (1) to (5) are in tree_attention.py, (6) is in packed.py.
+Equations (1) to (5) are in tree_attention.py, (6) is in trie.py.
 
 Letters:  N tokens of the tree   n tokens of a chunk   p tokens on the path above, m = p + n keys of
 both   R sequences, of L_i tokens   T = L - 1 of the longest   e edges scored in a chunk, from its
@@ -35,12 +35,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from full.attention.attend import Attention
+from full.attention.attend import Attention, attend_short
 from full.model.config import LINEAR
 from full.model.deltanet import GatedDeltaNet
 from full.tree.forest import Forest
-from full.tree.packed import attend_short, path_edges, score_edges, wanted_edges
-from full.tree.trie import TokenTrie, TreeChunk, partition_tree
+from full.tree.trie import (
+    TokenTrie, TreeChunk, partition_tree, path_edges, score_edges, wanted_edges,
+)  # fmt: skip
 from models import FULL, SLIDING
 from tree_attention import leaf_of
 

@@ -139,7 +139,7 @@ def latest(index_N, read_N):
 
 
 class SharedForest(Forest):
-    """Adds to `Forest`: each of W ranks has two of 2 W stretches of equal length, as a zigzag."""
+    """A `Forest` over W ranks: each has two of 2 W stretches of equal length, as a zigzag."""
 
     def __init__(self, parent_N, group):
         super().__init__(parent_N)

@@ -1,9 +1,19 @@
-"""The tree of tokens as arrays: packs it, cuts it into chunks, and gives each rank a share of it.
+"""The tree of tokens as arrays: packs it, cuts it into chunks, scores its edges, shares it out.
 
 `TokenTrie` is `radix_tree` and `pack` of tree_attention.py in one. For 64 sequences of 640 tokens
-it takes a fifth of their time. Equations (1) to (5) are in tree_attention.py.
+it takes a fifth of their time. Equations (1) to (5) are in tree_attention.py. In addition:
 
-Letters:  N tokens of the tree   R sequences, of L_i tokens
+    (6)  log softmax(W h / temperature) in (2), entropies of the same distribution, and the values
+         of a critic; f_i may depend on all of them
+
+In one call of the model (micro_batches.py) attention has sum_t (depth_t + 1) pairs, where the flat
+batch has sum_i L_i (L_i + 1) / 2.
+
+Letters:  N tokens of the tree   R sequences, of L_i tokens   T = L - 1 of the longest   e edges to
+score; an edge has its child's index   K targets that point to edges   n tokens of a chunk   M width
+
+References: Tree Training arXiv:2511.00413; Prefix Grouper arXiv:2506.05433, which shares one
+prefix.
 """
 
 import functools
@@ -13,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
 
 from full.attention.masks import ALL, Mask
@@ -244,6 +255,72 @@ def partition_tree(trie, max_tokens=None, *, join_only_children=False) -> list[T
         parents = np.searchsorted(starts, parent[starts], side="right") - 1
     stops = [*starts, N][1:]
     return [TreeChunk(*x) for x in zip(starts, stops, parents.tolist(), strict=True)]
+
+
+# Scores of edges --------------------------------------------------------------------------------
+# For: which tokens the head runs at, and where sequences find their scores.
+
+
+def wanted_edges(trie, masks=None):
+    """Return the edges to score (e,), ascending, and which of them each wanted target is (K,).
+
+    masks: a bool (L_i - 1,) for each sequence, of its targets tokens[1:]. Default: all are wanted.
+        Targets come sequence after sequence. Those of several may be one token of the tree, which
+        is scored once.
+
+    Raises ValueError unless each sequence has a mask, of its shape.
+    """
+    # Targets are all tokens of a path but the first: 6 7, 6 8 and 9 in 5 6 7 / 5 6 8 / 5 9.
+    targets = np.delete(trie.paths.numpy(), trie.begins.numpy())
+    if masks is not None:
+        if len(masks) != len(trie.lengths):
+            raise ValueError(f"got {len(masks)} masks for {len(trie.lengths)} sequences")
+        masks = [np.asarray(x.cpu() if torch.is_tensor(x) else x, bool) for x in masks]
+        for i, (mask, length) in enumerate(zip(masks, trie.lengths.tolist(), strict=True)):
+            if mask.shape != (length - 1,):
+                raise ValueError(f"mask {i}: expected shape {(length - 1,)}, got {mask.shape}")
+        targets = targets[np.concatenate([np.zeros(0, bool), *masks])]
+    is_wanted_N = np.zeros(len(trie), bool)
+    is_wanted_N[targets] = True
+    return np.flatnonzero(is_wanted_N), (is_wanted_N.cumsum() - 1)[targets]
+
+
+def scores_of(model, hidden_nM, targets_n, temperature) -> tuple:
+    """Return scores of some targets, (n,) each, in this order, given the states before them.
+
+    Log-probs and entropies; of a critic, values.
+    """
+    if model.logprobs is None:
+        return (model.values(hidden_nM),)
+    return tuple(model.logprobs(hidden_nM, targets_n, temperature=temperature))  # (2), (6)
+
+
+def score_edges(model, hidden_nM, first, trie, edges_e, temperature):
+    """Return the scores of some edges, (e,) each, as `scores_of` does.
+
+    hidden_nM: the states of the tokens first .. first + n - 1, which include the edges' parents.
+    """
+    # The head is the largest matmul, so it runs at the parents of the wanted edges and nowhere
+    # else. A token at a fork is used once per child:
+    #
+    #     5 6 7 / 5 6 8 / 5 9      edges    1 2 3 4      edge 2: token 7 given the state of 6
+    #                              parents  0 1 1 0      edge 3: token 8 given the same state
+    scored_eM = hidden_nM[(trie.parent[edges_e] - first).to(hidden_nM.device)]
+    targets_e = trie.tokens[edges_e].to(hidden_nM.device)
+    return scores_of(model, scored_eM, targets_e, temperature)
+
+
+def path_edges(trie, sequences, device):
+    """Return the edges of some paths, (R, T), and True where an entry is inside its path.
+
+    Sequences 5 6 7 and 5 9 of the tree 5 6 7 8 9 have the edges 1 2 and 4. Edge 0 fills up:
+
+        edges_RT  1 2      inside_RT  x x
+                  4 0                 x .
+    """
+    paths = [trie.path(i)[1:] for i in sequences]
+    edges_RT = pad_sequence(paths, batch_first=True, padding_value=-1).to(device)
+    return edges_RT.clamp(min=0), edges_RT >= 0
 
 
 # Which rank trains on which sequences -----------------------------------------------------------

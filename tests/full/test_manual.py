@@ -49,7 +49,7 @@ TOY = {  # command: more flags with which it runs here; they win over its own
     "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
     f"{RUN} --task jsonl --data questions.jsonl --model DIR --lora-rank 16 "
     "--compute-dtype bfloat16 --lr 1e-3 --out runs/lora": JSONL,
-    "python tests/bench/imports.py": "",
+    "python tests/bench/imports.py": "", "python tests/bench/against_the_five.py": " 64",
 }  # fmt: skip
 ELSEWHERE = {  # what a command begins with: test_NAME.py, which runs it, or who else does
     "torchrun --nproc-per-node 2 train_grpo.py": "cut_system", "python FILE.py": "readme",

@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from check_attention import (
     TinyModel, example_loss, family_rows, forests, relative, tree_rows,
 )  # fmt: skip
+from full.attention.attend import SHORT, WIDTH, attend_short
 from full.attention.masks import Mask
 from full.tiny import tiny_model
 from full.tree.chunks import tree_backward, tree_scores
-from full.tree.packed import SHORT, WIDTH, attend_short
 from full.tree.trie import TokenTrie, partition, partition_tree
 from tree_attention import definition
 
@@ -35,7 +35,7 @@ quick = pytest.mark.quick
 @pytest.fixture(params=[0, 128], ids=["boxes", "groups"])
 def grouped(request, monkeypatch):
     """Whether paths count as short: their tokens attend in groups then, and else in boxes."""
-    monkeypatch.setattr("full.tree.packed.SHORT", request.param)
+    monkeypatch.setattr("full.attention.attend.SHORT", request.param)
     return request.param > 0
 
 
@@ -274,7 +274,7 @@ def test_groups_are_for_short_paths_on_a_cpu(monkeypatch):
     assert is_grouped() and is_grouped(longest=SHORT) and is_grouped(window=4)
     for case in (dict(longest=SHORT + 1), dict(device="meta"), dict(batch=2)):
         assert not is_grouped(**case)
-    monkeypatch.setattr("full.tree.packed.GATHERED", 100)
+    monkeypatch.setattr("full.attention.attend.GATHERED", 100)
     assert not is_grouped()
 
 
@@ -616,7 +616,7 @@ def test_a_walk_leaves_nothing_for_the_garbage_collector():
 @quick
 def test_a_path_in_chunks_makes_two_kernel_calls_a_chunk_and_layer(monkeypatch):
     """Where paths are long: a rectangle of the keys above, and a triangle; no mask in either."""
-    monkeypatch.setattr("full.tree.packed.SHORT", 0)
+    monkeypatch.setattr("full.attention.attend.SHORT", 0)
     model = tiny_model("qwen3")
     layers = model.config.num_hidden_layers
     path = TokenTrie([np.arange(n) % 11 for n in range(5, 1025, 5)])
