@@ -410,15 +410,17 @@ class Step:
     def metrics(self):
         """Return {name: (value, the twin's distance, floor)} of METRICS."""
         mine, found = self.tokens(), {}
+        eps = torch.finfo(torch.promote_types(self.dtype, torch.float32)).eps
         its = self.twin.tokens() if self.twin else mine
         for name, (of, how) in METRICS.items():
             if of not in mine:
                 continue
             x, y = (z[of] if len(z[of]) else torch.zeros(1).double() for z in (mine, its))
             value, size, off = (REDUCE[how](z).item() for z in (x, x.abs(), (x - y).abs()))
-            # The twin's decisions are all turned that may be. A KL is 0 up to the rounding of 1.
+            # The twin's decisions are all turned that may be. A difference of log-probs, and a KL,
+            # are 0 up to the rounding of 1. Of a token that is nearly sure, the twin has none.
             off = off / FACTOR if of in ("clips", "masked") else off
-            least = self.floor / 8 if of in ("k", "gap_kl") else 0.0
+            least = {"k": self.floor / 8, "gap_kl": self.floor / 8, "gap": 2 * eps}.get(of, 0.0)
             found[name] = value, off, self.floor * size + least
         return found
 

@@ -212,10 +212,13 @@ class Audit:
             read(first if config.importance_cap else first[:1], later, "old_logprobs")
         for s in itertools.chain(*later) if not config.proximal else ():
             s.old_logprobs = s.sampler_logprobs
-        for r, *both in zip(self.trained, *rows):
-            for s in both:
-                r.set_rewards(self.c, s)
-                s.mask = s.mask if self.is_in_loss(r) else [False] * len(s.mask)
+        for r, s, x in zip(self.trained, *rows):
+            # A reward's KL is against recorded log-probs, of no forward of the twin: `mirrored`.
+            r.set_rewards(self.c, s, s.ref_logprobs)
+            r.set_rewards(self.c, x, s.ref_logprobs and step_models.mirrored(
+                s.ref_logprobs, x.ref_logprobs))  # fmt: skip
+            if not self.is_in_loss(r):
+                s.mask = x.mask = [False] * len(s.mask)
 
     def is_in_loss(self, r):
         return not (self.config.overlong == "filter" and r.truncated)
