@@ -24,8 +24,9 @@ import torch
 
 from conformance import checks
 from conformance import definition as D
-from conformance.computed import EXACT, LEAST, METRICS, TINY, Row, Step, nudge
+from conformance.computed import EXACT, LEAST, METRICS, TINY, Row, Step
 from conformance.mistakes import updates_explained
+from conformance.sequences import nudge
 from full import step_models
 from full.export import one_process
 from full.logs import Bar

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conformance import definition as D
-from conformance.computed import FACTOR, nudge, trim_memory
-from conformance.sequences import score, together
+from conformance.computed import FACTOR
+from conformance.sequences import nudge, score, together, trim_memory
 from full.build import build, empty_policy, shape_of
 from full.checkpoint import read_checkpoint
 from full.deltanet import TokenByToken
