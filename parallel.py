@@ -741,8 +741,7 @@ def main(argv):
     if os.environ.get("RANK", "0") == "0":
         table = "  ".join(f"{x} {errors[x]:.0e} {multiples[x] / alone:.2f}" for x in errors)
         error, multiple = (np.max([*x.values()]) for x in (errors, multiples))  # NaN if any is
-        print(f"{table}  bfloat16: {multiple / alone:.2f} times the error of d1, "
-              f"float64: largest {error:.1e}")  # fmt: skip
+        print(f"{table}  bfloat16: {multiple / alone:.2f} times d1's, float64: largest {error:.1e}")
     if not all(errors[x] <= 1e-10 and multiples[x] <= 1.3 * alone for x in errors):  # NaN is not
         sys.exit(1)
 

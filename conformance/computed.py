@@ -8,7 +8,6 @@ With the definition's loss 0.1000000, the twin's 0.1000003 and FACTOR 8, a recor
 by 2.4e-6 and a floor. Nothing is derived about kernels, models or sums.
 """
 
-import ctypes
 import functools
 import json
 import math
@@ -24,7 +23,7 @@ from conformance import command
 from conformance import definition as D
 from conformance.sequences import (
     Gradient, alternating, definition, denominator, furthest, lists_of, own_name, score, terms_of,
-    together,
+    together, trim_memory,
 )  # fmt: skip
 
 DEFAULTS = D.DEFAULTS | dict(
@@ -35,7 +34,6 @@ CHOICES = D.CHOICES | dict(
 )  # fmt: skip
 TOLERANCE = {torch.float64: 2e-5, torch.float32: 5e-4}  # relative, without a twin. Others: 3e-2
 FACTOR = 8  # how many times as far as the twin a recorded number may be
-NUDGE = 2.0**-50  # relative: the twin of a float64 trainer has weights that are so far off
 EXACT = 1e-12  # relative: rewards, counts and rates, which every trainer computes in float64
 LEAST = 1e-10  # of a floor: what sums of thousands of numbers in another order do in float64
 TINY = 1e-300  # in place of a size of 0, which numbers are relative to
@@ -96,18 +94,6 @@ class Row(NamedTuple):
         """The distance and what is allowed, in words."""
         where = f", furthest in {self.where}" if self.where else ""
         return f"largest error {self.difference:.1e}, allowed {self.allowed:.1e}{where}"
-
-
-def nudge(parameters):
-    """Put each weight off by a few units in the last place of float64."""
-    for p in parameters:
-        p.data.mul_(1 + NUDGE * alternating(p).to(p.dtype))
-
-
-def trim_memory():
-    """Give freed memory back to the system. The C library of Linux keeps it: gigabytes of weights.
-    """
-    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
 
 # The step -------------------------------------------------------------------------------------
@@ -410,15 +396,17 @@ class Step:
     def metrics(self):
         """Return {name: (value, the twin's distance, floor)} of METRICS."""
         mine, found = self.tokens(), {}
+        eps = torch.finfo(torch.promote_types(self.dtype, torch.float32)).eps
         its = self.twin.tokens() if self.twin else mine
         for name, (of, how) in METRICS.items():
             if of not in mine:
                 continue
             x, y = (z[of] if len(z[of]) else torch.zeros(1).double() for z in (mine, its))
             value, size, off = (REDUCE[how](z).item() for z in (x, x.abs(), (x - y).abs()))
-            # The twin's decisions are all turned that may be. A KL is 0 up to the rounding of 1.
+            # The twin's decisions are all turned that may be. A difference of log-probs, and a KL,
+            # are 0 up to the rounding of 1. Of a token that is nearly sure, the twin has none.
             off = off / FACTOR if of in ("clips", "masked") else off
-            least = self.floor / 8 if of in ("k", "gap_kl") else 0.0
+            least = {"k": self.floor / 8, "gap_kl": self.floor / 8, "gap": 2 * eps}.get(of, 0.0)
             found[name] = value, off, self.floor * size + least
         return found
 

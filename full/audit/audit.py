@@ -24,8 +24,9 @@ import torch
 
 from conformance import checks
 from conformance import definition as D
-from conformance.computed import EXACT, LEAST, METRICS, TINY, Row, Step, nudge
+from conformance.computed import EXACT, LEAST, METRICS, TINY, Row, Step
 from conformance.mistakes import updates_explained
+from conformance.sequences import nudge
 from full.audit import models as step_models
 from full.audit.replay import (
     RunFiles, groups_played, mean, minibatches, replay, rollout_metrics, settings,
@@ -212,10 +213,13 @@ class Audit:
             read(first if config.importance_cap else first[:1], later, "old_logprobs")
         for s in itertools.chain(*later) if not config.proximal else ():
             s.old_logprobs = s.sampler_logprobs
-        for r, *both in zip(self.trained, *rows):
-            for s in both:
-                r.set_rewards(self.c, s)
-                s.mask = s.mask if self.is_in_loss(r) else [False] * len(s.mask)
+        for r, s, x in zip(self.trained, *rows):
+            # A reward's KL is against recorded log-probs, of no forward of the twin: `mirrored`.
+            r.set_rewards(self.c, s, s.ref_logprobs)
+            r.set_rewards(self.c, x, s.ref_logprobs and step_models.mirrored(
+                s.ref_logprobs, x.ref_logprobs))  # fmt: skip
+            if not self.is_in_loss(r):
+                s.mask = x.mask = [False] * len(s.mask)
 
     def is_in_loss(self, r):
         return not (self.config.overlong == "filter" and r.truncated)

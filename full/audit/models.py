@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conformance import definition as D
-from conformance.computed import FACTOR, nudge, trim_memory
-from conformance.sequences import score, together
+from conformance.computed import FACTOR
+from conformance.sequences import nudge, score, together, trim_memory
 from full.audit.replay import mean
 from full.learn.rollouts import Sampler, play_held_out
 from full.learn.trainer import empty_critic, keep_wide
@@ -240,11 +240,15 @@ def read(models, rows, column, *, temperature, most_tokens, of=0):
     mine, *its = ([found[of].tolist() for part in together(rows[0], most_tokens)
                    for found in score(model, part, temperature)] for model in models)  # fmt: skip
 
-    # The twin's are mirrored at the definition's: two forwards of a trainer round apart, and a
-    # difference of the twin's own two would be 0.
     for n, (s, x) in enumerate(zip(*rows)):
         setattr(s, column, mine[n])
-        setattr(x, column, [2 * a - b for a, b in zip(mine[n], its[0][n])] if its else mine[n])
+        setattr(x, column, mirrored(mine[n], its[0][n]) if its else mine[n])
+
+
+def mirrored(mine, its) -> list:
+    """Return the twin's numbers, mirrored at the definition's."""
+    # Two forwards of a trainer round apart, and a difference of the twin's own two would be 0.
+    return [2 * a - b for a, b in zip(mine, its)]
 
 
 @torch.no_grad()

@@ -235,7 +235,8 @@ CASES = {
                            "lm_head.weight", ONE),
     # In the run's process.
     "divided by another count": Case(
-        ("full.learn.trainer.loss_denominator", lambda real, *masks, **how: real(*masks, **how) + 1),
+        ("full.learn.trainer.loss_denominator",
+         lambda real, *masks, **how: real(*masks, **how) + 1),
         "loss/policy_token_mean", "the denominator is", ONE),
     "a mask shifted by one": Case(("full.learn.batches.play", _shifted_mask), "rollouts/sampled"),
     "a gradient doubled on one rank": Case(
