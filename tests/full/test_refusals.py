@@ -34,7 +34,7 @@ from full.model import weights
 from full.model.config import Lora  # noqa: F401, in CALLS
 from full.run.flags import parse_config
 from full.tiny import tiny_model
-from full.tree import chunks, packed as tree, trie
+from full.tree import chunks, trie
 
 BEGIN = f"{TINY} --out new --steps 2"
 TORCHRUN = "is one process: start it without torchrun"
@@ -314,7 +314,7 @@ def qkv(**changes):
 def over_a_tree(*given, window=None, **options):
     """Attention of five tokens in groups, which says what boxes say."""
     mask = trie.TokenTrie([[1, 2, 3], [1, 2, 4], [5]]).whole_mask
-    return tree.attend_short(*given, mask.with_window(window), **options)[0]
+    return attend.attend_short(*given, mask.with_window(window), **options)[0]
 
 
 def train(model, trie, **options):

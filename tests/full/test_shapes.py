@@ -14,7 +14,7 @@ from full.attention import ring as full_ring
 from full.learn import generate as generation
 from full.model import cache
 from full.model import experts, logprobs, transformer
-from full.tree import chunks, packed as tree, trie
+from full.tree import chunks, trie
 from check_models import CASES, check_models
 from check_attention import TinyModel, example_loss, examples, forests
 from full.attention.ring import ring_attention as ring_of_masks
@@ -91,7 +91,7 @@ def wrong():
     [
         (models_check, [models, transformer, experts, logprobs, cache, generation], []),
         (ring_check, [ring_attention, masks, attend, full_ring], []),
-        (tree_check, [tree_attention, trie, tree, chunks], []),
+        (tree_check, [tree_attention, trie, chunks], []),
         (wrong, [sys.modules[__name__]], ["b_SD has S = 4, not 3", "c_B2 has 2 = 3, not 2"]),
     ],
 )  # fmt: skip
