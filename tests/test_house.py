@@ -31,6 +31,8 @@ IN_THE_MODULES = {
 IN_THE_FOLDER = {  # a run's files are the same wherever it runs
     "text in the locale's encoding": r"(read|write)_text\((?!.*encoding=\"utf-8\")"
     r"|\bopen\(\"[awr]\"\)",
+    "a method replaced on an object": r"^ +(?!self\.)\w+(\.\w+)*\.(forward|hidden|logits|__class__)"
+    r" = (?!functools\.partial\(checkpoint)",  # recomputation, as in parallel.py
 }
 # The rooms of the folder. Each imports of those before it, and the commands beside them of all.
 ROOMS = "ranks", "attention", "model", "tree", "learn", "run", "audit"

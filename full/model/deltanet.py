@@ -129,13 +129,9 @@ class Documents(Attention):
         inputs_BSXk = F.pad(x_BSX, (0, 0, kernel - 1, 0)).unfold(1, kernel, 1)
         if self.ids_BS is None:
             return inputs_BSXk
-        return inputs_BSXk * self.same_document(kernel).to(x_BSX.device)[:, :, None]
-
-    def same_document(self, kernel):
-        """Return whether each of a token's last `kernel` tokens is of its document, (B, S, kernel).
-        """
         ids_BSk = F.pad(self.ids_BS, (kernel - 1, 0), value=-2).unfold(1, kernel, 1)
-        return ids_BSk == ids_BSk[..., -1:]
+        same_BSk = (ids_BSk == ids_BSk[..., -1:]).to(x_BSX.device)
+        return inputs_BSXk * same_BSk[:, :, None]
 
     def recurrence(self, q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, /, *, layer):
         restart_BS = None
