@@ -354,8 +354,8 @@ class Audit:
             return
         # g - v is the advantage before it is whitened. A critic that says all has 1.
         (v, g), (v2, g2) = (torch.tensor(
-            [(s.values[t], s.returns[t]) for s in row for t in s.at], dtype=torch.float64,
-        ).view(-1, 2).T for row in self.trained_rows)  # fmt: skip
+            [(s.values[t], s.returns[t]) for s in row for t in s.at] or [(0.0, 0.0)],
+            dtype=torch.float64).T for row in self.trained_rows)  # fmt: skip
         rest, spread = ((x - x.mean()).square().mean().sqrt().item() for x in (g - v, g))
         off = ((g - g2).square().mean() + (v - v2).square().mean()).sqrt().item()
         self.add("value/token_mean", v.mean().item(), (v - v2).abs().mean().item(), 1e-11)
@@ -375,7 +375,9 @@ class Audit:
             return f"the number is 0, and rounding in {dtype} may make it {row.allowed:.0e}"
         elif key in METRICS and METRICS[key][0] in ("clips", "masked"):
             why = "so many tokens are within rounding of a bound"
-        elif len(self.updates) > 1 and row.key == key:
+        elif row.because:
+            why = row.because
+        elif len(self.updates) > 1 and row.key == key and not key.startswith("sampling"):
             why = ("AdamW makes full steps of rounding, so the weights before the last update are "
                    "known less well")  # fmt: skip
         else:
