@@ -37,19 +37,6 @@ from full.run.build import one_process
 from full.run.logs import Bar
 from full.run.questions import make_task
 
-# How far the log-probs of an engine may be from the definition's, by the dtype of its weights: a
-# token's, and the mean over all tokens, which also finds a small change of the temperature. An
-# engine's kernels are not at hand. These are a few times what was measured, at most and on average:
-#
-#     full/learn/generate.py, `guess`           float64     4.4e-16    9.3e-17
-#     full/learn/generate.py, SmolLM2-135M      float32     2.8e-5     3.2e-6
-#     full/learn/generate.py, SmolLM2-135M      bfloat16    0.21       0.035
-#     vLLM 0.32, SmolLM2-135M             float32     6.9e-5     1.2e-5
-#     vLLM 0.32, SmolLM2-135M             bfloat16    0.65       0.055
-#     the same, each of 14 steps          bfloat16    2.3        0.053
-ENGINE = {"float64": (1e-9, 1e-9), "float32": (1e-3, 1e-4), "bfloat16": (4.0, 0.1)}
-SURPRISE = 5  # deviations that an engine's sum of -log p may be from the sum of the entropies
-
 # What no step determines. A line's other numbers must be found here, or are named as unknown.
 NOT_BY_HAND = ("step", "seconds/", "memory/peak", "logprob_gap/identical", "tokens/trained")
 
@@ -175,7 +162,7 @@ class Audit:
     def check_engine(self, model, rows):
         """Hold an engine's log-probs to the definition's. It drew by numbers of its own."""
         dtype = self.config.rollout_dtype
-        most, most_on_average = ENGINE[dtype]
+        most, most_on_average = step_models.ENGINE[dtype]
         numbers = dict(settings=self.given | dict(tolerance=most))
         step = Step(rows, {}, numbers, model, dtype=getattr(torch, dtype))
         step.most_tokens = self.models.most_tokens
@@ -185,8 +172,8 @@ class Audit:
         self.row("sampling/mean", off, 0.0, floor=most_on_average, size=1.0,
                  because="measured engines")  # fmt: skip
         told, due, spread = step_models.surprise(model, self.played, self.config)
-        self.row("sampling/surprise", told, due, floor=SURPRISE * spread,
-                 because=f"{SURPRISE} standard deviations")  # fmt: skip
+        self.row("sampling/surprise", told, due, floor=step_models.SURPRISE * spread,
+                 because=f"{step_models.SURPRISE} standard deviations")  # fmt: skip
         self.intro.append(f"sampling: {self.files.engine} drew by numbers of its own, so no draw "
                           f"is compared, but its log-probs, and their sum with the entropies")
 

@@ -31,6 +31,18 @@ from full.ranks.optimizer import persistent_buffers
 from full.ranks.places import set_tensor
 from full.run.build import build, empty_policy, policy_in, shape_of
 
+# How far the log-probs of an engine may be from the definition's, by the dtype of its weights: a
+# token's, and the mean over all tokens, which also finds a small change of the temperature. An
+# engine's kernels are not at hand. These are a few times what was measured, at most and on average:
+#
+#     full/learn/generate.py, `guess`           float64     4.4e-16    9.3e-17
+#     full/learn/generate.py, SmolLM2-135M      float32     2.8e-5     3.2e-6
+#     full/learn/generate.py, SmolLM2-135M      bfloat16    0.21       0.035
+#     vLLM 0.32, SmolLM2-135M             float32     6.9e-5     1.2e-5
+#     vLLM 0.32, SmolLM2-135M             bfloat16    0.65       0.055
+#     the same, each of 14 steps          bfloat16    2.3        0.053
+ENGINE = {"float64": (1e-9, 1e-9), "float32": (1e-3, 1e-4), "bfloat16": (4.0, 0.1)}
+SURPRISE = 5  # deviations that an engine's sum of -log p may be from the sum of the entropies
 
 # Of a forward of several sequences. Each backward touches the memory of all gradients, which takes
 # longer than the sums of one short sequence; a graph of this many tokens is smaller than they are.
