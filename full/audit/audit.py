@@ -232,10 +232,10 @@ class Audit:
         config, lr = self.config, D.learning_rate(self.config, self.step)
         rates = {"": lr, CRITIC: config.critic_lr * (lr / config.lr)}
 
-        # A minibatch without a rollout in the loss makes no update.
+        # A minibatch makes no update if Z is 0. Under `constant` filtered rollouts count in Z.
         ends = [0, *itertools.accumulate(map(len, self.batches))]
         self.updates = [slice(*ends[n : n + 2]) for n, batch in enumerate(self.batches)
-                        if any(map(self.is_in_loss, batch))]  # fmt: skip
+                        if D.denominator(self.c, [len(r.at) * self.is_in_loss(r) for r in batch])]
         for prefix in self.pairs:
             self.add(f"{prefix.replace('.', '/')}lr", rates[prefix])
             kinds = self.train_model(prefix, rates[prefix])

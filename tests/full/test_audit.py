@@ -199,6 +199,8 @@ CASES = {
     "proximal": passes("--proximal --importance-cap 1.001 --generator-dtype bfloat16 "
                        "--temperature 0.8"),
     "filter": passes("--overlong filter --aggregation constant --max-new-tokens 8 --minibatches 3"),
+    "an update without a token": passes(
+        "--overlong filter --aggregation constant --max-new-tokens 3 --minibatches 4"),
     "one update": passes("--compute-dtype bfloat16 --minibatches 1", last=1),
     "two ranks": passes("--dtype float64", ranks=2),
     "two updates": passes("--compute-dtype bfloat16", last=1),
@@ -252,7 +254,7 @@ CASES = {
         f"{RUN} --generator-dtype bfloat16"),
 }  # fmt: skip
 COMMON = "loss/token_mean", "clipped", "a token", "--lr", "--entropy-coef", "a weight", "a moment"
-COMMON += *list(CASES)[:6], *list(CASES)[10:13], *list(CASES)[-6:-1]
+COMMON += *list(CASES)[:7], *list(CASES)[11:14], *list(CASES)[-6:-1]
 
 
 @pytest.mark.parametrize("name", shortened(CASES, *COMMON))
