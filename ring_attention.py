@@ -4,7 +4,7 @@ Each rank keeps the queries of its tokens. Blocks of keys and values travel arou
 one rank per hop, and each rank attends to every block while it is there. Attention over one block
 returns an output and a log-sum-exp (lse). With the lse, partial outputs merge exactly.
 
-    python ring_attention.py                         # check it: 4 ranks on this CPU, 10 s
+    python ring_attention.py                         # check it: 4 ranks, 3 CPU seconds
     torchrun --nproc-per-node 8 ring_attention.py    # check it on your own ranks, or on their GPUs
 
 What it must equal, for a query i and the keys j that it sees. Causal attention sees j <= i. With a
@@ -473,7 +473,7 @@ def main(argv):
         print(f"ring, all-gather, Ulysses on {len(errors)} ranks: bfloat16 {multiple:.2f} times "
               f"SDPA's error, float64 largest error {worst:.1e}")  # fmt: skip
     if not (worst <= 1e-10 and multiple <= 1.3):
-        sys.exit(1)
+        sys.exit(f"expected at most 1e-10 and 1.3 in bfloat16, got {worst:.1e} and {multiple:.2f}")
 
 
 if __name__ == "__main__":

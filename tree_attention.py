@@ -8,7 +8,7 @@ causal model gives a shared token the same state in all of them, so one forward 
 distinct token is enough. Of the 8 tokens in 5 6 7 / 5 6 8 / 5 9 five are distinct. Each loss still
 sees its whole sequence. The gradient is the gradient of training on every sequence by itself.
 
-    python tree_attention.py       # check it against each sequence by itself, 10 s
+    python tree_attention.py       # check it against each sequence by itself, 2 CPU seconds
 
 What it must equal, for sequences x^1 .. x^R of L_i tokens and a loss f_i of each:
 
@@ -473,7 +473,7 @@ def main(argv):
     print(f"packed, depth first, in chunks: bfloat16 {multiple:.2f} times the error of each "
           f"sequence by itself, float64 largest error {worst:.1e}")  # fmt: skip
     if not (worst <= 1e-10 and multiple <= 1.3):
-        sys.exit(1)
+        sys.exit(f"expected at most 1e-10 and 1.3 in bfloat16, got {worst:.1e} and {multiple:.2f}")
 
 
 if __name__ == "__main__":

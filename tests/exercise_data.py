@@ -14,8 +14,8 @@ class Exercise:
     task: str
     hints: tuple[str, str]
     comments: tuple[str, ...] = ()  # beginnings of comments elsewhere that give the answer away
-    # A wrong answer that exercise_judge.py sees and the file's own check does not: right, wrong.
-    slip: tuple[str, str] | None = None
+    # Wrong answers that exercise_judge.py sees and the file's own check does not: right, wrong.
+    slips: tuple[tuple[str, str], ...] = ()
 
 
 EXERCISES = {
@@ -24,7 +24,7 @@ EXERCISES = {
         "Turn the rewards of a group into advantages.",
         ("Subtract the mean of the group. (1) has no standard deviation.",
          "Equal rewards must give exact zeros, and the mean of .1 .1 .1 is not .1 in floats."),
-        slip=("if (rewards_G == rewards_G[0]).all():", "if False:")),
+        slips=(("if (rewards_G == rewards_G[0]).all():", "if False:"),)),
     "norm": Exercise(
         "models.py", ("RMSNorm.forward",), "equation (4)", 10,
         "Divide each vector by its root mean square, and scale it by the weight.",
@@ -32,7 +32,7 @@ EXERCISES = {
          "1 + w: self.offset is that 1, or 0.",
          "`widen` the input and the weight first, and return the dtype of the input. A mean of "
          "squares in bfloat16 has two to three digits."),
-        slip=("wide = widen(x)", "wide = x")),
+        slips=(("wide = widen(x)", "wide = x"),)),
     "rope": Exercise(
         "models.py", ("apply_rope",), "equation (5)", 15,
         "Turn each pair (x_n, x_(n + D/2)) of every head by its angle.",
@@ -40,22 +40,30 @@ EXERCISES = {
          "sine is x with its halves swapped.",
          "`cos_and_sin` returns (cos, cos) and (-sin, sin). So one roll by D / 2 along the last "
          "dimension, two products and a sum are enough. Return the dtype of x."),
-        slip=("sin_BS1D).to(x_BSXD.dtype)", "sin_BS1D)")),
+        slips=(("sin_BS1D).to(x_BSXD.dtype)", "sin_BS1D)"),)),
     "clip": Exercise(
         "parallel.py", ("clip_grad_norm",), "equations (6) and (7)", 15,
-        "Scale all gradients by one factor that all ranks agree on.",
+        "Scale all gradients by the factor of (7), with the norm of (6) over all ranks of all "
+        "stages. AdamW is done elsewhere.",
         ("Count each distinct entry once: what n ranks hold in common counts 1 / n on each.",
          "`layout(name, grid)` names the group of replicas. One `all_reduce_sum` of the sum of "
          "squares, over all ranks (the group None), is enough."),
-        comments=("# All ranks must scale by the same factor",), slip=(".clamp(max=1.0)", "")),
+        comments=("# All ranks must scale by the same factor",),
+        slips=((".clamp(max=1.0)", ""),
+               ("widen(next(model.parameters()).new_zeros(()))",
+                "next(model.parameters()).new_zeros(())"))),
     "merge": Exercise(
         "ring_attention.py", ("merge",), "equation (2)", 20,
-        "Merge attention over two disjoint sets of keys into attention over both.",
+        "Merge attention over two disjoint sets of keys into attention over both. The docstring is "
+        "the contract: -inf, the dtype, gradients.",
         ("exp(lse) is the softmax mass of a set of keys. The merged out is the mean of both, "
          "weighted by mass.",
          "`torch.logaddexp` gives the lse of both sets. Where both are -inf, -inf - -inf is NaN: "
          "put 0 in their place first, and -inf back at the end."),
-        slip=("(lse1 == -math.inf) & (lse2 == -math.inf)", "lse1 != lse1")),
+        slips=(("(lse1 == -math.inf) & (lse2 == -math.inf)", "lse1 != lse1"),
+               ("lse1.masked_fill(blind, 0.0), lse2.masked_fill(blind, 0.0))",
+                "lse1, lse2).masked_fill(blind, 0.0)"),
+               ("out.to(out1.dtype)", "out"))),
     "loss": Exercise(
         "train_grpo.py", ("grpo_loss",), "equations (2), (3), (4) and (5)", 20,
         "Compute this rank's part of the loss from log-probs, old log-probs and advantages.",
@@ -70,7 +78,7 @@ EXERCISES = {
          "distribution. Split states and targets into chunks of self.chunk tokens.",
          "Call `token_logprobs` through torch's `checkpoint`, which stores a chunk's input and "
          "computes its logits again in the backward. Concatenate the results of the chunks."),
-        slip=("(widen(F.linear(hidden_NM, weight_VM)) /", "(F.linear(hidden_NM, weight_VM) /")),
+        slips=(("(widen(F.linear(hidden_NM, weight_VM)) /", "(F.linear(hidden_NM, weight_VM) /"),)),
     "f-and-g": Exercise(
         "parallel.py", ("copy_to_tp_region", "reduce_from_tp_region"), "equations (2) and (3)", 20,
         "Say which collective runs forward, and which one backward.",
@@ -86,7 +94,7 @@ EXERCISES = {
          "exceeds the draw. At temperature 0, take the likeliest token.",
          "Work in float64. `torch.searchsorted(.., right=True)` finds the first larger entry. "
          "Multiply the draw by the last running sum, which is 1 up to rounding."),
-        slip=("right=True", "right=False")),
+        slips=(("right=True", "right=False"),)),
     "ring-backward": Exercise(
         "ring_attention.py", ("block_backward",), "equation (3)", 25,
         "Compute a block's part of all gradients, from the final out and lse.",
@@ -108,7 +116,7 @@ EXERCISES = {
         ("Group the sequences that run through a node by their next token. Each group is a child.",
          "A child is as long as all of its sequences agree and none of them ends. Let a generator "
          "yield the recursive calls to `depth_first`: a deep tree needs no deep recursion."),
-        slip=("stop < end + max_tokens and all(", "all(")),
+        slips=(("stop < end + max_tokens and all(", "all("),)),
     "z": Exercise(
         "train_grpo.py", ("Trainer.total", "Trainer.loss_denominator", "train"), "equation (5)", 30,
         "Write the loop, with the Z of (5): one number for all ranks. After each step, call "
@@ -119,7 +127,7 @@ EXERCISES = {
          "episodes. `total` sums a number over the group of some axes. Count where mask is true, "
          "and skip a minibatch without such tokens."),
         comments=("# There is no division by the number of ranks",),
-        slip=("self.grid.group[axes]).item()", "None).item()")),
+        slips=(("self.grid.group[axes]).item()", "None).item()"),)),
     "vocabulary": Exercise(
         "parallel.py", ("vocab_parallel_logprobs",), "equations (4) and (5)", 35,
         "Score targets when each rank has some rows of the head, without gathering logits.",
@@ -127,7 +135,7 @@ EXERCISES = {
          "same m, which needs no gradient: detach it.",
          "The states go through f first, as each rank's gradient of them is a part. One rank has "
          "the target's row, and the others add 0 for it."),
-        slip=("m_N = z_Nv.detach().amax(-1)", "m_N = 0 * z_Nv.detach()[:, 0]")),
+        slips=(("m_N = z_Nv.detach().amax(-1)", "m_N = 0 * z_Nv.detach()[:, 0]"),)),
     "ring": Exercise(
         "ring_attention.py", ("RingAttention.forward",), "equations (1) and (2)", 40,
         "Attend to one block of keys a hop, while the next block travels.",
@@ -155,7 +163,7 @@ EXERCISES = {
          "backwards that are pending.",
          "Send and receive in one batch, or two stages wait for each other. A stage's input needs "
          "requires_grad, and its gradient is what the stage before waits for."),
-        slip=("warm_up = min(stages - 1 - stage, number)", "warm_up = number")),
+        slips=(("warm_up = min(stages - 1 - stage, number)", "warm_up = number"),)),
 }  # fmt: skip
 
 
@@ -196,8 +204,8 @@ BUGS = dict(enumerate((
     Bug("models.py",
         "(mean_square + self.eps).sqrt()", "(mean_square.sqrt() + self.eps)",
         "Log-probs differ a little from transformers', in float64 too.",
-        "eps stands under the root, (4). Outside of it, 1e-6 changes a vector with a root mean "
-        "square of 1 by a part in a million."),
+        "eps stands under the root, (4). Outside of it, 1e-6 shrinks a vector with a root mean "
+        "square of 1 by a part in a million, and under it by half of that."),
     Bug("train_grpo.py",
         "optim_step(trainer.learning_rate(step))", "optim_step(trainer.config.lr)",
         "Runs of 10 and of 1000 steps log the same first ten steps.",
@@ -240,7 +248,8 @@ BUGS = dict(enumerate((
         "full_like(out_2BHnD[..., 0], -math.inf)", "full_like(q_2BHnD[..., 0], -math.inf)",
         "In float64 it is exact. In bfloat16 it is much worse than SDPA.",
         "lse gets the dtype of q. Every merge then rounds it to 8 bits: exp(lse) is wrong by a "
-        "percent, and the backward's P with it."),
+        "percent, and the backward's P with it. dq, dk and dv take the dtype of lse, so they add "
+        "up in bfloat16 too."),
     Bug("models.py",
         "ended = row.append(token, logprob) and row.tokens[-1] in end",
         "row.append(token, logprob)\n            ended = row.tokens[-1] in end",

@@ -32,18 +32,26 @@ def rope(models):
 
 def clip(parallel):
     parallel.join_ranks("cpu", parallel.PATIENCE)
-    model = torch.nn.Linear(2, 2)
-    model.weight.grad = torch.ones(2, 2)
-    parallel.clip_grad_norm(model, 9.0, parallel.Grid("d1"))
+    model = torch.nn.Linear(257, 1, dtype=torch.bfloat16)
+    model.weight.grad = torch.ones_like(model.weight)
+    norm = parallel.clip_grad_norm(model, 99.0, parallel.Grid("d1"))
     yield (model.weight.grad == 1).all(), "a norm below max_norm leaves the gradients as they are"
+    fits = abs(norm.item() / math.sqrt(257) - 1) <= 1e-3
+    yield fits, f"257 gradients of 1 in bfloat16 have the norm 16.031: {norm.item():.3f}"
 
 
 def merge(ring_attention):
     for x in (-math.inf, 1000.0):
-        out, lse = torch.ones(1, 2), torch.tensor([x])
-        found, both = ring_attention.merge(out, lse, out, lse)
-        fits = found.isfinite().all() and both.allclose(lse + math.log(2))
-        yield fits, f"two sets of the lse {x} have the lse {x} + log 2, and out is finite"
+        given = [torch.ones(1, 2).requires_grad_(), torch.tensor([x]).requires_grad_()]
+        out, lse = ring_attention.merge(*given, *given)
+        fits = out.isfinite().all() and lse.allclose(given[1] + math.log(2))
+        yield fits, f"two sets of lse {x} merge to lse {x} + log 2, with a finite out"
+        grads = torch.autograd.grad(out.sum(), given)
+        yield all(g.isfinite().all() for g in grads), f"two sets of lse {x} have finite gradients"
+    out, lse = torch.ones(1, 2, dtype=torch.bfloat16), torch.zeros(1)
+    found, both = ring_attention.merge(out, lse, out, lse)
+    fits = found.dtype == out.dtype and both.dtype == lse.dtype
+    yield fits, "an out in bfloat16 stays so, with its lse in float32"
 
 
 def logprobs(models):

@@ -45,7 +45,8 @@ def test_an_exercise_fails_until_the_original_body_is_back(name, tmp_path, capsy
     task = EXERCISES[name]
     assert exercise.main(["--home", f"{tmp_path}", "start", name]) == 0
     said, own = capsys.readouterr().out, tmp_path / name / task.file
-    assert all(f"    {number} " in said for number in re.findall(r"\(\d+\)", task.equation))
+    numbers = re.findall(r"\(\d+\)", task.equation)
+    assert re.findall(r"^ {4}(\(\d+\))", said, re.M) == numbers and "\n\n\n" not in said
     assert all(f"write   {function} at" in said for function in task.functions)
     code, err = run(own)
     assert code == 1 and f"NotImplementedError: {task.equation}\n" in err
@@ -57,10 +58,12 @@ def test_an_exercise_fails_until_the_original_body_is_back(name, tmp_path, capsy
     own.write_text(of_file)
     assert exercise.main(["--home", f"{tmp_path}", "solution", name]) == 0
     assert capsys.readouterr().out == "\n"  # no difference
-    if task.slip:
-        assert run(own, name)[0] == 0 and of_file.count(task.slip[0]) == 1
-        own.write_text(of_file.replace(*task.slip))
-        assert run(own, name)[0] == 1 and f"judge.py {name}" in said
+    assert (f"judge.py {name}" in said) == bool(task.slips)
+    assert not task.slips or run(own, name)[0] == 0
+    for right, wrong in task.slips:
+        assert of_file.count(right) == 1
+        own.write_text(of_file.replace(right, wrong))
+        assert run(own, name)[0] == 1, wrong
 
 
 @pytest.mark.parametrize("number", some_quick(BUGS, 3, 16))
@@ -83,6 +86,7 @@ def test_a_bug_is_found_by_the_check_that_its_answer_names(number, tmp_path, cap
         file.write_text(re.sub(r"^PLANS = .*?^}\n", plans, file.read_text(), flags=re.M | re.S))
     code, err = run(file, bug.judge)
     assert code == 1 and not re.search("(Name|Attribute|Type|Import|Syntax)Error", err), err
+    assert err or bug.judge or bug.file == "parallel.py"  # the last line says what was expected
 
 
 def refused(argv, capsys):
@@ -153,6 +157,9 @@ def test_the_page_lists_every_exercise_and_every_bug():
         assert re.search(rf"^`{name}` \| {x.minutes} \| {x.file[:-3]}$", PAGE.text, re.M), name
     for number, bug in BUGS.items():
         assert f"\n{number}. {bug.file[:-3]}: {bug.symptom}\n" in PAGE.text
+    for file in exercise.FILES:
+        seconds = re.findall(r"(\d+) CPU seconds", exercise.original(file))
+        assert seconds in ([], [f"{exercise.SECONDS[file]}"])
     in_lectures = re.findall(r"Bugs\s([\d,\s]+)\.", PAGE.text)
     assert sorted(map(int, re.findall(r"\d+", f"{in_lectures}"))) == [*BUGS]
     assert len(PAGE.text.split()) <= 900
