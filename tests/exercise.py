@@ -179,7 +179,7 @@ def plant(number, home):
     bug, folder = BUGS[number], home / f"bug-{number}"
     copy_files(folder, bug.file, planted(number))
     where = f"{os.path.relpath(folder)}/{bug.file}"
-    print(f"{bug.symptom}\n\nread    {where}: one statement is wrong")
+    print(f"{bug.symptom}\n\nread    {where}: one statement is wrong or missing")
     print(f"answer  {ME} bug {number} --answer {bug.file}:LINE")
 
 
