@@ -35,7 +35,7 @@ FILES = {
     "train_grpo.py": ["train_grpo.py", "models.py", "parallel.py", "ring_attention.py",
                       "tree_attention.py"],
 }  # fmt: skip
-# CPU seconds of each check with one thread, as in the files' docstrings. judge.py: the slowest judge.
+# CPU seconds of each check with one thread, as in the files' docstrings. judge.py: the slowest.
 SECONDS = {"models.py": 3, "ring_attention.py": 3, "tree_attention.py": 2, "parallel.py": 18,
            "train_grpo.py": 4, "judge.py": 3}  # fmt: skip
 
