@@ -209,8 +209,6 @@ FAULTS = {
                               "2 3", codes=(130,)),
     "sampling: late ranks": Fault([(1, JOIN, 1, sleep, 1), (0, GET, 2, sleep, 1),
                                    (1, SAVE, 1, sleep, 1)], saved="2 4 5 6", codes=(0, 0)),
-    "sampling: a reward is NaN": Fault([], ["Mine gave reward nan"],
-                                       task=dict(reply="return state, None, float('nan')")),
     "sampling: a reply raises": Fault(
         [], [".*another rank is gone", f"RuntimeError: my database timed out {PLACE}"],
         task=dict(reply=on_rank_1("raise RuntimeError('my database timed out')"))),
