@@ -553,7 +553,6 @@ REFUSED = [
     ("rows.jsonl line 1: expected the system's message 'Be brief.' in the prompt",
      dict(template_args='{"system": "Be brief."}', model=ONE_SIDED)),
     # Flags.
-    ("--eval-data needs --task jsonl", dict(task="guess", data="", eval_data="good.jsonl")),
     ("--template-args needs --template chat", dict(template="raw", template_args='{"a": 1}')),
     ("--template-args: .*DIR has no chat template", dict(base=True, template_args='{"a": 1}')),
     ("--template-args: .*DIR has no argument a", dict(template_args='{"a": 1}')),
@@ -561,13 +560,10 @@ REFUSED = [
      dict(template_args="[1]")),
     ("expected --template-args to be a JSON object, .*, got 'a=1'", dict(template_args="a=1")),
     ("expected --date YYYY-MM-DD or .*, got 'today'", dict(date="today")),
-    ("--date needs --task jsonl", dict(task="guess", data="", date="2026-01-01")),
     ("--template must be chat, raw or a text with {question}, got 'hello'", dict(template="hello")),
     ("--template-args: expected a text as system, got 3", dict(template_args='{"system": 3}')),
     ("--instruction needs a --template without {question}",
      dict(template="{question}", instruction="Go.")),
-    ("--reward needs --task jsonl", dict(task="guess", data="", reward="a.py:f")),
-    ("--data needs --task jsonl", dict(task="guess")),
 ]
 
 
