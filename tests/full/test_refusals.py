@@ -410,6 +410,8 @@ CALLS = {  # a call, and what its ValueError says
     "train(TinyModel().requires_grad_(False), TokenTrie(TWO))":
         "no parameter of the model requires a gradient",
     "torch.inference_mode()(train)(TinyModel(), TokenTrie(TWO))": "use tree_scores",
+    "tree_backward(TinyModel(), TokenTrie(TWO), lambda i, x, _: x if i else x.sum(), max_tokens=2)":
+        "expected one number from loss_fn.*sequence 1",
     "tree_scores(TinyModel(), TokenTrie(TWO), max_tokens=2)":
         "call tree_scores under torch.no_grad",
     "train(TinyModel(), TokenTrie(TWO), masks=[[True, True]])": "got 1 masks for 2 sequences",
