@@ -217,7 +217,7 @@ FAULTS = {
     "update: NaN of a batch, fsdp": Fault(
         [(1, BATCH, n, nan) for n in (5, 6)], [".*the newest checkpoint is run/step-00000004"],
         "1 2 3 4", f"{NANS} --data-parallel fsdp", goes_on=False),
-    "update: a rank hangs": Fault([(1, BATCH, 3, stop)], [GONE], "", "--plan c2 --timeout 5"),
+    "update: a rank hangs": Fault([(1, BATCH, 3, stop)], [GONE], "", "--plan c2 --timeout 3"),
     "log: full disk": Fault([(0, "full.run.logs.Log.step", 4, fills_up, "run/metrics.jsonl", 99)],
                             [LOG, GONE], "2"),
     "save: the first finds a full disk": Fault(
@@ -235,7 +235,7 @@ FAULTS = {
         [(0, EXPORT, 1, fills_up, None, 3000)],
         [".*run/hf not written .*File too large.*make room.*--resume --out run", None], "2 4 5 6",
         "--heads 4 --plan t2", codes=(2, 0)),
-    "end: a late export": Fault([(0, EXPORT, 1, sleep, 5)], saved="2 4 5 6", flags="--timeout 3",
+    "end: a late export": Fault([(0, EXPORT, 1, sleep, 4)], saved="2 4 5 6", flags="--timeout 3",
                                 codes=(0, 0)),
 }  # fmt: skip
 SLOW = {  # more moments of the same
