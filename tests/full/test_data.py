@@ -469,7 +469,6 @@ def user_with(**fields):
     return {"messages": [user("q")], "answer": "4"} | fields
 
 
-ONE_SIDED = "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}"
 LINE = "rows.jsonl line 41: "
 LATE = "message 3 is the assistant's, after an answer that the policy has to give"
 REFUSED = [
@@ -490,7 +489,6 @@ REFUSED = [
     (LINE + ".*end with no user's", line([assistant("Hi.")])),
     (LINE + LATE, line([user("a"), user("b"), assistant("c"), user("d")])),
     (LINE + ".*roles must alternate", line([assistant("Hi."), user("2 + 2?")])),
-    (LINE + ".*tokens are said after the policy's ans", line([user("a"), user("why " * 60)])),
     (LINE + "it holds token 4000, '<image_soft_token>'; the model's last token is 3999",
      line({"question": "What is on <image_soft_token>?", "answer": "4"})),
     (LINE + "it holds token 4000, ", line([user("a"), user("<image_soft_token>")])),
@@ -547,13 +545,7 @@ REFUSED = [
     ("expected lines in rows.jsonl to train on, got none", rows(eval_data="good.jsonl")),
     ("no gone.jsonl; expected a file of JSON lines", dict(eval_data="gone.jsonl")),
     ("expected lines in rows.jsonl to hold out, got none of 1;", rows(QUESTIONS[0])),
-    # Messages that a template leaves out.
-    (LINE + "expected the assistant's message ' Hello. ' in the prompt, but the chat template of "
-     "DIR leaves it out", rows(*QUESTIONS, *numbered(HISTORY), model=ONE_SIDED)),
-    ("rows.jsonl line 1: expected the system's message 'Be brief.' in the prompt",
-     dict(template_args='{"system": "Be brief."}', model=ONE_SIDED)),
     # Flags.
-    ("--eval-data needs --task jsonl", dict(task="guess", data="", eval_data="good.jsonl")),
     ("--template-args needs --template chat", dict(template="raw", template_args='{"a": 1}')),
     ("--template-args: .*DIR has no chat template", dict(base=True, template_args='{"a": 1}')),
     ("--template-args: .*DIR has no argument a", dict(template_args='{"a": 1}')),
@@ -561,22 +553,15 @@ REFUSED = [
      dict(template_args="[1]")),
     ("expected --template-args to be a JSON object, .*, got 'a=1'", dict(template_args="a=1")),
     ("expected --date YYYY-MM-DD or .*, got 'today'", dict(date="today")),
-    ("--date needs --task jsonl", dict(task="guess", data="", date="2026-01-01")),
     ("--template must be chat, raw or a text with {question}, got 'hello'", dict(template="hello")),
     ("--template-args: expected a text as system, got 3", dict(template_args='{"system": 3}')),
     ("--instruction needs a --template without {question}",
      dict(template="{question}", instruction="Go.")),
-    ("--reward needs --task jsonl", dict(task="guess", data="", reward="a.py:f")),
-    ("--data needs --task jsonl", dict(task="guess")),
 ]
 
 
 @pytest.mark.parametrize("message, options", REFUSED, ids=[message for message, _ in REFUSED])
-def test_what_cannot_be_played_is_named(task_of, directory, message, options):
-    if options.get("model") == ONE_SIDED:
-        model = Path(shutil.copytree(directory("qwen2"), "DIR"))
-        (model / "chat_template.jinja").write_text(ONE_SIDED)
-        options = options | dict(model=model)
+def test_what_cannot_be_played_is_named(task_of, message, options):
     with pytest.raises((ValueError, ImportError), match=message):
         task_of(**dict(model="gemma3") | options)
 

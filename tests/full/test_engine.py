@@ -213,7 +213,7 @@ def test_a_run_without_its_engine_ends_and_can_be_resumed(
 ):  # fmt: skip
     (tmp_path / "here").mkdir()
     killed = program("stub_engine.Stub.generate", 70)
-    flags = f"{RUN} --out run --save-every 1 --engine {program.url} --timeout 2"
+    flags = f"{RUN} --out run --save-every 1 --engine {program.url} --timeout {world}"
     codes, _, errs = cli(tmp_path / "here", flags, world)
     assert join([killed]) == [-SIGKILL] and codes == [2] * world
     lines = errs[0].splitlines()

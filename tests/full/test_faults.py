@@ -209,8 +209,6 @@ FAULTS = {
                               "2 3", codes=(130,)),
     "sampling: late ranks": Fault([(1, JOIN, 1, sleep, 1), (0, GET, 2, sleep, 1),
                                    (1, SAVE, 1, sleep, 1)], saved="2 4 5 6", codes=(0, 0)),
-    "sampling: a reward is NaN": Fault([], ["Mine gave reward nan"],
-                                       task=dict(reply="return state, None, float('nan')")),
     "sampling: a reply raises": Fault(
         [], [".*another rank is gone", f"RuntimeError: my database timed out {PLACE}"],
         task=dict(reply=on_rank_1("raise RuntimeError('my database timed out')"))),
@@ -219,7 +217,7 @@ FAULTS = {
     "update: NaN of a batch, fsdp": Fault(
         [(1, BATCH, n, nan) for n in (5, 6)], [".*the newest checkpoint is run/step-00000004"],
         "1 2 3 4", f"{NANS} --data-parallel fsdp", goes_on=False),
-    "update: a rank hangs": Fault([(1, BATCH, 3, stop)], [GONE], "", "--plan c2 --timeout 5"),
+    "update: a rank hangs": Fault([(1, BATCH, 3, stop)], [GONE], "", "--plan c2 --timeout 3"),
     "log: full disk": Fault([(0, "full.run.logs.Log.step", 4, fills_up, "run/metrics.jsonl", 99)],
                             [LOG, GONE], "2"),
     "save: the first finds a full disk": Fault(
@@ -237,7 +235,7 @@ FAULTS = {
         [(0, EXPORT, 1, fills_up, None, 3000)],
         [".*run/hf not written .*File too large.*make room.*--resume --out run", None], "2 4 5 6",
         "--heads 4 --plan t2", codes=(2, 0)),
-    "end: a late export": Fault([(0, EXPORT, 1, sleep, 5)], saved="2 4 5 6", flags="--timeout 3",
+    "end: a late export": Fault([(0, EXPORT, 1, sleep, 4)], saved="2 4 5 6", flags="--timeout 3",
                                 codes=(0, 0)),
 }  # fmt: skip
 SLOW = {  # more moments of the same
@@ -767,10 +765,3 @@ def test_a_process_takes_the_device_of_its_local_rank_if_it_is_there(monkeypatch
     assert taken == ["cuda:3"] * 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert own_device("") == "cpu"
-
-    # One that is not there is refused before ranks meet.
-    before = dist.is_initialized()
-    for device in ("cuda", "cdua", "cuda:0", "CPU"):
-        with pytest.raises(ValueError, match=f"expected .*got '{device}'"):
-            connect(device)
-    assert dist.is_initialized() == before and len(taken) == 2

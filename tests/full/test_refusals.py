@@ -31,6 +31,7 @@ from full.learn.advantages import advantages  # noqa: F401, of a row
 from full.learn.objectives import LossSettings, grpo_loss  # noqa: F401, of a row
 from full.model import experts, logprobs, lora
 from full.model import weights
+from full.ranks.joining import connect  # noqa: F401, of a row
 from full.model.config import Lora  # noqa: F401, in CALLS
 from full.run.flags import parse_config
 from full.tiny import tiny_model
@@ -91,13 +92,16 @@ RUNS = {  # more flags of a run, and what the one line must say
     "adit": "expected a command that --help lists, got adit\n",
     "--task nonsense": "expected --task guess, jsonl or FILE.py:Class, got 'nonsense'",
     "--task gone.py:Task": "--task gone.py:Task: gone.py: no such file", "--task ../gone": "gone",
+    **{f"--task task.py:{name}": f"task.py has no class '{name}'" for name in ("Nothing", "")},
     "--head-dtype float32": "--head-dtype needs products in bfloat16",
     "--head-dtype float32 --compute-dtype bfloat16 --exact": "--exact has no --head-dtype",
     "--lora-rank 2 --exact": "--exact has no --lora-rank",
     "--lora-targets q_proj": "--lora-targets needs --lora-rank",
     "--dtype bfloat16 --compute-dtype float32": "expected a coarser dtype",
     "--dtype float32 --compute-dtype float64": "expected a coarser dtype",
-    "--clip-high 1e300": "--clip-high must be finite", "--eval-data x": "needs --task jsonl",
+    "--clip-high 1e300": "--clip-high must be finite",
+    **{f"{flag} x": f"{flag} needs --task jsonl"
+       for flag in ("--data", "--date", "--reward", "--eval-data")},
     "--reply-timeout 3": "--reply-timeout needs --task jsonl or FILE",
     # Only when ranks meet, or a task or a model is made.
     "--plan t2": "plan t2: expected p * d * c * t = 2 ranks, got 1",
@@ -139,6 +143,7 @@ COMMANDS = {  # a command, and what its line must say
     "export run new --step 1": "those that it holds are of: 3, 4",
     "export nothing new": "no nothing/config.json; expected",
     "export run old": "old.tmp is there",
+    "audit run --step 9": "expected one of the 4 steps of metrics.jsonl",
     "audit nothing": "the directory of a run, got nothing: it holds no config.json",
     "plot nothing": "nothing holds no metrics.jsonl", "plot run thesis": "thesis holds no metrics",
     "check nothing": "check 'nothing' is none of",
@@ -205,6 +210,7 @@ ENVIRONMENTS = [  # what the environment says, a command, and its line
     (dict(RANK="0", WORLD_SIZE="0"), BEGIN, "RANK: expected less than WORLD_SIZE, 0, got 0"),
     (dict(RANK="1", WORLD_SIZE="2"), "eval run", TORCHRUN),
     (dict(RANK="1", WORLD_SIZE="2"), "export run new", TORCHRUN),
+    (dict(RANK="1", WORLD_SIZE="2"), "audit run", TORCHRUN),
     (dict(RANK=""), "export nothing new", "error: no nothing"),  # as one that is not set
     (dict(WORLD_SIZE=""), "export nothing new", "error: no nothing"),
 ]  # fmt: skip
@@ -332,14 +338,12 @@ def decoded(*prompts, **options):
     return generation.generate(small(), prompts, **how)
 
 
-class Endless(Sort):
-    """A task that lacks what ends an answer."""
+class Ending(Sort):
+    """A task whose answers end by these tokens."""
 
-    end = ()
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.end = ()
+    def __init__(self, end):
+        super().__init__(given())
+        self.end = end
 
 
 def given(words="", **more):
@@ -374,7 +378,8 @@ CALLS = {  # a call, and what its ValueError says
     "run(Config(steps=0))": "--steps must be positive",
     "run(Config(group=1))": "--group 1 has no baseline",
     "run(Config(resume=True))": "--resume needs --out DIR",
-    "run(given(), task=Endless(given()))": "Endless needs vocab_size and end",
+    **{f"run(given(), task=Ending({end}))": f"Ending needs vocab_size and end, .*{re.escape(end)}"
+       for end in ("()", "(99,)")},
     "run(given(task='x.py:X'), task=Sort(given()))": "expected one task",
     "run(Config(task='python:Sort'))": "got 'python:Sort'",
     "run(Config(task='x.py:X'))": "x.py: no such file",
@@ -385,7 +390,8 @@ CALLS = {  # a call, and what its ValueError says
     "run(given(), dataset=[{}, {'a': {1}}])": "dataset row 2 cannot be a line",
     f"run({JSONL}, dataset=[{{}}])": r"expected one data, got Config\(data='rows",
     "run(given(), dataset=[{}])": "--task jsonl needs --model DIR",
-    # Losses, and the kit of parallelisms.
+    # Devices, losses, and the kit of parallelisms.
+    **{f"connect('{name}')": f"expected .*got '{name}'" for name in ("cdua", "cuda:0", "CPU")},
     "grpo_loss(*torch.zeros(3, 1, 4), torch.ones(1, 4) > 0, LossSettings(objective='ppo2'))":
         "unknown objective 'ppo2'",
     "advantages(np.ones((2, 7)), 'median')": "median",
@@ -404,6 +410,8 @@ CALLS = {  # a call, and what its ValueError says
     "train(TinyModel().requires_grad_(False), TokenTrie(TWO))":
         "no parameter of the model requires a gradient",
     "torch.inference_mode()(train)(TinyModel(), TokenTrie(TWO))": "use tree_scores",
+    "tree_backward(TinyModel(), TokenTrie(TWO), lambda i, x, _: x if i else x.sum(), max_tokens=2)":
+        "expected one number from loss_fn.*sequence 1",
     "tree_scores(TinyModel(), TokenTrie(TWO), max_tokens=2)":
         "call tree_scores under torch.no_grad",
     "train(TinyModel(), TokenTrie(TWO), masks=[[True, True]])": "got 1 masks for 2 sequences",

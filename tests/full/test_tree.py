@@ -467,24 +467,6 @@ def test_masks_score_what_a_loss_uses_and_nothing_else(size, recompute):
         assert len(few) == len(mask)
 
 
-FAILING = {  # what the loss of sequence 7 is, from its log-probs; error; message
-    "raises": (lambda logprobs: {}["from loss_fn"], KeyError, "from loss_fn"),
-    "vector": (lambda x: x, ValueError, "expected one number from loss_fn.*sequence 7"),
-}
-
-
-@pytest.mark.parametrize("name", FAILING)
-def test_a_failure_in_the_middle_names_the_sequence(name):
-    model, sequences = TinyModel(), random_forest(1, count=14)
-    bad, error, message = FAILING[name]
-
-    def failing(i, logprobs, entropy):
-        return bad(logprobs) if i == 7 else linear_loss(i, logprobs, entropy)
-
-    with pytest.raises(error, match=message):
-        tree_backward(model, TokenTrie(sequences), failing, max_tokens=4)
-
-
 def test_an_entropy_that_no_loss_uses_costs_no_second_head():
     """The head's backward gets nothing for it, not even a zero gradient."""
     model, trie, got = TinyModel(), TokenTrie(random_forest(0)), []
