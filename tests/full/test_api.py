@@ -237,8 +237,8 @@ def test_a_run_with_objects_goes_on_from_python_alone(capsys, straight):
     said = capsys.readouterr().out
     assert "full.api.run(Config(out='run', resume=True), ..) goes on" in said
     before = contents(Path("run"))
-    for command in ("--out run --resume", f"--out run --resume --task {SORT}", "audit run",
-                    f"audit run --task {SORT}", "eval run", "export run hf"):  # fmt: skip
+    for command in ("--out run --resume", f"--out run --resume --task {SORT!r}", "audit run",
+                    f"audit run --task {SORT!r}", "eval run", "export run hf"):  # fmt: skip
         assert main(shlex.split(command)) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "python:Sort: full.api has made it" in said, command

@@ -90,7 +90,8 @@ def test_every_command_is_run_by_a_test_and_every_path_exists():
 def test_a_command_runs_at_toy_size(folder, command):  # noqa: F811
     """`python -m full ..` in a folder of its own; torchrun's two ranks are two such processes."""
     line = re.sub(r"\[.*\]", "", command + TOY[command])
-    words = shlex.split(line.replace("tests/example_tasks", f"{ROOT}/tests/example_tasks"))
+    tasks = "tests/example_tasks"
+    words = [word.replace(tasks, f"{ROOT}/{tasks}") for word in shlex.split(line)]
     if words[1].endswith(".py"):
         code, out, err = as_script(ROOT / words[1], *words[2:], cwd=folder)
         assert code == 0 and out, err

@@ -145,9 +145,10 @@ test_ranks._script(0, "program.py", [], ".", "log", {})
 """
 PROGRAM = """
 import sys
+from pathlib import Path
 import library
 files = [getattr(module, "__file__", None) or "" for module in sys.modules.values()]
-print([file for file in files if "clone" in file])
+print([file for file in files if Path("clone").resolve() in Path(file).resolve().parents])
 """
 
 
