@@ -249,7 +249,6 @@ exact = false
 """
 
 
-@pytest.mark.quick
 def test_rollouts_are_logged_all_or_none_or_some(tmp_path_factory):
     run = runs_made_once(tmp_path_factory)
 
