@@ -174,11 +174,17 @@ def prose_of(path):
     return [" ".join(text.split()) for text in found]
 
 
+@functools.cache
+def words_of_files():
+    """{FILE.py: its words}, and the words of all files."""
+    files = {f"{x.stem}.py": words_of(tree_of(x)) for x in reversed(MODULES)}
+    return files, {"py"}.union(*files.values(), (x.stem for x in MODULES))
+
+
 @each_module
 def test_every_name_in_backticks_is_there(path):
     """`name`, `module.name` or `Class.name`; `name` of FILE.py is in this file."""
-    files = {f"{x.stem}.py": words_of(tree_of(x)) for x in reversed(MODULES)}
-    every = {"py"}.union(*files.values(), (x.stem for x in MODULES))
+    files, every = words_of_files()
     name = r"`(?:(\w+)\.)?(?:\w+\.)*([A-Za-z_]\w*)(?:\([^`]*\))?`(?: (?:of|in) (\w+\.py))?"
     missing = [
         f"{owner}.{last} {file}" for text in prose_of(path)
