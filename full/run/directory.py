@@ -490,7 +490,7 @@ def audits_in_words(config, directory) -> str:
     """Say which steps of a finished run can be audited."""
     steps = sorted(auditable_steps(config, directory))
     if not steps:
-        return "no step can be audited without log_rollouts and a checkpoint"
+        return "no step can be audited without --log-rollouts and a checkpoint"
     shown = ", ".join(map(str, steps if len(steps) < 6 else [*steps[:2], "..", *steps[-2:]]))
-    more = "" if config.save_every == 1 else "; save_every 1 and keep for more"
-    return f"`python -m full audit {directory}` can audit step {shown}{more}"
+    more = "" if config.save_every == 1 else "; for more: --save-every 1, and --keep"
+    return f"`python -m full audit {directory}` can audit steps {shown}{more}"

@@ -325,7 +325,7 @@ def test_a_default_run_says_which_steps_can_be_audited(tmp_path, process_group, 
     """The first and the last. Others have no checkpoint before them."""
     flags = TINY.replace("--save-every 1 --keep 9", "").replace("--minibatches 1", "")
     out, _ = good(tmp_path, f"{flags} --steps 4")
-    assert "`python -m full audit run` can audit step 0, 3; save_every 1" in out
+    assert "`python -m full audit run` can audit steps 0, 3; for more: --save-every 1" in out
     run = tmp_path / "run"
     for step, number, after in ((None, 3, True), (0, 0, False)):
         report = audited(run, step)
