@@ -1,5 +1,6 @@
 """A run's steps as the steps of `conformance/step.py`, which verifies them.
 
 Read audit (from a run's settings to the kit), replay (the task says the rollouts again), models
-(each model in float64 and in the run's precision). Others import `audited` and its `Report`.
+(each model in float64 and in the run's precision). `full.api` imports `audited` and its
+`Report`; check also imports `Audit` and `Models`, for a step in memory.
 """

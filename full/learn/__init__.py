@@ -2,5 +2,6 @@
 
 Read trainer first, which calls the others in order: generate, rollouts and engine (who samples),
 batches (which rollouts a step has), advantages, objectives, packing and micro_batches (how they
-meet the model), metrics. Others import `Trainer`, `Sampler`s and the tables of names.
+meet the model), metrics. Others import `Trainer`, `Sampler`, `Engine`, `RolloutQueue`,
+the tables of names, and the functions that play prompts and describe a step.
 """
