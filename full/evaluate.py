@@ -15,8 +15,7 @@ import torch
 
 from full.learn.rollouts import Sampler, evaluate, play_held_out, prompts_of_evaluation
 from full.model.config import read_json
-from full.model.hf import load_hf
-from full.model.lora import save_factors
+from full.model.hf import load_hf, save_factors
 from full.ranks.checkpoint import checkpoints
 from full.run.build import (
     ONE_PROCESS, beside, of_export, one_process, policy_in, require_room, write_hf,

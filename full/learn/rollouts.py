@@ -21,8 +21,9 @@ import torch.distributed as dist
 import train_grpo
 from full.learn.generate import Turns, decode
 from full.learn.packing import gather_replica
-from full.model.weights import copy_weights, end_together
-from full.ranks.joining import Stop, errors_on_all_ranks, summed
+from full.model.experts import end_together
+from full.model.weights import copy_weights
+from full.ranks.joining import ReplyTimeout, Stop, errors_on_all_ranks, summed
 from train_grpo import EVALUATION
 
 
@@ -149,13 +150,6 @@ class ForkingEpisode(train_grpo.Episode):
 REPLY_THREADS = 16
 LOOK_EVERY = 0.2  # seconds between two looks at replies that have not come
 GRACE = 5  # seconds that replies may still take after a signal
-
-
-class ReplyTimeout(ValueError):
-    """A reply that did not come. It holds a text and the number of the signal seen, or 0."""
-
-    def __str__(self):
-        return self.args[0]
 
 
 def asker_of(task, limit=0):

@@ -211,3 +211,40 @@ class ExpertLoads:
         if self.rate:
             update_router_bias(model, dict(zip(self.layers, self.counts_LE)))
 
+
+class CallsInStep:
+    """The model calls of ranks that exchange rows of experts, one at a time on all of them.
+
+        rank 0   call  call  call  call  end           a rank that has ended runs one token that
+        rank 1   call  call  end   ....  ....          is not used, as long as another one calls
+    """
+
+    def __init__(self, group, device):
+        self.group = group
+        self.device = device
+        self.has_ended = False
+
+    def begin(self):
+        """Wait until all ranks are at a model call. `Transformer.hidden` begins with it."""
+        if not self.has_ended:
+            self.ranks_that_call(1)
+
+    def ranks_that_call(self, here) -> int:
+        # COMM: an all-reduce of one number over the e ranks before each model call, so that a rank
+        # which has ended knows whether the others need its experts once more. Pinned by
+        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+        count = torch.tensor(here, device=self.device)
+        dist.all_reduce(count, group=self.group)
+        return int(count)
+
+
+@torch.no_grad()
+def end_together(model) -> None:
+    """Serve this rank's experts until the other ranks have decoded all they had, too."""
+    calls = getattr(model, "calls", None)  # a model of the five has none
+    if calls is not None:
+        token_11 = torch.zeros(1, 1, dtype=torch.int64, device=calls.device)
+        calls.has_ended = True
+        while calls.ranks_that_call(0):
+            model.hidden(token_11)
+        calls.has_ended = False

@@ -1,6 +1,6 @@
 """Reads and writes the weights of Hugging Face's directories, of a model that ranks may share.
 
-`full_definition` computes a model from its
+It also writes the factors of lora.py as PEFT does. `full_definition` computes a model from its
 weights, token by token, for checks and audits.
 
 Equation (5) is in models.py.
@@ -27,6 +27,7 @@ import torch.distributed as dist
 import models
 from full.model import deltanet
 from full.model.config import ModelConfig, read_json, require_same_numbers
+from full.model.lora import is_factor, matrix_of
 from full.model.transformer import Critic, Transformer
 from full.ranks.joining import errors_on_all_ranks
 from full.ranks.places import TIED, local, part_of
@@ -367,6 +368,44 @@ def copy_text_files(source, target) -> list[str]:
         own.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(Path(source) / name, own)
     return names
+
+
+# PEFT's files -----------------------------------------------------------------------------------
+# adapter_config.json and adapter_model.safetensors, of dense layers.
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def save_factors(model, directory, base) -> None:
+    """Write a whole model's factors as PEFT does. base: the directory of its base, or "".
+
+    ValueError if experts have factors: their stacks have no name there.
+    """
+    tensors = {name: p.detach() for name, p in model.named_parameters() if is_factor(name)}
+    for name in tensors:  # the rows of B are those of its matrix
+        rows = rows_in_file(matrix_of(name), model.config) if name.endswith("lora_B") else None
+        if rows is not None:
+            tensors[name] = in_file_order(tensors[name], rows)
+    if any(".experts." in name for name in tensors):
+        raise ValueError("PEFT's format has no factors of experts: write merged weights")
+    # In a multimodal model the language model is a part.
+    is_multimodal = bool(base and read_json(Path(base) / "config.json").get("text_config"))
+    part = "model.language_model." if is_multimodal else "model."
+    stored = {f"base_model.model.{name.replace('model.', part, 1)}.weight": p.cpu().contiguous()
+              for name, p in tensors.items()}  # fmt: skip
+
+    # PEFT adapts each matrix whose last name is listed. A vision tower has a q_proj too, so for a
+    # multimodal base this is a pattern of whole names.
+    targets = list(model.lora.targets)
+    if is_multimodal:
+        targets = rf"(model\.language_model\..*\.)?({'|'.join(targets)})"
+    raw = dict(
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=model.lora.rank,
+        lora_alpha=model.lora.alpha, target_modules=targets, lora_dropout=0.0,
+        bias="none", fan_in_fan_out=False, inference_mode=True,
+    )  # fmt: skip
+    directory = Path(directory)
+    write_tensors(stored, directory / ADAPTER_WEIGHTS)
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
 # The definition of a model ----------------------------------------------------------------------

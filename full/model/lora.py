@@ -22,19 +22,15 @@ References: LoRA arXiv:2106.09685, equation 3. The first values and the files ar
 """
 
 import contextlib
-import json
 import math
 import zlib
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import parallel
-from full.model.config import read_json
 from full.model.experts import Experts, grouped_linear
-from full.model.hf import in_file_order, rows_in_file, write_tensors
 from full.model.transformer import Transformer
 from full.ranks.places import Place, local, part_of, place_of, set_tensor, variant_of
 
@@ -275,41 +271,3 @@ def draw_factors(model, seed: int) -> None:
             bound = 1 / math.sqrt(whole.shape[-1])
             whole.uniform_(-bound, bound, generator=generator)
         local(p).copy_(whole[places[name].region])
-
-
-# PEFT's files -----------------------------------------------------------------------------------
-# adapter_config.json and adapter_model.safetensors, of dense layers.
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
-
-def save_factors(model, directory, base) -> None:
-    """Write a whole model's factors as PEFT does. base: the directory of its base, or "".
-
-    ValueError if experts have factors: their stacks have no name there.
-    """
-    tensors = {name: p.detach() for name, p in model.named_parameters() if is_factor(name)}
-    for name in tensors:  # the rows of B are those of its matrix
-        rows = rows_in_file(matrix_of(name), model.config) if name.endswith("lora_B") else None
-        if rows is not None:
-            tensors[name] = in_file_order(tensors[name], rows)
-    if any(".experts." in name for name in tensors):
-        raise ValueError("PEFT's format has no factors of experts: write merged weights")
-    # In a multimodal model the language model is a part.
-    is_multimodal = bool(base and read_json(Path(base) / "config.json").get("text_config"))
-    part = "model.language_model." if is_multimodal else "model."
-    stored = {f"base_model.model.{name.replace('model.', part, 1)}.weight": p.cpu().contiguous()
-              for name, p in tensors.items()}  # fmt: skip
-
-    # PEFT adapts each matrix whose last name is listed. A vision tower has a q_proj too, so for a
-    # multimodal base this is a pattern of whole names.
-    targets = list(model.lora.targets)
-    if is_multimodal:
-        targets = rf"(model\.language_model\..*\.)?({'|'.join(targets)})"
-    raw = dict(
-        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, r=model.lora.rank,
-        lora_alpha=model.lora.alpha, target_modules=targets, lora_dropout=0.0,
-        bias="none", fan_in_fan_out=False, inference_mode=True,
-    )  # fmt: skip
-    directory = Path(directory)
-    write_tensors(stored, directory / WEIGHTS)
-    (directory / CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

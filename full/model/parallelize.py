@@ -1,6 +1,6 @@
 """Splits a model by a plan: tensors and experts, stages, recomputation, the compiler, FSDP2.
 
-It calls `parallel.py` where that has the step. Models that only generate are split in weights.py.
+It calls `parallel.py` where that has the step. `split_for_decoding` splits models that only sample.
 FSDP2: arXiv:2304.11277. Not here: Float8; under t gradients of logits (`model(tokens)`), and
 embeddings as input.
 """
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import parallel
 from full.model import lora
+from full.model.experts import CallsInStep
 from full.model.transformer import Critic, Transformer
 from full.ranks.pipeline import SCHEDULES, Pipeline, TorchPipeline, keep_stage_and_ends
 from full.ranks.places import Part, inner_width, part_of, place_of
@@ -362,3 +363,37 @@ class Messages(TorchDispatchMode):
         for x, old in zip(filled, brought, strict=True):
             x.copy_(old)
         return work
+
+
+def split_for_decoding(model, grid):
+    """Turn a whole model into this rank's part of a sampler, and return it.
+
+    grid: Grid of a plan of d, t and e, such as `Plan.for_sampling`.
+
+    The result only samples: rows of experts are sent without gradients. The t ranks of a replica
+    share the decoding: all of them get the same tokens, and compute the same logits of the whole
+    vocabulary. `gather_replica` makes the same batch of their lists. Ranks that exchange rows of
+    experts with other replicas need the same number of model calls: `end_together`.
+    """
+    # A group of experts is in one replica, or consists of whole replicas, which decode in step.
+    plan = grid.plan
+    if max(plan.ep, plan.tp) % min(plan.ep, plan.tp):
+        raise ValueError(f"plan {plan}: e = {plan.ep} or t = {plan.tp} must divide the other")
+    plan.require_fits(config=model.config)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    # One new token in a row cannot be split along the sequence, so between f and g every tensor
+    # rank has all rows.
+    grid = with_sequence(grid, False)
+    shard_model(model, grid)
+    places = {name: place_of(name, shape, grid, "ddp", False) for name, shape in shapes.items()}
+    model.part = Part(plan, grid.device, places, grid)
+
+    # All t ranks have all rows. Each sends a share of them to experts that are whole, or these
+    # would get every row t times.
+    if plan.tp > 1 and plan.etp == 1:
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "experts"):
+                layer.mlp.rows_group = grid.group["t"]
+    if plan.ep * plan.etp > plan.tp:
+        model.calls = CallsInStep(grid.group["e"], grid.device)
+    return model

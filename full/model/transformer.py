@@ -159,7 +159,7 @@ class Transformer(models.Transformer):
     # What a plan sets.
     part = None  # the `Part` that this rank has. None: every rank has a copy
     shard = {}  # which rows of the head this rank has: group= and vocab_start=. {}: all
-    calls = None  # of a sampler whose ranks run together: weights.CallsInStep
+    calls = None  # of a sampler whose ranks run together: experts.CallsInStep
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)

@@ -1,89 +1,13 @@
-"""Splits a model that only samples by t and e, and sends it a policy's weights tensor by tensor.
-
-Skip the first part if every rank samples with a whole model.
-"""
+"""Copies a policy's weights into the model that samples, one tensor after the other."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from full.model.lora import factors_of, is_factor, merged
-from full.model.parallelize import shard_model, with_sequence
 from full.ranks.joining import all_gather_objects
 from full.ranks.optimizer import persistent_buffers, weights_and_places
-from full.ranks.places import Part, local, part_of, place_of, set_tensor, whole_place
-
-
-def split_for_decoding(model, grid):
-    """Turn a whole model into this rank's part of a sampler, and return it.
-
-    grid: Grid of a plan of d, t and e, such as `Plan.for_sampling`.
-
-    The result only samples: rows of experts are sent without gradients. The t ranks of a replica
-    share the decoding: all of them get the same tokens, and compute the same logits of the whole
-    vocabulary. `gather_replica` makes the same batch of their lists. Ranks that exchange rows of
-    experts with other replicas need the same number of model calls: `end_together`.
-    """
-    # A group of experts is in one replica, or consists of whole replicas, which decode in step.
-    plan = grid.plan
-    if max(plan.ep, plan.tp) % min(plan.ep, plan.tp):
-        raise ValueError(f"plan {plan}: e = {plan.ep} or t = {plan.tp} must divide the other")
-    plan.require_fits(config=model.config)
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    # One new token in a row cannot be split along the sequence, so between f and g every tensor
-    # rank has all rows.
-    grid = with_sequence(grid, False)
-    shard_model(model, grid)
-    places = {name: place_of(name, shape, grid, "ddp", False) for name, shape in shapes.items()}
-    model.part = Part(plan, grid.device, places, grid)
-
-    # All t ranks have all rows. Each sends a share of them to experts that are whole, or these
-    # would get every row t times.
-    if plan.tp > 1 and plan.etp == 1:
-        for layer in model.model.layers:
-            if hasattr(layer.mlp, "experts"):
-                layer.mlp.rows_group = grid.group["t"]
-    if plan.ep * plan.etp > plan.tp:
-        model.calls = CallsInStep(grid.group["e"], grid.device)
-    return model
-
-
-class CallsInStep:
-    """The model calls of ranks that exchange rows of experts, one at a time on all of them.
-
-        rank 0   call  call  call  call  end           a rank that has ended runs one token that
-        rank 1   call  call  end   ....  ....          is not used, as long as another one calls
-    """
-
-    def __init__(self, group, device):
-        self.group = group
-        self.device = device
-        self.has_ended = False
-
-    def begin(self):
-        """Wait until all ranks are at a model call. `Transformer.hidden` begins with it."""
-        if not self.has_ended:
-            self.ranks_that_call(1)
-
-    def ranks_that_call(self, here) -> int:
-        # COMM: an all-reduce of one number over the e ranks before each model call, so that a rank
-        # which has ended knows whether the others need its experts once more. Pinned by
-        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        count = torch.tensor(here, device=self.device)
-        dist.all_reduce(count, group=self.group)
-        return int(count)
-
-
-@torch.no_grad()
-def end_together(model) -> None:
-    """Serve this rank's experts until the other ranks have decoded all they had, too."""
-    calls = getattr(model, "calls", None)  # a model of the five has none
-    if calls is not None:
-        token_11 = torch.zeros(1, 1, dtype=torch.int64, device=calls.device)
-        calls.has_ended = True
-        while calls.ranks_that_call(0):
-            model.hidden(token_11)
-        calls.has_ended = False
+from full.ranks.places import local, part_of, set_tensor, whole_place
 
 
 def share_or_allocate(source, target, device) -> None:

@@ -364,5 +364,12 @@ class Interrupted(Exception):
     """Raised to end the loop after a step in which a signal was seen. It holds the number."""
 
 
+class ReplyTimeout(ValueError):
+    """A reply that did not come. It holds a text and the number of the signal seen, or 0."""
+
+    def __str__(self):
+        return self.args[0]
+
+
 # What the task of a run begins with, in its settings, if full.api was given objects: python:MyTask.
 PYTHON = "python:"

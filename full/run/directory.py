@@ -30,11 +30,10 @@ from pathlib import Path
 
 import torch
 
-from full.learn.rollouts import ReplyTimeout
 from full.model.config import OF_NO_NUMBER, ModelConfig, read_json
 from full.model.hf import open_checkpoint
 from full.ranks.checkpoint import Damaged, checkpoints, read_checkpoint, write_checkpoint
-from full.ranks.joining import PYTHON, Interrupted, agree, say, warn
+from full.ranks.joining import PYTHON, Interrupted, ReplyTimeout, agree, say, warn
 from full.ranks.optimizer import tensors_of
 from full.ranks.places import local
 from full.run.config import _flag

@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 import train_grpo
 from full.learn.batches import RolloutQueue, pending_batches
-from full.learn.rollouts import Sampler, ReplyTimeout
+from full.learn.rollouts import Sampler
 from full.learn.trainer import Trainer
 from full.model.exact import require_exact_kernels
 from full.ranks.joining import (
-    Interrupted, Progress, Stop, agree, current_device, errors_on_all_ranks, say, warn,
+    Interrupted, Progress, ReplyTimeout, Stop, agree, current_device, errors_on_all_ranks, say,
+    warn,
 )  # fmt: skip
 from full.ranks.places import local
 from full.run.build import build, export_last, prepare, require_room

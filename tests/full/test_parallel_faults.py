@@ -27,7 +27,7 @@ from full.attention import ring
 from full.learn.packing import run_forwards, run_micro_batches, states_like
 from full.model.parallelize import parallelize
 from full.model.transformer import causal_attention
-from full.model.weights import split_for_decoding
+from full.model.parallelize import split_for_decoding
 from full.ranks import checkpoint
 from full.ranks.checkpoint import Damaged, read_checkpoint, write_checkpoint
 from full.ranks.joining import all_gather_objects

@@ -10,9 +10,8 @@ from test_run import good
 
 from full.__main__ import main
 from full.evaluate import load_policy
-from full.model import lora
 from full.model.config import Lora
-from full.model.hf import load_hf, save_hf
+from full.model.hf import load_hf, save_factors, save_hf
 from full.model.lora import add_factors, is_factor
 from full.model.transformer import Transformer
 from full.run.config import LORA_TARGETS
@@ -99,7 +98,7 @@ def test_an_adapter_of_a_multimodal_base_is_read_by_peft(process_group, tmp_path
     for name, p in model.named_parameters():
         if is_factor(name):
             torch.nn.init.normal_(p, std=0.2)
-    lora.save_factors(model, tmp_path / "adapter", f"{folder}")
+    save_factors(model, tmp_path / "adapter", f"{folder}")
     theirs = peft.PeftModel.from_pretrained(
         load(), tmp_path / "adapter", autocast_adapter_dtype=False)  # fmt: skip
     assert sum("lora_" in name for name, _ in theirs.named_parameters()) == sum(

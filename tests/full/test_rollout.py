@@ -30,6 +30,7 @@ from full.learn.rollouts import Sampler, evaluate
 from full.learn.trainer import Trainer
 from full.model.hf import save_hf
 from full.model.transformer import Transformer
+from full.ranks.joining import ReplyTimeout
 from full.run.config import Config
 from full.run.questions import final_answer, make_task, same_answer
 from full.run.tasks import Task, from_file
@@ -500,7 +501,7 @@ def test_a_late_reply_is_named_by_its_line_and_ends_nothing_else(monkeypatch):
     reply, how = task.reply, dict(groups=[0], group=2, reply_timeout=1, temperature=0)
     task.reply = lambda state, answer: late.wait(30) and reply(state, answer)
     try:
-        with pytest.raises(rollouts.ReplyTimeout) as error:
+        with pytest.raises(ReplyTimeout) as error:
             play(task, Script([0, 0, 5, END]), **how)
     finally:
         late.set()
