@@ -150,9 +150,7 @@ def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, ma
 class Attention(nn.Module):
     """Compute equation (2) without its residual: (B, S, M) -> (B, S, M)."""
 
-    norm_class = RMSNorm
-
-    def __init__(self, config, layer):
+    def __init__(self, config, layer, norm_class):
         super().__init__()
         M = config.hidden_size
         D = self.head_dim = config.head_dim
@@ -165,8 +163,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(M, config.num_key_value_heads * D, bias=config.qkv_bias)
         self.v_proj = nn.Linear(M, config.num_key_value_heads * D, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_attention_heads * D, M, bias=config.o_bias)
-        self.q_norm = self.norm_class(D, config) if config.qk_norm else nn.Identity()
-        self.k_norm = self.norm_class(D, config) if config.qk_norm else nn.Identity()
+        self.q_norm = norm_class(D, config) if config.qk_norm else nn.Identity()
+        self.k_norm = norm_class(D, config) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BSM, ropes, attention, /):
         # -1 counts the heads: a tensor-parallel rank has some of them. Each head is normalized by
@@ -234,14 +232,18 @@ class SparseMLP(nn.Module):
         weight_NK, expert_NK = p_NE.topk(self.config.num_experts_per_tok)
         if self.config.norm_topk_prob:
             weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
-        # List each choice k of each token n, sorted by the chosen expert e. If tokens 0 and 1 chose
-        # experts [2, 0] and [1, 2], then e = [0, 1, 2, 2], n = [0, 1, 0, 1] and k = [1, 0, 0, 1].
         # A choice has no gradient: the router learns through the weights.
-        E = self.config.num_experts
-        e, n, k = F.one_hot(expert_NK, E).permute(2, 0, 1).nonzero(as_tuple=True)
-        out_XM = weight_NK[n, k, None] * self.experts(x_NM[n], e.bincount(minlength=E))
-        sum_NM = torch.zeros_like(x_NM, dtype=out_XM.dtype).index_add(0, n, out_XM)  # (6)
-        return sum_NM.to(x_BSM.dtype).view_as(x_BSM)
+        return self.run_experts(x_NM, expert_NK, weight_NK).to(x_BSM.dtype).view_as(x_BSM)
+
+    def run_experts(self, x_NM, expert_NK, weight_NK, /):
+        """Return the weighted sum of each token's K experts, (N, M)."""
+        # Copy each token K times, and sort the copies by expert. If tokens 0 and 1 chose experts
+        # [2, 0] and [1, 2], the order of copies 0 to 3 is 1 2 0 3, and its inverse is 2 0 1 3.
+        order_X = expert_NK.flatten().argsort(stable=True)
+        counts_E = expert_NK.flatten().bincount(minlength=self.config.num_experts)
+        copies_XM = x_NM.repeat_interleave(expert_NK.shape[1], 0)
+        out_XM = self.experts(copies_XM[order_X], counts_E)[order_X.argsort()]
+        return (out_XM.unflatten(0, expert_NK.shape) * weight_NK[:, :, None]).sum(1)  # (6)
 
 
 class Layer(nn.Module):
@@ -252,7 +254,7 @@ class Layer(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.self_attn = self.attention_class(config, layer)
+        self.self_attn = self.attention_class(config, layer, self.norm_class)
         self.mlp = (self.sparse_class if layer in config.sparse_layers else MLP)(config)
         # Hugging Face's post_attention_layernorm is two things: in Gemma the norm after attention,
         # in the other families the norm before the MLP.
@@ -278,7 +280,7 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """A causal language model: `hidden` runs its layers, `logits` and `logprobs` its head."""
 
-    layer_class, norm_class = Layer, RMSNorm
+    layer_class = Layer
     chunk = 256  # tokens whose logits are in memory at a time
 
     def __init__(self, config):
@@ -289,7 +291,7 @@ class Transformer(nn.Module):
         self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         layers = (self.layer_class(config, n) for n in range(config.num_hidden_layers))
         self.model.layers = nn.ModuleList(layers)
-        self.model.norm = self.norm_class(config.hidden_size, config)
+        self.model.norm = self.layer_class.norm_class(config.hidden_size, config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -557,8 +559,7 @@ def read_config(directory):
                 continue
             # Python takes the string "false" for true, and true for the number 1.
             if type(value) is not kind and (type(value), kind) != (int, float):
-                got = f"{value!r} of {type(value)}"
-                raise ValueError(f"expected {name} of type {kind.__name__}, got {got}")
+                raise ValueError(f"expected {name} of type {kind.__name__}, got {value!r}")
             least = 0 if name in ("max_window_layers", "rms_norm_eps") else 1
             if kind in (int, float) and not least <= value < math.inf:
                 raise ValueError(f"expected {name} >= {least}, got {value}")
@@ -577,10 +578,9 @@ def read_config(directory):
             "head_dim": c.head_dim % 2 or c.head_dim == 0,  # 0: more heads than hidden_size
             "rope_parameters": types.count("default") < len(types) or not all(finite),
         } | {name: hf_config.get(name) for name in NOT_HERE}
-        found = [name for name in unknown if unknown[name]]
-        if found:
-            value = hf_config.get(found[0], getattr(c, found[0], None))
-            raise ValueError(f"expected a model of the equations above, got {found[0]} {value}")
+        for name in filter(unknown.get, unknown):  # the first such setting
+            value = hf_config.get(name, getattr(c, name, None))
+            raise ValueError(f"expected a model of the equations above, got {name} {value}")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{directory}/config.json: {error}") from error
     return c

@@ -97,7 +97,7 @@ def compare(
     errors = [relative(a, b) for a, b in zip(found, truth, strict=True)]
 
     # Every rank returns the largest error of all ranks, so that all of them print the same.
-    return np.max(ring_of(group).gather(lambda: errors), axis=0).tolist()
+    return np.max(ring_of(group).all_gather(errors), axis=0).tolist()
 
 
 def by_way(group, error):

@@ -33,8 +33,9 @@ from full.attention.attend import (
     TiledAttention, attend, backward_tiles, checked_scale, forward_tiles, not_compiled,
 )  # fmt: skip
 from full.attention.masks import ALL, Mask
+from full.ranks.joining import all_gather_objects, errors_on_all_ranks
 from parallel import Communicate, all_gather, reduce_scatter
-from ring_attention import AllToAll, shift, traveling_blocks, widen
+from ring_attention import AllToAll, shift, traveling_blocks
 
 METHODS = ("ring", "allgather", "ulysses")  # how keys reach queries
 
@@ -42,39 +43,18 @@ METHODS = ("ring", "allgather", "ulysses")  # how keys reach queries
 class Ring(NamedTuple):
     """The ranks of a process group, and this rank's place among them."""
 
-    group: object  # None if there is one rank
+    group: object  # None if torch.distributed is off
     rank: int
     world: int
 
-    def gather(self, make):
-        """Return make() of all ranks, in order. Collective; pickled, so slow.
+    @property
+    def name(self):
+        """Return this rank's name in errors: its number among all ranks, not those of the group."""
+        return f"rank {dist.get_rank() if self.group is not None else 0}"
 
-        If it raises on any rank, ValueError is raised on every rank, with the same text.
-        """
-        # An error of whatever kind travels first: the other ranks would wait for this one.
-        mine = problem = None
-        try:
-            mine = make()
-        except Exception as error:
-            name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            problem = f"{name}{error}"
-        every = [(problem, mine)] * self.world
-        if self.world > 1:
-            dist.all_gather_object(every, every[0], group=self.group)
-        problems, results = zip(*every, strict=True)
-        if any(problems):
-            raise ValueError(self.named(problems))
-        return results
-
-    def named(self, texts):
-        """Return "rank 0, 2: a; rank 1: b" for the texts of all ranks, by global rank."""
-        # Ranks with the same text share a line. None is a rank without a problem.
-        ranks = {}
-        for rank, text in enumerate(texts):
-            if text is not None:
-                rank = rank if self.group is None else dist.get_global_rank(self.group, rank)
-                ranks.setdefault(text, []).append(str(rank))
-        return "; ".join(f"rank {', '.join(some)}: {text}" for text, some in ranks.items())
+    def all_gather(self, item):
+        """Return the items of all ranks, in order. Collective; pickled, so slow."""
+        return [item] if self.world == 1 else all_gather_objects(item, self.group)
 
 
 def ring_of(group=None) -> Ring:
@@ -82,7 +62,7 @@ def ring_of(group=None) -> Ring:
 
     Raises ValueError if this rank is not in the group.
     """
-    if group is None and not (dist.is_available() and dist.is_initialized()):
+    if group is None and not dist.is_initialized():
         return Ring(None, 0, 1)
     group = dist.group.WORLD if group is None else group
     if dist.get_rank(group) < 0:
@@ -230,13 +210,13 @@ def ring_attention(q, k, v, /, *, group=None, mask=None, method="ring", scale=No
     # tests/full/test_ring.py::test_a_rank_may_make_its_mask_anew.
     ring = ring_of(group)
     if mask is None:
-        lengths = ring.gather(lambda: q.shape[2])
+        lengths = tuple(ring.all_gather(q.shape[2]))
         mask = Mask.full(sum(lengths))
         held = tuple(map(len, Shards(ring, sum(lengths)).of_ranks))
         if lengths != held:
             raise ValueError(f"expected zigzag shards of {held} tokens, got {lengths}; use shard()")
     if debug:
-        agree_on_call(ring, q, k, v, mask, method, scale)
+        require_equal_calls(ring, q, k, v, mask, method, scale)
     scale = checked_call(ring, q, k, v, mask, method, scale)
     if ring not in mask.cache:
         mask.cache[ring] = MaskedShards(ring, mask)
@@ -294,15 +274,8 @@ def unshard(x, /, *, dim, group=None, length):
     if ring.world == 1:
         return x
     x = shards.padded(x.movedim(dim, 0), 0)
-    whole = Communicate.apply(x, ring.group, all_gather, reduce_scatter_wide)
+    whole = Communicate.apply(x, ring.group, all_gather, reduce_scatter)
     return whole.index_select(0, shards.slot_S.to(x.device)).movedim(0, dim)
-
-
-def reduce_scatter_wide(dx, group):
-    """Sum dx over ranks in float32 or better, and return this rank's part in the dtype of dx."""
-    # NUMERICS: in bf16 the sum would be rounded once for each rank. Pinned by
-    # tests/full/test_ring.py::test_gradients_of_a_gather_are_summed_before_they_are_rounded.
-    return reduce_scatter(widen(dx), group).to(dx.dtype)
 
 
 # Guards -----------------------------------------------------------------------------------------
@@ -326,28 +299,27 @@ def checked_call(ring, q, k, v, mask, method, scale):
     return scale
 
 
-def agree_on_call(ring, q, k, v, mask, method, scale):
+def require_equal_calls(ring, q, k, v, mask, method, scale):
     """Raise ValueError on every rank if the input of a rank is wrong or the ranks' inputs differ.
 
     Collective. The text is the same on all ranks.
     """
-
-    def own_facts():
-        return {
-            "scale": checked_call(ring, q, k, v, mask, method, scale), "batch size": len(q),
-            "query heads": q.shape[1], "key heads": k.shape[1], "head_dim": q.shape[3],
-            "dtype": q.dtype, "method": method, "mask": mask.digest(),
-            "gradients": [x.requires_grad and torch.is_grad_enabled() for x in (q, k, v)],
-        }  # fmt: skip
-
-    facts = ring.gather(own_facts)
-    differing = [name for name in facts[0] if len({str(x[name]) for x in facts}) > 1]
+    with errors_on_all_ranks(ring.group, alone=ring.world == 1):
+        try:
+            facts = {
+                "scale": checked_call(ring, q, k, v, mask, method, scale), "batch size": len(q),
+                "query heads": q.shape[1], "key heads": k.shape[1], "head_dim": q.shape[3],
+                "dtype": q.dtype, "method": method, "mask": mask.digest(),
+                "gradients": [x.requires_grad and torch.is_grad_enabled() for x in (q, k, v)],
+            }  # fmt: skip
+        except Exception as error:  # such as a None in the place of q
+            raise ValueError(f"{ring.name}: {error}") from error
+    of_ranks = dict(ring.all_gather((ring.name, facts)))
+    differing = [name for name in facts if len({str(x[name]) for x in of_ranks.values()}) > 1]
     if differing:
-        texts = [", ".join(f"{name} {x[name]}" for name in differing) for x in facts]
-        raise ValueError(
-            f"the ranks of a ring must pass the same {', '.join(differing)}, but "
-            f"{ring.named(texts)} (long codes are digests); make it from the same data on every "
-            f"rank, or broadcast it")  # fmt: skip
+        found = {rank: {name: x[name] for name in differing} for rank, x in of_ranks.items()}
+        raise ValueError(f"expected the same {', '.join(differing)} on every rank of a ring, got "
+                         f"{found}; make it from the same data, or broadcast it")  # fmt: skip
 
 
 class _RequireFinite(torch.autograd.Function):
@@ -368,8 +340,8 @@ class _RequireFinite(torch.autograd.Function):
 def require_finite(ring, debug, names, tensors):
     """Raise FloatingPointError on every rank if a tensor of any rank is not finite."""
     bad = [name for name, x in zip(names, tensors, strict=True) if not x.isfinite().all()]
-    bad_of_ranks = ring.gather(lambda: ", ".join(bad) or None)
-    if any(bad_of_ranks):
+    texts = ring.all_gather(f"{ring.name}: {', '.join(bad)}" if bad else "")
+    if any(texts):
         label = "" if debug is True else f"{debug}, "
-        texts = ring.named(bad_of_ranks)
-        raise FloatingPointError(f"{label}ring attention: not finite: {texts}")
+        text = "; ".join(filter(None, texts))
+        raise FloatingPointError(f"{label}ring attention: not finite: {text}")

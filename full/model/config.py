@@ -64,56 +64,42 @@ class ModelConfig(models.ModelConfig):
     linear_num_value_heads: int = 0
 
     def __post_init__(self):
-        sizes = (
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
-            "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
-        )  # fmt: skip
-        for name in sizes:
+        for name in (*models.SIZES, "head_dim"):
             require_size(name, getattr(self, name))
         given = self.rope_parameters
         super().__post_init__()
         self.rope_parameters.pop(LINEAR, None)
 
-        # What is needed -> is it met?
-        layers = range(self.num_hidden_layers)
-        kinds = set(self.layer_types)
+        kinds = {*self.layer_types}
         key_heads, value_heads = self.linear_num_key_heads, self.linear_num_value_heads
         linear = (key_heads, value_heads, self.linear_key_head_dim, self.linear_value_head_dim,
                   self.linear_conv_kernel_dim)  # fmt: skip
-        experts = (self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size)
-        needs = {
-            f"layer_types: {len(layers)} of {FULL} or {SLIDING}, or of {FULL} and {LINEAR}":
-                len(self.layer_types) == len(layers) and (
-                    kinds <= {FULL, SLIDING} or kinds == {FULL, LINEAR}),
-            f"layer_types: no {SLIDING}, with attn_output_gate":
-                not (self.attn_output_gate and SLIDING in kinds),
-            "linear_conv_kernel_dim, linear_key_head_dim, linear_value_head_dim, "
-            "linear_num_key_heads, linear_num_value_heads: positive, and for each key head a whole "
-            f"number of value heads, for {LINEAR}":
-                LINEAR not in kinds or min(linear) > 0 and value_heads % key_heads == 0,
-            "partial_rotary_factor: a part of head_dim that is an even number":
-                0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0,
-            "num_attention_heads: a multiple of num_key_value_heads":
-                self.num_attention_heads % self.num_key_value_heads == 0,
-            "head_dim: an even number, for RoPE": self.head_dim % 2 == 0,
-            f"hidden_act (or hidden_activation): one of {[*ACTIVATIONS]}":
-                self.hidden_act in ACTIVATIONS,
-            "sliding_window: a positive number, for sliding layers":
-                SLIDING not in kinds or (self.sliding_window or 0) > 0,
-            "sparse_layers: numbers of layers": set(self.sparse_layers) <= set(layers),
-            "num_experts, num_experts_per_tok, moe_intermediate_size: positive in sparse layers":
-                not self.sparse_layers or min(experts) > 0,
-            "num_experts_per_tok: at most num_experts":
-                self.num_experts_per_tok <= self.num_experts,
-            "rms_norm_eps, initializer_range, router_bias_rate: not negative":
-                min(self.rms_norm_eps, self.initializer_range, self.router_bias_rate) >= 0,
-            "query_pre_attn_scalar: positive, or null":
-                self.query_pre_attn_scalar is None or self.query_pre_attn_scalar > 0,
-            f"rope_parameters: for {FULL} or {SLIDING} layers": set(given) <= {FULL, SLIDING},
+        experts = self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size
+        wrong = {  # field -> has it a value that makes no model?
+            "layer_types": len(self.layer_types) != self.num_hidden_layers
+                or not (kinds <= {FULL, SLIDING} or kinds == {FULL, LINEAR}),
+            "attn_output_gate": self.attn_output_gate and SLIDING in kinds,
+            "linear_num_value_heads":
+                LINEAR in kinds and (min(linear) < 1 or value_heads % key_heads > 0),
+            "partial_rotary_factor":  # only gated attention turns a part of a head
+                not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2
+                or not (self.attn_output_gate or self.rotary_dim == self.head_dim),
+            "num_key_value_heads": self.num_attention_heads % self.num_key_value_heads,
+            "head_dim": self.head_dim % 2,
+            "hidden_act": self.hidden_act not in ACTIVATIONS,
+            "sliding_window": SLIDING in kinds and (self.sliding_window or 0) < 1,
+            "sparse_layers": {*self.sparse_layers} - {*range(self.num_hidden_layers)},
+            "num_experts": self.sparse_layers and min(experts) < 1,
+            "num_experts_per_tok": self.num_experts_per_tok > self.num_experts,
+            "query_pre_attn_scalar":
+                self.query_pre_attn_scalar is not None and self.query_pre_attn_scalar <= 0,
+            "rope_parameters": given.keys() - {FULL, SLIDING},
         }  # fmt: skip
-        wrong = [need for need, met in needs.items() if not met]
-        if wrong:
-            raise ValueError(f"a {self.model_type} config needs {'; '.join(wrong)}; got {self}")
+        positive = "rms_norm_eps", "initializer_range", "router_bias_rate"
+        wrong |= {name: getattr(self, name) < 0 for name in positive}
+        found = [f"{name} {getattr(self, name)}" for name in wrong if wrong[name]]
+        if found:
+            raise ValueError(f"expected a {self.model_type} model, got {', '.join(found)}")
         for kind, rope in self.rope_parameters.items():
             rope = complete_rope(rope, self.rotary_dim, self.max_position_embeddings)
             self.rope_parameters[kind] = rope
@@ -130,14 +116,15 @@ class ModelConfig(models.ModelConfig):
         Absent fields get transformers' defaults. A field that would change the numbers and is not
         implemented is a ValueError that names it.
         """
-        if isinstance(raw, dict):
-            return config_from(raw)
-        path = Path(raw) / "config.json" if Path(raw).is_dir() else Path(raw)
-        raw = read_json(path, what="the config of a Hugging Face checkpoint directory")
+        where = ""
+        if not isinstance(raw, dict):
+            path = Path(raw) / "config.json" if Path(raw).is_dir() else Path(raw)
+            raw = read_json(path, what="the config of a Hugging Face checkpoint directory")
+            where = f"{path}: "
         try:
             return config_from(raw)
-        except ValueError as error:  # whatever is wrong with a field, say in which file
-            raise ValueError(f"{path}: {error}") from error
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{where}{error}") from error
 
     def frequencies(self, kind):
         """Return the frequencies of (5), scaled, in a type of layer: one for two entries."""
@@ -150,18 +137,15 @@ class ModelConfig(models.ModelConfig):
 
     def to_hf(self) -> dict:
         """Return the config.json that transformers 4 and 5 and `from_hf` read back to this."""
-        same = (
-            "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-            "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
-            "rms_norm_eps", "tie_word_embeddings", "initializer_range", "hidden_act",
-        )  # fmt: skip
+        name, _, defaults = FAMILIES[self.model_type]
         ropes = {kind: dict(rope) for kind, rope in self.rope_parameters.items()}
         full = ropes.get(FULL) or ropes[SLIDING]
-        raw = {name: x for name, x in vars(self).items()
-               if name in same or x and name in OF_SOME}  # fmt: skip
+        # What its class of transformers reads, but for what is added below in other words.
+        below = "layer_types", "partial_rotary_factor", "rope_parameters", "sliding_window"
+        raw = {name: x for name, x in vars(self).items() if name in defaults and name not in below}
         raw |= dict(
-            architectures=[FAMILIES[self.model_type][0]], attention_bias=self.o_bias,
-            attention_dropout=0.0, eos_token_id=list(self.eos_token_id) or None,
+            model_type=self.model_type, architectures=[name], attention_bias=self.o_bias,
+            attention_dropout=0.0, initializer_range=self.initializer_range, eos_token_id=list(self.eos_token_id) or None,
             rope_parameters=full, rope_theta=full["rope_theta"],
             rope_scaling=None if full["rope_type"] == "default" else full,
         )  # fmt: skip
@@ -204,17 +188,17 @@ def require_size(name, size) -> None:
 QWEN = models.COMMON | dict(zip(models.SIZES, models.FAMILIES["qwen2"][1]))
 
 
-def of_the_five(family, **more):
+def of_the_five(family):
     """Return what differs in the equations of a family of models.py, and its defaults."""
     differs, sizes, own = models.FAMILIES[family]
-    return differs, models.COMMON | dict(zip(models.SIZES, sizes)) | own | more
+    return differs, models.COMMON | dict(zip(models.SIZES, sizes)) | own
 
 
 FAMILIES = {  # model_type -> (transformers' class, what differs in its equations, defaults)
     # Biases of q, k, v and o, and of the MLP, by the config. RoPE of type llama3.
-    "llama": ("LlamaForCausalLM", *of_the_five("llama", eos_token_id=2)),
+    "llama": ("LlamaForCausalLM", *of_the_five("llama")),
     # No biases. A window in every layer, or none.
-    "mistral": ("MistralForCausalLM", *of_the_five("mistral", eos_token_id=2)),
+    "mistral": ("MistralForCausalLM", *of_the_five("mistral")),
     # Biases of q, k and v.
     "qwen2": ("Qwen2ForCausalLM", *of_the_five("qwen2")),
     # Norms of q and k, a width of heads of its own.
@@ -222,7 +206,7 @@ FAMILIES = {  # model_type -> (transformers' class, what differs in its equation
     # And experts, in all layers or in some.
     "qwen3_moe": ("Qwen3MoeForCausalLM", *of_the_five("qwen3_moe")),
     # Norms with 1 + w, four of them a layer, sqrt(M), two RoPE bases: layers slide, but every 6th.
-    "gemma3_text": ("Gemma3ForCausalLM", *of_the_five("gemma3_text", eos_token_id=1)),
+    "gemma3_text": ("Gemma3ForCausalLM", *of_the_five("gemma3_text")),
     # Recurrent layers, but every 4th. Norms with 1 + w, gated attention, RoPE on a part of a head.
     "qwen3_5_text": ("Qwen3_5ForCausalLM", dict(norm_offset=True), QWEN | dict(
         vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32,
@@ -232,139 +216,90 @@ FAMILIES = {  # model_type -> (transformers' class, what differs in its equation
         linear_num_value_heads=32, layer_types=[])),
 }  # fmt: skip
 
-# Fields of the families whose rows have them. In other families transformers ignores them.
-OF_SOME = {
-    "query_pre_attn_scalar", "num_experts", "num_local_experts", "num_experts_per_tok",
-    "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
-    "mlp_bias", "attn_output_gate", "full_attention_interval", "linear_conv_kernel_dim",
-    "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
-    "linear_num_value_heads",
-}  # fmt: skip
-
-IS = {  # a type in words -> whether a value of a JSON file has it
-    "an integer": lambda x: type(x) is int,  # true is not the number 1
-    "a finite number": lambda x: type(x) in (int, float) and abs(x) <= sys.float_info.max,
-    "true or false": lambda x: type(x) is bool,
-    "a string": lambda x: type(x) is str,
-    "an object": lambda x: type(x) is dict,
-    "a list (each an integer)": lambda x: type(x) is list and all(type(y) is int for y in x),
-    "a list (each a string)": lambda x: type(x) is list and all(type(y) is str for y in x),
-    "null": lambda x: x is None,
-}
-TYPES = {  # the types that a field of config.json, or of its RoPE parameters, may have -> the names
-    ("an integer",):
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-        "max_position_embeddings num_experts num_experts_per_tok moe_intermediate_size "
-        "max_window_layers decoder_sparse_step full_attention_interval linear_conv_kernel_dim "
-        "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads",
-    ("an integer", "null"):
-        "head_dim num_key_value_heads sliding_window sliding_window_pattern num_local_experts "
-        "_sliding_window_pattern original_max_position_embeddings",
-    ("an integer", "a list (each an integer)", "null"): "eos_token_id",
-    ("a list (each an integer)", "null"): "mlp_only_layers",
-    ("a finite number",): "rms_norm_eps initializer_range rope_theta rope_local_base_freq",
-    ("a finite number", "null"):
-        "query_pre_attn_scalar attention_dropout partial_rotary_factor "
-        "factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow",
-    ("true or false",): "tie_word_embeddings attention_bias mlp_bias norm_topk_prob "
-                        "attn_output_gate",
-    ("true or false", "null"): "use_sliding_window use_bidirectional_attention",
-    ("a string",): "model_type rope_type type",
-    ("a string", "null"): "hidden_act hidden_activation dtype torch_dtype",
-    ("a list (each a string)", "null"): "layer_types",
-    ("an object", "null"):
-        f"text_config rope_scaling rope_parameters quantization_config {FULL} {SLIDING}",
-}  # fmt: skip
-TYPE_OF = {name: kinds for kinds, names in TYPES.items() for name in names.split()}
+ENDS = {"llama": 2, "mistral": 2, "gemma3_text": 1}  # the defaults of eos_token_id
 
 
-def require_types(raw, where="") -> None:
-    """Raise a ValueError that names the first field of an object whose type is not in TYPES."""
-    for name, value in raw.items():
-        kinds = TYPE_OF.get(name)
-        if kinds and not any(IS[kind](value) for kind in kinds):
-            raise ValueError(f"{where}{name}: expected {' or '.join(kinds)}, got "
-                             f"{reprlib.repr(value)}")  # fmt: skip
-        # RoPE parameters are an object, or one for each type of layer.
-        if name in ("rope_scaling", "rope_parameters", FULL, SLIDING):
-            require_types(value or {}, f"{where}{name}.")
+IN_WORDS = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string",
+            list: "a list of layers", dict: "an object"}  # fmt: skip
+
+
+def typed_settings(raw, defaults) -> dict:
+    """Return the settings of a config.json that have defaults; ValueError for another type."""
+    # As in `models.read_config`, the type is the default's, or an integer if that is None.
+    settings = {name: raw.get(name, default) for name, default in defaults.items()}
+    for name, value in settings.items():
+        default = defaults[name]
+        kind = int if default is None else type(default)
+        is_nullable = name in ("num_key_value_heads", "sliding_window") or default in (None, [], {})
+        if value is None and is_nullable:
+            continue
+        # Python takes true for the number 1. A list holds the names of layers, or their numbers.
+        fits = type(value) is kind or (type(value), kind) == (int, float)
+        if fits and kind is list:
+            fits = {*map(type, value)} <= {str if name == "layer_types" else int}
+        if not fits or kind is float and not abs(value) <= sys.float_info.max:
+            raise ValueError(f"{name}: expected {IN_WORDS[kind]}, got {reprlib.repr(value)}")
+    return settings
 
 
 def config_from(raw) -> ModelConfig:
     """Return the `ModelConfig` of a config.json's dict, in either spelling of transformers."""
     # Multimodal: the language model's part. The ends of turns, and tying, may stand outside.
-    outer = {key: raw[key] for key in ("eos_token_id", "tie_word_embeddings", "text_config")
-             if raw.get(key) is not None}  # fmt: skip
-    require_types(outer)
-    if inner := outer.pop("text_config", None):
+    inner = typed_settings(raw, {"text_config": {}})["text_config"]
+    if inner:
+        outer = {name: raw[name] for name in ("eos_token_id", "tie_word_embeddings")
+                 if raw.get(name) is not None}  # fmt: skip
         raw = {"model_type": f"{raw.get('model_type')}_text"} | inner | outer
     family = raw.get("model_type")
-    if not isinstance(family, str | None) or family not in FAMILIES:
-        raise ValueError(f"model_type: expected a string, one of {', '.join(FAMILIES)}, got "
-                         f"{family!r}")  # fmt: skip
-
-    # A field of another family may have any value, as transformers does not read it either.
+    if family not in [*FAMILIES]:
+        raise ValueError(f"model_type: expected one of {', '.join(FAMILIES)}, got {family!r}")
     _, differs, defaults = FAMILIES[family]
-    ignored = OF_SOME - {*differs, *defaults} | ({"layer_types"} if family == "llama" else set())
-    raw = defaults | {name: x for name, x in raw.items() if name not in ignored}
-    require_types(raw)
-    sizes = ("num_hidden_layers", "num_attention_heads", "decoder_sparse_step",
-             "full_attention_interval")  # fmt: skip
-    for name in sizes:
-        require_size(name, raw.get(name, 1))  # these are computed with below
-    asked = [name for name in models.NOT_HERE if name not in defaults and raw.get(name)]
-    if asked:
-        raise ValueError(f"config asks for {', '.join(asked)}: not implemented here")
-
-    # Most fields are those of the five. Where no list says which layers slide, Gemma has a window.
-    window = raw.get("sliding_window", 4096)
-    if family == "gemma3_text" and window is None:
-        raise ValueError("sliding_window: expected a positive integer, got None")
-    if "full_attention_interval" in defaults and not raw.get("layer_types"):
-        every = raw["full_attention_interval"]
-        raw["layer_types"] = [
-            LINEAR if (n + 1) % every else FULL for n in range(raw["num_hidden_layers"])]
-    fields = models.config_fields({name: raw[name] for name in defaults}, differs)
-    turned = 1.0
-    if "partial_rotary_factor" in defaults:
-        # M-RoPE has three positions a token. In text they are equal, and its sections turn alike.
-        rope = fields["rope_parameters"][FULL]
-        for name in ("mrope_section", "mrope_interleaved"):
-            rope.pop(name, None)
-        said = rope.pop("partial_rotary_factor", None), raw.pop("partial_rotary_factor")
-        turned = next((x for x in said if x is not None), 1.0)
-    kinds = tuple(fields["layer_types"])
+    settings = typed_settings(raw, defaults | dict(initializer_range=0.02))
+    for name in ("num_hidden_layers", "num_attention_heads", "decoder_sparse_step",
+                 "full_attention_interval"):  # these are computed with below
+        require_size(name, settings.get(name, 1))
+    asked = {name: raw.get(name) for name in models.NOT_HERE} | dict(
+        is_causal=raw.get("is_causal") is False,
+        attn_output_gate=not settings.get("attn_output_gate", True))  # fmt: skip
+    for name in filter(asked.get, asked):
+        raise ValueError(f"{name} {reprlib.repr(raw[name])}: not implemented here")
     listed = raw.get("layer_types") or ()
     if family in ("mistral", "qwen3_moe") and len({*listed}) > 1:
         raise ValueError(f"layer_types {listed} in {family}: transformers has no mix")
-    if not raw.get("attn_output_gate", True):
-        raise ValueError("attn_output_gate false: not implemented here")
+    if family == "gemma3_text" and settings["sliding_window"] is None:
+        raise ValueError("sliding_window: expected an integer, got None")
+    ends = raw.get("eos_token_id", ENDS.get(family))
+    ends = [x for x in (ends if isinstance(ends, list) else [ends]) if x is not None]
+    if any(type(x) is not int for x in ends):
+        raise ValueError(f"eos_token_id: expected integers, got {ends}")
 
-    eos = raw.get("eos_token_id")
-    ends = eos if isinstance(eos, list) else [eos]
-    same = {x.name: raw[x.name] for x in dataclasses.fields(ModelConfig)
-            if raw.get(x.name) is not None}  # fmt: skip
-    return ModelConfig(**same | fields | dict(
-        partial_rotary_factor=turned, sliding_window=window if SLIDING in kinds else None,
-        rope_parameters={kind: read_rope(fields["rope_parameters"][kind], raw)
-                         for kind in {*kinds} & {FULL, SLIDING}},
-        eos_token_id=tuple(token for token in ends if token is not None),
+    # Most fields are those of the five.
+    every = settings.get("full_attention_interval")
+    if every and not settings["layer_types"]:
+        layers = range(settings["num_hidden_layers"])
+        settings["layer_types"] = [LINEAR if (n + 1) % every else FULL for n in layers]
+    fields = models.config_fields(settings, differs)
+    kinds = {*fields["layer_types"]}
+    turned = raw.get("partial_rotary_factor", settings.get("partial_rotary_factor"))
+    ropes = {}
+    for kind in kinds & {FULL, SLIDING}:
+        words = {"type": "rope_type"}  # older files
+        rope = {words.get(key, key): x for key, x in fields["rope_parameters"][kind].items()}
+        part = rope.pop("partial_rotary_factor", None)
+        turned = turned if part is None else part
+        if "partial_rotary_factor" in defaults:
+            # M-RoPE has three positions a token. In text they are equal: its sections turn alike.
+            rope = {key: x for key, x in rope.items() if not key.startswith("mrope_")}
+        trained = raw.get("original_max_position_embeddings")
+        if trained and rope.get("rope_type") in ("yarn", "llama3"):  # outside, in older files
+            rope["original_max_position_embeddings"] = trained
+        ropes[kind] = rope
+    own = {x.name: settings[x.name] for x in dataclasses.fields(ModelConfig) if x.name in settings}
+    return ModelConfig(**own | fields | dict(
+        model_type=family, partial_rotary_factor=1.0 if turned is None else turned,
+        sliding_window=fields["sliding_window"] if SLIDING in kinds else None,
+        rope_parameters=ropes, eos_token_id=tuple(ends),
     ))  # fmt: skip
-
-
-def read_rope(rope, raw) -> dict:
-    """Return the RoPE parameters of a type of layer in the words of `ROPE_TYPES`.
-
-    rope: dict. As models.py reads them from `raw`, the config.json.
-    """
-    rope = {"rope_type" if key == "type" else key: value for key, value in rope.items()}
-    partial_factors = rope.pop("partial_rotary_factor", None), raw.get("partial_rotary_factor")
-    if any(factor not in (None, 1) for factor in partial_factors):
-        raise ValueError("partial_rotary_factor other than 1: not implemented here")
-    trained = raw.get("original_max_position_embeddings")
-    if trained and rope.get("rope_type") in ("yarn", "llama3"):  # outside the dict in older files
-        rope["original_max_position_embeddings"] = trained
-    return rope | {"rope_theta": float(rope["rope_theta"])}
 
 
 ROPE_TYPES = {  # rope_type -> the keys that it needs, and those that it may have
@@ -384,7 +319,7 @@ def complete_rope(rope, head_dim, max_positions) -> dict:
     """
     rope = {"rope_type": "default"} | rope
     kind = rope["rope_type"]
-    if kind not in ROPE_TYPES:
+    if kind not in [*ROPE_TYPES]:
         raise ValueError(f"rope_type: expected one of {[*ROPE_TYPES]}, got {kind!r}")
     needed, optional = ROPE_TYPES[kind]
     if "original_max_position_embeddings" in needed:
@@ -404,7 +339,7 @@ def complete_rope(rope, head_dim, max_positions) -> dict:
             raise ValueError("they are not finite")
     except (ArithmeticError, TypeError, ValueError) as error:
         raise ValueError(f"rope_parameters {rope} give no angles: {error}") from error
-    return rope
+    return rope | {"rope_theta": float(rope["rope_theta"])}
 
 
 def rope_frequencies(rope, head_dim, /):

@@ -153,9 +153,7 @@ class TokenByToken(Documents):
 class GatedDeltaNet(nn.Module):
     """Compute (1) to (4): (B, S, M) -> (B, S, M). Names are Hugging Face's."""
 
-    norm_class = models.RMSNorm
-
-    def __init__(self, config, layer):
+    def __init__(self, config, layer, norm_class):
         super().__init__()
         self.layer = layer
         self.kernel = config.linear_conv_kernel_dim
@@ -176,7 +174,7 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(torch.ones(H))
         # It scales by w, also where the other norms of the model scale by 1 + w.
         plain = SimpleNamespace(rms_norm_eps=config.rms_norm_eps, norm_offset=False)
-        self.norm = self.norm_class(self.value_width, plain)
+        self.norm = norm_class(self.value_width, plain)
         self.out_proj = nn.Linear(width_v, M, bias=False)
 
     def forward(self, x_BSM, ropes, attention, /):
@@ -232,8 +230,8 @@ def unit(x_BSGK):
 class GatedAttention(models.Attention):
     """`models.Attention` with a gate on the output, and RoPE for a part of each head."""
 
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
+    def __init__(self, config, layer, norm_class):
+        super().__init__(config, layer, norm_class)
         self.rotary_dim = config.rotary_dim  # R: the first entries of a head, which RoPE turns
         width = 2 * config.num_attention_heads * config.head_dim  # query and gate, head by head
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)

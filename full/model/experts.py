@@ -51,41 +51,23 @@ class SparseMLP(models.SparseMLP):
             self.register_buffer("votes", torch.zeros(config.num_experts, dtype=torch.int64))
 
     def forward(self, x_BSM, /, on_routing=None):
-        x_NM = x_BSM.flatten(0, -2)
-        if self.rows_group is None:
-            return self.mixed(x_NM, on_routing).view_as(x_BSM)
-
-        # 5 rows on 2 ranks are 0 1 2 and 3 4 -, where - is a row of zeros. Wherever it is routed
-        # to, its result is cut off.
-        padded_NM = F.pad(x_NM, (0, 0, 0, -len(x_NM) % self.rows_group.size()))
-        out_nM = self.mixed(parallel.own_chunk(padded_NM, self.rows_group), on_routing)
-        # COMM: an all-gather over the t ranks, which have the same number of rows. Pinned by
-        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        return parallel.all_gather(out_nM, self.rows_group)[: len(x_NM)].view_as(x_BSM)
-
-    def mixed(self, x_NM, on_routing):
-        """Return the weighted sum of the selected experts' outputs, (6'), for each row."""
-        K = self.config.num_experts_per_tok
-        probs_NE, topk_ids_NK, topk_weights_NK = self.route(x_NM)
-
-        # `models.SparseMLP` finds the choices of each expert in a table (E, N, K) and adds up the
-        # outputs one by one. Sorting needs no table. Two tokens with K = 2 of E = 3 experts:
-        #
-        #     topk_ids_NK [[2, 0], [1, 2]]   flattened 2 0 1 2
-        #     order       [1, 2, 0, 3]       copy 1 goes to expert 0, copy 2 to 1, 0 and 3 to 2
-        #     counts_E    [1, 1, 2]          and order.argsort() = [2, 0, 1, 3] is the way back
-        #
-        # NUMERICS: permutations and then one sum over K: nothing is added in the order that threads
-        # arrive, forward or backward. Pinned by
-        # tests/full/test_families.py::test_moe_is_repeatable.
-        order = topk_ids_NK.flatten().argsort(stable=True)
-        counts_E = torch.bincount(topk_ids_NK.flatten(), minlength=probs_NE.shape[1])
-        copies_nM = x_NM[:, None].expand(-1, K, -1).flatten(0, 1)
-        out_nM = self.experts(copies_nM.index_select(0, order), counts_E)
-        out_NKM = out_nM.index_select(0, order.argsort()).unflatten(0, (-1, K))
+        x_NM = rows_nM = x_BSM.flatten(0, -2)
+        if self.rows_group is not None:
+            # 5 rows on 2 ranks are 0 1 2 and 3 4 -, where - is a row of zeros. Wherever it is
+            # routed to, its result is cut off.
+            padded_NM = F.pad(x_NM, (0, 0, 0, -len(x_NM) % self.rows_group.size()))
+            rows_nM = parallel.own_chunk(padded_NM, self.rows_group)
+        probs_nE, topk_ids_nK, topk_weights_nK = self.route(rows_nM)
         if on_routing:
-            on_routing(probs_NE, topk_ids_NK, layer=self.layer)
-        return (out_NKM * topk_weights_NK[:, :, None]).sum(1)  # (6')
+            on_routing(probs_nE, topk_ids_nK, layer=self.layer)
+        # NUMERICS: nothing is added in the order that threads arrive, forward or backward. Pinned
+        # by tests/full/test_families.py::test_moe_is_repeatable.
+        out_nM = self.run_experts(rows_nM, topk_ids_nK, topk_weights_nK)  # (6')
+        if self.rows_group is not None:
+            # COMM: an all-gather over the t ranks, which have the same number of rows. Pinned by
+            # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+            out_nM = parallel.all_gather(out_nM, self.rows_group)[: len(x_NM)]
+        return out_nM.view_as(x_BSM)
 
     def route(self, x_NM, /):
         """Return p (N, E), the ids of the selected experts (N, K), and their weights (N, K)."""

@@ -94,35 +94,18 @@ def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
     return torch.cat(out, 2)
 
 
-class Attention(models.Attention):
-    """`models.Attention` with the norms above."""
-
-    norm_class = RMSNorm
-
-
-class GatedAttention(deltanet.GatedAttention):
-    """`deltanet.GatedAttention` with the norms above."""
-
-    norm_class = RMSNorm
-
-
-class GatedDeltaNet(deltanet.GatedDeltaNet):
-    """`deltanet.GatedDeltaNet` with the norm above."""
-
-    norm_class = RMSNorm
-
-
 class Layer(models.Layer):
     """A layer of this folder's parts. A recurrent one has `linear_attn`, and no `self_attn`."""
 
     norm_class, sparse_class = RMSNorm, SparseMLP
 
     @staticmethod
-    def attention_class(config, layer):
+    def attention_class(config, layer, norm_class):
         """Return the part of a layer in which tokens meet."""
+        kind = deltanet.GatedAttention if config.attn_output_gate else models.Attention
         if config.layer_types[layer] == LINEAR:
-            return GatedDeltaNet(config, layer)
-        return (GatedAttention if config.attn_output_gate else Attention)(config, layer)
+            kind = deltanet.GatedDeltaNet
+        return kind(config, layer, norm_class)
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -152,7 +135,7 @@ class Transformer(models.Transformer):
     to what is scored. Tied embeddings are one parameter, `model.embed_tokens.weight`: no `lm_head`.
     """
 
-    layer_class, norm_class, rope_class = Layer, RMSNorm, Rope
+    layer_class, rope_class = Layer, Rope
     residual_dtype = None  # of the states between layers. None: as the weights
     head_dtype = None  # of the head's product, if it is wider. None: as the weights
 

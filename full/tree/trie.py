@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 
 from full.attention.masks import ALL, Mask
 from full.attention.ring import ring_of
+from full.ranks.joining import on_all_ranks
 
 
 class TokenTrie:
@@ -397,9 +398,9 @@ def redistribute(sequences, data, *, group=None):
             raise ValueError(f"{len(arrays)} sequences, but data for {len(items)}; one for each")
         return arrays, items
 
-    # COMM: one message, which every rank sends, also with nothing or with its error in it. Pinned
+    # COMM: every rank sends two messages, its error or None, then its sequences. Pinned
     # by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-    parts = zip(*ring.gather(own), strict=True)
+    parts = zip(*on_all_ranks(own, group, alone=ring.world == 1), strict=True)
     arrays, items = (list(itertools.chain(*x)) for x in parts)
 
     # Every rank has the same list now, so every rank finds the same partition.

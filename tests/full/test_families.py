@@ -166,10 +166,14 @@ REFUSED = {  # who refuses: fields, and a pattern of what is said
         (dict(layer_types=[FULL, SLIDING], sliding_window=None), "sliding_window"),
         (dict(model_type="gemma3_text", sliding_window=None), "sliding_window"),
         (dict(model_type="qwen3_5_text", layer_types=[SLIDING, FULL], sliding_window=4),
-         "no sliding_attention, with attn_output_gate"),
+         "attn_output_gate True"),
+        (dict(is_causal=False), "is_causal"),
         (dict(attention_dropout=0.1), "attention_dropout"),
         (dict(quantization_config={"bits": 4}), "quantization_config"),
         (dict(model_type="mixtral"), "mixtral"), (dict(model_type=None), "None"),
+        (dict(model_type=["qwen3"]), "model_type: expected one of .*'qwen3'"),
+        (dict(rope_scaling={"rope_type": ["linear"], "factor": 2.0}), "rope_type: expected"),
+        (dict(model_type="gemma3_text", rope_parameters={FULL: "linear"}), "'dict' and 'str'"),
         (dict(model_type="gemma3_text", use_bidirectional_attention=True), "use_bidirectional"),
         *((dict(model_type=kind, use_sliding_window=True, layer_types=[FULL, SLIDING]), "no mix")
           for kind in ("qwen3_moe", "mistral")),
@@ -185,15 +189,15 @@ REFUSED = {  # who refuses: fields, and a pattern of what is said
         *(dict(model_type=kind, mlp_bias=True) for kind in ("mistral", "qwen2", "qwen3")),
         dict(model_type="llama", query_pre_attn_scalar=5.0),
         EXPERTS)],
-    tiny: [(fields, f"a qwen3 config needs [^;]*{words}") for fields, words in (
+    tiny: [(fields, f"expected a qwen3 model, got .*{words}") for fields, words in (
         *((dict(layer_types=kinds), "layer_types") for kinds in ((FULL,), (FULL, "chunked"))),
-        (dict(num_key_value_heads=3), "num_attention_heads"), (dict(head_dim=7), "head_dim"),
+        (dict(num_key_value_heads=3), "num_key_value_heads 3"), (dict(head_dim=7), "head_dim 7"),
         (dict(hidden_act="relu2"), "hidden_act"),
         *((SLIDES | dict(sliding_window=window), "sliding_window") for window in (None, 0, -1)),
         *((EXPERTS | dict(sparse_layers=(layer,)), "sparse_layers") for layer in (2, -1)),
-        *((EXPERTS | {name: 0}, "moe_intermediate_size: positive") for name in EXPERTS
+        *((EXPERTS | {name: 0}, "num_experts ") for name in EXPERTS
           if name != "sparse_layers"),
-        (EXPERTS | dict(num_experts_per_tok=5), "num_experts_per_tok: at most"),
+        (EXPERTS | dict(num_experts_per_tok=5), "num_experts_per_tok 5"),
         *(({name: -0.1}, name) for name in
           ("rms_norm_eps", "initializer_range", "router_bias_rate")),
         *((dict(query_pre_attn_scalar=value), "query_pre_attn_scalar") for value in (0, -1.0)),
@@ -230,34 +234,35 @@ WRONG_TYPES = {  # what is expected: the values of fields that are not
     "a finite number": [
         dict(rms_norm_eps="1e-6"), dict(rms_norm_eps=[1e-6]), dict(rms_norm_eps=math.nan),
         dict(rms_norm_eps=10**400), dict(initializer_range=None), dict(rope_theta=None),
-        dict(rope_theta="1e6"), dict(rope_scaling={"rope_type": "linear", "factor": "8"}),
-        dict(rope_parameters={"rope_theta": None}), dict(rope_parameters={"rope_theta": [1e4]}),
+        dict(rope_theta="1e6"),
         dict(model_type="gemma3_text", rope_local_base_freq="1e4"),
-        dict(model_type="gemma3_text", query_pre_attn_scalar="256"),
-        dict(model_type="gemma3_text", rope_parameters={FULL: {"rope_theta": "1e6"}})],
+        dict(model_type="gemma3_text", query_pre_attn_scalar="256")],
+    "give no angles": [
+        dict(rope_parameters={"rope_type": "linear", "factor": "8"}),
+        dict(rope_parameters={"rope_theta": None}), dict(rope_parameters={"rope_theta": [1e4]}),
+        dict(model_type="gemma3_text", rope_parameters={SLIDING: {"rope_theta": "1e6"}})],
     "an integer": [
         dict(num_hidden_layers=2.0), dict(num_hidden_layers="2"), dict(hidden_size=None),
         dict(vocab_size=[61]), dict(num_attention_heads=True), dict(head_dim="12"),
         dict(num_key_value_heads=2.0), dict(max_position_embeddings=4096.0),
-        dict(sliding_window="4"), dict(max_window_layers=None), dict(eos_token_id=2.0),
-        dict(eos_token_id=["2"]), dict(eos_token_id={}), dict(sliding_window_pattern="6"),
+        dict(sliding_window="4"), dict(max_window_layers=None),
+        dict(model_type="gemma3_text", sliding_window_pattern="6"),
         dict(model_type="qwen3_moe", num_experts="4"), dict(model_type="qwen3_moe",
                                                             num_experts=None),
-        dict(model_type="qwen3_moe", mlp_only_layers=["0"]),
-        dict(model_type="qwen3_moe", decoder_sparse_step=None),
-        dict(original_max_position_embeddings="16"), dict(eos_token_id="</s>")],
+        dict(model_type="qwen3_moe", decoder_sparse_step=None)],
+    "integers": [dict(eos_token_id=x) for x in (2.0, ["2"], {}, "</s>")],
     "true or false": [
         dict(tie_word_embeddings="false"), dict(tie_word_embeddings=0), dict(attention_bias=None),
         dict(model_type="llama", mlp_bias="false"), dict(use_sliding_window="false"),
         dict(model_type="qwen3_moe", norm_topk_prob="no")],
     "a string": [
-        dict(hidden_act=["silu"]), dict(hidden_activation=1), dict(model_type=["qwen3"]),
-        dict(layer_types=FULL), dict(layer_types=[1, 2]), dict(dtype=["bfloat16"]),
-        dict(rope_scaling={"rope_type": ["linear"], "factor": 2.0})],
+        dict(hidden_act=["silu"]), dict(model_type="gemma3_text", hidden_activation=1)],
+    "a list of layers": [
+        dict(layer_types=FULL), dict(layer_types=[1, 2]),
+        dict(model_type="qwen3_moe", mlp_only_layers=["0"])],
     "an object": [
         dict(rope_scaling="linear"), dict(rope_scaling=[]), dict(rope_parameters=[1]),
-        dict(text_config=[]), dict(text_config="qwen3"), dict(quantization_config="int8"),
-        dict(model_type="gemma3_text", rope_parameters={FULL: "linear"})],
+        dict(text_config=[]), dict(text_config="qwen3")],
     "a positive integer": [
         dict(num_attention_heads=0), dict(num_key_value_heads=0), dict(head_dim=0),
         dict(model_type="qwen3_moe", decoder_sparse_step=0)],
@@ -283,7 +288,7 @@ def test_a_field_of_another_type_is_refused_by_file_field_type_and_value(
             ModelConfig.from_hf(tmp_path)
         said, field = str(error.value), [*fields][-1]
         assert said.startswith(f"{path}: {field}") and "\n" not in said and len(said) < 400
-        assert expected in said and (", got " in said)
+        assert expected in said
 
 
 def test_a_field_that_a_family_does_not_have_may_hold_anything():

@@ -15,9 +15,10 @@ from full.learn.advantages import ADVANTAGES, Advantage
 from full.learn.metrics import METRICS, Metric
 from full.learn.objectives import AGGREGATIONS, OBJECTIVES
 from full.learn.trainer import Trainer
-from full.model.transformer import Attention, Layer, Transformer
+from full.model.transformer import Layer, Transformer
 from full.run import run as run_py
 from full.run.flags import parse_config
+from models import Attention
 
 pytestmark = pytest.mark.quick
 
@@ -74,8 +75,8 @@ def test_a_kind_of_layer(run, monkeypatch):
     gated = set()
 
     class Gated(Attention):
-        def __init__(self, config, layer):
-            super().__init__(config, layer)
+        def __init__(self, config, layer, norm_class):
+            super().__init__(config, layer, norm_class)
             self.gate_proj = nn.Linear(config.hidden_size, config.hidden_size)
 
         def forward(self, x_BSM, ropes, attention, /):
