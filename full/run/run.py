@@ -24,7 +24,7 @@ from full.ranks.joining import (
 from full.ranks.places import local
 from full.run.build import build, export_last, prepare, require_room
 from full.run.directory import Checkpointer, RunDirectory, audits_in_words
-from full.run.logs import Log, RolloutLog, Warnings
+from full.run.logs import Log, RolloutLog
 from full.run.questions import make_task
 from full.run.tasks import read_date
 
@@ -131,7 +131,7 @@ def run(config, task, trainer, directory, progress, stop, tell=None) -> Ended:
             if first_step == 0:
                 log.before(queue.evaluate())
             # `log` is first: it reads the clock, and a step's seconds are without writing rollouts.
-            logs = log, rollouts, Warnings(config), saves
+            logs = log, rollouts, saves
             after = lambda *done: [each.step(*done) for each in logs]  # noqa: E731
             solved = train_grpo.train(config, queue, trainer, after, first_step)
             if solved is None:  # resumed at its last step

@@ -436,8 +436,9 @@ def test_a_reward_that_fails_ends_the_run(model):
     with left_as_it_was():
         said = complaint_of(run, config, dataset=bad)
         assert said.startswith("dataset line 40: it holds no question")
-        with pytest.raises(ValueError, match="raised KeyError for .* to dataset line .*: 'gold'"):
+        with pytest.raises(KeyError, match="gold") as raised:
             run(config, dataset=QUESTIONS, reward=lambda text, row: row["gold"])
+        assert re.fullmatch("in group .*, rollout .*, dataset line .*", raised.value.__notes__[0])
 
 
 # The manual's loggers, and the notebook ------------------------------------------------------
