@@ -74,6 +74,7 @@ class Log:
     """
 
     EVERY = 5  # steps between rows of the table, in addition to those with an evaluation
+    IDLE_STEPS = 3  # in a row with nothing to learn from, before it is said
 
     def __init__(self, config, trainer, source, directory, tell=None):
         self.tell = tell
@@ -86,7 +87,8 @@ class Log:
         say("  step" + "".join(f"{name:>10}" for name in COLUMNS) + "  tokens/s")
         self.max_new_tokens = config.max_new_tokens
         self.compares = compared_by(config.advantage) != "nothing"
-        self.is_warned = False
+        self.is_truncation_said = False
+        self.idle = 0  # steps in a row with nothing to learn from, up to now
         off = None if self.on else True  # None: on, if standard error is a terminal
         how = dict(total=config.steps, initial=source.first_step, disable=off)
         self.bar = Bar(**how, unit="step", miniters=1)
@@ -107,7 +109,7 @@ class Log:
         if not self.on:
             return
 
-        self.warn_once(step, line)
+        self.warn(step, line)
         line = {name: line[name] for name in self.names if name in line}
         self.directory.append(self.directory.METRICS, [{"step": step} | line])
         if self.tell:
@@ -117,15 +119,17 @@ class Log:
         if solved is not None or step % self.EVERY == 0:
             self.row(step, line)
 
-    def warn_once(self, step, line):
-        """Warn of the first step that cut off most rollouts, or had only groups of equal rewards."""
+    def warn(self, step, line):
+        """Warn, on rank 0, of what keeps a run from learning."""
         truncated = line["tokens/truncated_fraction"]
-        is_equal = self.compares and line["reward/groups_equal"] == 1
-        if not self.is_warned and (truncated > 0.5 or is_equal):
-            self.is_warned = True
-            equal = "; in each group all rewards are equal, so nothing is learned" * is_equal
+        if truncated > 0.5 and not self.is_truncation_said:
+            self.is_truncation_said = True
             warn(f"warning: step {step}: {truncated:.0%} of the rollouts were cut off after "
-                 f"--max-new-tokens {self.max_new_tokens}{equal}")  # fmt: skip
+                 f"--max-new-tokens {self.max_new_tokens}, which earn nothing: raise it")
+        self.idle = self.idle + 1 if self.compares and line["reward/groups_equal"] == 1 else 0
+        if self.idle == self.IDLE_STEPS:
+            warn(f"warning: steps {step + 1 - self.idle} to {step}: in each group all rewards are "
+                 f"equal, so nothing is learned")  # fmt: skip
 
     def close(self):
         """End the bar."""

@@ -435,7 +435,7 @@ def test_a_reward_that_fails_ends_the_run(model):
     bad = [*QUESTIONS[:-1], {"answer": "2"}]
     with left_as_it_was():
         said = complaint_of(run, config, dataset=bad)
-        assert said.startswith("dataset line 40: it holds no question")
+        assert said.startswith("dataset line 40: expected a string 'question'")
         with pytest.raises(KeyError, match="gold") as raised:
             run(config, dataset=QUESTIONS, reward=lambda text, row: row["gold"])
         assert re.fullmatch("in group .*, rollout .*, dataset line .*", raised.value.__notes__[0])
