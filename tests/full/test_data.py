@@ -598,7 +598,7 @@ def mask(raw):
     return raw | {"normalizer": {"type": "Replace", "pattern": {"String": "y"}, "content": "i"}}
 
 
-CHANGED = "is not what it was when run began: put the old files back, or start a new run"
+CHANGED = "is not what it was when run began: give the old contents again, or start a new run"
 TEACHER = dict(teacher="TEACHER", advantage="teacher")
 EDITS = {  # what changes before a run goes on, the settings then, and what is said
     "nothing": (lambda: None, {}, ""),
@@ -610,26 +610,25 @@ EDITS = {  # what changes before a run goes on, the settings then, and what is s
     "name of the teacher": (lambda: Path("TEACHER").rename("T"), dict(teacher="T"), ""),
     "file of the teacher": (lambda: split("TEACHER"), {}, ""),
     "rows": (lambda: write(Path("rows.jsonl"), QUESTIONS[1:] + QUESTIONS[:1]), {},
-             f"rows.jsonl (--data) {CHANGED}"),
+             f"--data 'rows.jsonl' {CHANGED}"),
     "an answer": (lambda: write(Path("eval.jsonl"), [HELD_OUT[0] | {"answer": "2"}, *HELD_OUT[1:]]),
-                  {}, f"eval.jsonl (--eval-data) {CHANGED}"),
+                  {}, f"--eval-data 'eval.jsonl' {CHANGED}"),
     "another file": (lambda: None, dict(eval_data="rows.jsonl"),
-                     "--resume cannot change --eval-data 'rows.jsonl' (the run has 'eval.jsonl', "
-                     "which says something else)"),
-    "no file": (lambda: None, dict(eval_data=""), "cannot change --eval-data '' (the run has 'eva"),
-    "template": (template(lambda x: x + " "), {}, f"the chat template of DIR (--model) {CHANGED}"),
+                     f"--eval-data 'rows.jsonl' {CHANGED}"),
+    "no file": (lambda: None, dict(eval_data=""), f"--eval-data '' {CHANGED}"),
+    "template": (template(lambda x: x + " "), {}, f"the chat template of --model 'DIR' {CHANGED}"),
     "tokenizer": (lambda: edit("tokenizer.json", mask), {},
-                  f"the tokenizer of DIR (--model) {CHANGED}"),
+                  f"the tokenizer of --model 'DIR' {CHANGED}"),
     "marks": (lambda: edit("tokenizer_config.json", settings(pad_token="<|im_end|>")), {},
-              "the tokenizer of DIR (--model) is not"),
+              f"the tokenizer of --model 'DIR' {CHANGED}"),
     "ends": (lambda: edit("generation_config.json", settings(eos_token_id=[3])), {},
-             f"the list of end ids of DIR (--model) {CHANGED}"),
+             f"the list of end ids of --model 'DIR' {CHANGED}"),
     "numbers": (lambda: edit("config.json", settings(rms_norm_eps=0.1)), {},
-                f"the shape of DIR (--model) {CHANGED}"),
-    "teacher": (lambda: nudge("TEACHER"), {}, f"TEACHER (--teacher) {CHANGED}"),
+                f"the shape of --model 'DIR' {CHANGED}"),
+    "teacher": (lambda: nudge("TEACHER"), {}, f"--teacher 'TEACHER' {CHANGED}"),
     "shape of the teacher": (lambda: edit("../TEACHER/config.json", settings(rms_norm_eps=0.1)), {},
-                             f"TEACHER (--teacher) {CHANGED}"),
-    "another teacher": (lambda: None, dict(teacher="DIR"), "cannot change --teacher 'DIR' (the "),
+                             f"--teacher 'TEACHER' {CHANGED}"),
+    "another teacher": (lambda: None, dict(teacher="DIR"), f"--teacher 'DIR' {CHANGED}"),
 }  # fmt: skip
 
 
@@ -744,4 +743,4 @@ def test_a_run_goes_on_with_its_prompts_date_and_reward_and_so_do_the_commands(
     for command in (f"{again} --reward rewards.py:close", "audit run --reward rewards.py:close"):
         assert main(command.split()) == 2
         said = capsys.readouterr().err
-        assert said.count("\n") == 1 and f"the chat template of DIR (--model) {CHANGED}" in said
+        assert said.count("\n") == 1 and f"the chat template of --model 'DIR' {CHANGED}" in said
