@@ -22,7 +22,7 @@ from pathlib import Path
 
 from full.audit.audit import Report, audited
 from full.ranks.joining import PYTHON, Interrupted, Progress, agree, joined, naming_lost_ranks
-from full.run.build import require_one_process
+from full.run.build import one_process
 from full.run.config import Config
 from full.run.logs import replacing_characters
 from full.run.questions import Jsonl, make_task, require_task, require_usable
@@ -87,7 +87,7 @@ def run(
     progress = Progress()
     how = dict(timeout=config.timeout, threads=config.threads)
     with naming_lost_ranks(progress), joined(config.device, **how):
-        ended = start_run(config, progress, make=make, log=log, goes_on=True)
+        ended = start_run(config, progress, make=make, log=log, returns_to_caller=True)
         found = ended.directory
         metrics, checkpoint = agree(lambda: (found.lines(found.METRICS), found.newest()))
     if ended.signal:
@@ -117,8 +117,7 @@ def audit(
     task, reward = (None if isinstance(thing, str) else thing for thing in (task, reward))
     names, make = objects_of(task, reward, dataset, eval_dataset)
     given = {name: names[name] for name in ("task", "reward") if name in names} | files
-    require_one_process("an audit")
-    with joined("cpu"):
+    with one_process("an audit"):
         return audited(Path(run), step, **given, make=make)
 
 

@@ -193,7 +193,7 @@ def step_error(device="cpu", **changes) -> float:
         if config.lora_rank:
             draw_factors(model, config.seed)
         trainer = Trainer(config, model, generator=generator, reference=reference,
-                          teacher=build_teacher(config, task))  # fmt: skip
+                          teacher=build_teacher(config))  # fmt: skip
         directory = RunDirectory(folder)
         directory.write_reference(trainer)
         trainer.push_weights()

@@ -121,53 +121,24 @@ ordinary 4 routers biased --plan d2t2e4 --data-parallel zero1
 ordinary 4 routers biased --data-parallel fsdp --shard-ranks 2 then --data-parallel fsdp
 ordinary 4 dense old --plan d2t2 --data-parallel fsdp --shard-ranks 4 = must divide d = 2
 ordinary 2 dense old --plan d2e2 = expected a model with experts
-ordinary 2 dense old --tree dta --chunk-tokens 9 --plan c2 = --tree dta has no c
-slow 1 dense,tied,experts old --tree sparse | --tree dta --chunk-tokens 5 --recompute
+ordinary 2 dense old --tree dta --chunk-tokens 9 --plan c2 = --tree dta does not support c
 slow 1 dense,tied,experts old --data-parallel fsdp-offload | --ac full | --ac op
 slow 2 dense old,rounded --plan d2 --compile | --data-parallel fsdp --compile --ac full
-slow 2 dense,biases,tied forks,critic --plan d2 | --plan t2 | --plan t2 --ac full | --plan c2
-slow 2 dense,biases,tied old,forks,critic --data-parallel fsdp --ac op | --plan t2 --tree sparse
-slow 1 dense,tied critic --tree sparse | --ac full
-slow 1 tied critic --tree dta --chunk-tokens 9 --recompute
-slow 2 dense,tied critic --plan c2 --tree sparse
 slow 2 dense critic --plan p2 | --exact --plan d2 --data-parallel zero1
-slow 2 dense,experts critic --data-parallel fsdp | --data-parallel fsdp-offload --tree sparse
-slow 2 deep critic --plan p2 --pp-schedule interleaved1f1b
-slow 2 dense,deep critic --compute-dtype float32 --plan p2 --tree sparse
-slow 4 routers critic --plan d2t2e4 --data-parallel zero1 | --plan p2d2e2 --tree sparse
 slow 2 tied,experts old --plan t2 --tree dta --chunk-tokens 5 --recompute | --plan t2 --compile
 slow 2 deep,deep-tied forks,sequences,lora --plan p2 --pp-schedule interleaved1f1b --tree sparse
-slow 2 dense,deep sequences,dynamic,reward --data-parallel fsdp | --plan t2 | --plan p2
-slow 2 experts,routers lora,plain --plan d2e2 | --plan t2 | --plan (attn:t2|ffn:t2)
-slow 2 experts lora-all --plan t2 --tree sparse | --plan d2e2 --tree sparse
-slow 2 experts,routers biased,lora-all --plan c2e2 --tree sparse
-slow 2 experts,routers lora-all --plan c2
 slow 2 dense,biases lora,lora-head --plan c2 --tree sparse | --data-parallel fsdp-offload --ac full
-slow 2 dense,tied,experts rounded --compute-dtype float32 --plan c2 --tree sparse
-slow 2 dense,experts rounded --compute-dtype float32 --plan t2 --tree dta --chunk-tokens 5
-slow 1 hybrid old,forks,lora-linear --tree sparse | --tree dta --chunk-tokens 5 --recompute
-slow 2 hybrid old,lora-linear --plan d2 | --data-parallel fsdp | --plan p2 --tree sparse
 slow 2 hybrid old,forks --plan d2 --data-parallel zero1 | --plan t2 --ac full | --plan t2 --ac op
 slow 2 hybrid old,forks --plan c2 --cp-method ulysses | --plan c2 --cp-method allgather --ac op
-slow 2 hybrid forks --plan t2 --tree sparse then --plan p2 | --plan c2 then --data-parallel fsdp
 slow 2 hybrid plain --plan p2 --pp-schedule zbv | --plan p2 --pp-schedule interleaved1f1b
-slow 2 hybrid plain --data-parallel fsdp-offload | --plan d2 --batch-rows 8
-slow 2 hybrid rounded --compute-dtype float32 --plan c2 --tree sparse
 slow 2 hybrid rounded --compute-dtype float32 --plan t2 --tree dta --chunk-tokens 5 --recompute
-slow 4 hybrid old,forks,lora-linear --plan c2t2 | --plan p2t2 --tree sparse | --plan c4
 slow 4 hybrid old --plan c4 --tree sparse | --plan d2c2 --data-parallel fsdp --tree sparse
-slow 4 dense,tied old,forks,critic --plan d2t2 | --plan d2c2 --data-parallel zero1
 slow 4 dense,tied old,forks,critic --plan t2c2 | --plan t2c2 --cp-method ulysses
-slow 4 dense,tied old,critic,lora --plan p2t2 --tree sparse | --plan d2p2 --data-parallel zero1
 slow 4 deep,deep-tied old,stale --plan d2p2 --data-parallel fsdp --pp-schedule interleaved1f1b
 slow 4 deep-tied old,critic --plan p2t2 --pp-schedule zbv | --plan c2t2 --tree sparse
 slow 4 routers biased,lora --plan d2t2 --tree dta --chunk-tokens 16 --data-parallel zero1
 slow 4 experts,routers biased --plan (attn:d2t2|ffn:e2t2) --data-parallel fsdp
-slow 4 experts,routers biased --plan p2d2e2 --tree sparse | --plan d2t2e4 --tree sparse
-slow 4 routers lora-all,stale --plan d2t2e4 --data-parallel fsdp then --plan p2d2e2
-slow 4 tied rounded --compute-dtype float32 --plan d2t2 --data-parallel fsdp
 slow 4 tied critic --plan d2t2 --data-parallel fsdp-offload --shard-ranks 1 --tree sparse
-slow 4 routers biased --plan d4e2 --data-parallel fsdp --shard-ranks 2
 slow 4 routers biased --plan d4 --data-parallel fsdp --shard-ranks 2 --ac op
 slow 4 routers lora-all --plan d2t2e2 --data-parallel fsdp --shard-ranks 1 --ac full
 slow 4 dense old --data-parallel fsdp --shard-ranks 1 then --plan d2t2

@@ -194,7 +194,7 @@ class Audit:
         reference = self.models.reference()
         read(reference if config.kl_in == "reward" else [reference[0]], rows, "ref_logprobs")
         read(self.models.teacher(), rows, "teacher_logprobs")
-        own = len(self.batches[0]) if config.first_is_its_own_old else 0
+        own = len(self.batches[0]) if config.first_minibatch_uses_current_logprobs else 0
         later = [row[own:] for row in rows]
         if config.proximal:
             read(first if config.importance_cap else first[:1], later, "old_logprobs")

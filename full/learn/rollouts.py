@@ -185,7 +185,7 @@ def asker_of(task, limit=0):
         name = type(task).__name__
         try:
             told = task.reply(episode.state, answer)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             error.add_note(place_of(episode, f"{error}"))
             raise
         if not isinstance(told, tuple | list) or len(told) != 3:
@@ -223,7 +223,7 @@ def asker_of(task, limit=0):
     def ask(episodes):
         try:
             answers = replies(episodes)
-        except Exception:
+        except (Exception, SystemExit):
             # The threads end with their pool, which a program that keeps the error would keep too.
             if pool:
                 pool.shutdown(wait=False, cancel_futures=True)

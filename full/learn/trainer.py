@@ -306,7 +306,8 @@ class Trainer:
         # NUMERICS: a pass over the whole batch has other rows than the first minibatch, and
         # bfloat16 rounds other rows otherwise: such ratios are not 1, and some are clipped. Pinned
         # by tests/full/test_precision.py::test_rounding_clips_no_token_of_the_first_minibatch.
-        first = len(next(batch.minibatches())) if config.first_is_its_own_old else 0
+        uses_current = config.first_minibatch_uses_current_logprobs
+        first = len(next(batch.minibatches())) if uses_current else 0
         later = everyone[first:]
         if config.proximal:
             for t, old in zip(later, self.forward_only(later)):

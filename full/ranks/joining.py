@@ -246,19 +246,20 @@ class Stop:
     signal within a second of the first is the same key press. One Stop listens at a time. Python
     runs no handler while a process waits in a collective, which ends as soon as another rank does.
 
-    goes_on: bool. The process is a program that goes on after the run. Then a second Ctrl-C raises
-        KeyboardInterrupt in place of ending the process, and `close` gives the signals back. In a
-        thread that is not the main one, Python allows no handlers, and no signal is seen.
+    returns_to_caller: bool. The process is a program that goes on after the run. Then a second
+        Ctrl-C raises KeyboardInterrupt in place of ending the process, and `close` gives the
+        signals back. In a thread that is not the main one, Python allows no handlers, and no signal
+        is seen.
     """
 
     SAME_KEY_PRESS = 1.0  # seconds
     current = None  # the Stop that listens
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self, goes_on=False):
+    def __init__(self, returns_to_caller=False):
         self.number = 0  # of the first signal seen
         self.seen_at = 0.0
-        self.goes_on = goes_on
+        self.returns_to_caller = returns_to_caller
         self.process = os.getpid()
         self.handlers = {}  # those before
         if threading.current_thread() is threading.main_thread():
@@ -282,7 +283,7 @@ class Stop:
             self.number = number
             self.seen_at = time.monotonic()
         elif number == signal.SIGINT and time.monotonic() > self.seen_at + self.SAME_KEY_PRESS:
-            if self.goes_on:
+            if self.returns_to_caller:
                 raise KeyboardInterrupt
             os._exit(128 + number)
 

@@ -25,7 +25,7 @@ from full.model.transformer import Transformer
 from full.ranks.checkpoint import read_checkpoint
 from full.ranks.joining import is_one_of_several, joined, say, warn
 from full.ranks.optimizer import persistent_buffers
-from full.run.conflicts import of_parts, require
+from full.run.conflicts import of_parts
 from full.run.directory import writing
 from full.run.questions import make_task
 from train_grpo import EVALUATION, ROLLOUT
@@ -89,7 +89,7 @@ def build(config, task, shape=None):
     return model, generator, reference
 
 
-def build_teacher(config, task):
+def build_teacher(config):
     """Make the teacher, if there is one, on the meta device in the compute dtype.
 
     That its tokens mean the same is for the user to know: two tokenizers may differ in much.
@@ -108,12 +108,14 @@ def prepare(config, make=make_task):
     """
     task = make(config)
     shape = shape_of(config, task)
-    require(of_parts(config, task, shape))
+    for is_wrong, text in of_parts(config, task, shape):
+        if is_wrong:
+            raise ValueError(text)
     # `Grid` and `parallelize` ask this of everybody. Here one line says it for all ranks.
     ranks = dict(world=dist.get_world_size(), shard=config.shard_ranks or None)
     plan_of(config).require_fits(config=shape, **ranks)
     # A teacher scores the run's prompts and answers, so it must have room for them as well.
-    teacher = build_teacher(config, task)
+    teacher = build_teacher(config)
     require_room(config, task, shape, config.model)
     if teacher is not None:
         require_room(config, task, teacher.config, config.teacher)
@@ -157,19 +159,14 @@ ONE_PROCESS = dict(
 @contextlib.contextmanager
 def one_process(command, device="cpu", threads=1):
     """Make a process group of this process alone, unless there is one; yield the device."""
-    require_one_process(command)
+    if (dist.get_world_size() > 1) if dist.is_initialized() else is_one_of_several():
+        raise ValueError(f"{command} is one process: start it without torchrun")
     # Checkpoints, prompts and sums ask for their rank and for the number of ranks: 0 and 1.
     if dist.is_initialized():
         yield "cpu"
         return
     with joined(device, threads=threads) as device:
         yield device
-
-
-def require_one_process(command):
-    """Raise ValueError if this process is one of several ranks."""
-    if (dist.get_world_size() > 1) if dist.is_initialized() else is_one_of_several():
-        raise ValueError(f"{command} is one process: start it without torchrun")
 
 
 def policy_in(path, config, task, dtype, alone=False, merged=True, base=""):

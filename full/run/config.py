@@ -21,10 +21,8 @@ from full.learn.objectives import AGGREGATIONS, OBJECTIVES
 from full.model.config import LORA_ALPHA, Lora, read_json
 from full.ranks.joining import PYTHON
 from full.ranks.plans import Plan
-from full.run.conflicts import conflicts, require, typed as _flag
+from full.run.conflicts import conflicts, typed as _flag
 from full.run.tasks import TASKS, read_arguments
-
-MAX_STALENESS = 64  # steps, far more than training tolerates
 
 Dtype = Literal["float32", "float64", "bfloat16"]
 AnyDtype = Literal["", Dtype]
@@ -41,7 +39,6 @@ INSTRUCTION = "End with '#### ' and the answer."
 
 # The matrices of attention and of MLPs, experts' included.
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
-
 
 CORE = train_grpo.Config  # whose defaults the folder keeps
 
@@ -188,6 +185,7 @@ class Config(train_grpo.Config):
     # Numbers meet float32 tensors and int64 tensors, which cannot hold anything larger.
     LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max / 2}
     YEAR = 365 * 24 * 3600  # in seconds: --timeout goes to a clock in C++ that overflows later
+    AT_MOST = dict(timeout=YEAR, reply_timeout=YEAR, staleness=64)  # far more than is tolerated
     ZERO = "lr_warmup", "save_every"  # may be 0
 
     def __new__(cls, *args, **given):
@@ -212,10 +210,8 @@ class Config(train_grpo.Config):
         # Where rounding alone would move a ratio past the clip. With one update a batch the policy
         # is its own old policy. With older weights the sampler's log-probs correct for their age.
         if self.proximal is None:
-            self.proximal = self.rounds_apart and self.minibatches > 1 and not self.staleness
-        chosen = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if choices_of(f)}
-        if wrong := wrong_values(chosen):
-            raise ValueError("; ".join(wrong))
+            is_fresh = self.minibatches > 1 and not self.staleness
+            self.proximal = self.sampler_rounds_differently and is_fresh
 
     @classmethod
     def from_file(cls, path, **given) -> "Config":
@@ -302,16 +298,16 @@ class Config(train_grpo.Config):
         return self.generator_dtype or self.compute
 
     @property
-    def rounds_apart(self) -> bool:
+    def sampler_rounds_differently(self) -> bool:
         """Return whether sampler and trainer differ by more than the rounding of float32."""
         is_coarse = "bfloat16" in (self.compute, self.rollout_dtype)
         return not self.exact and (is_coarse or bool(self.engine))
 
     @property
-    def first_is_its_own_old(self) -> bool:
+    def first_minibatch_uses_current_logprobs(self) -> bool:
         """Return whether the first minibatch's `old` of (2) is its own log-probs, detached."""
         if self.proximal:
-            return self.rounds_apart
+            return self.sampler_rounds_differently
         return self.minibatches == 1 and not self.staleness
 
     def given(self) -> dict:
@@ -325,15 +321,16 @@ class Config(train_grpo.Config):
 
     def check(self) -> "Config":
         """Raise ValueError for settings that cannot run, before anything is built or written."""
-        # Values first: the combinations compute with them. An int for a float becomes a float. A
-        # field may have been assigned, and misspelled.
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        assigned = [name for name in vars(self) if name != "_named" and not hasattr(Config, name)]
-        require((True, text) for text in not_fields(assigned) + wrong_values(values))
+        # Values first: the combinations compute with them. A field may have been assigned, and
+        # misspelled.
+        values = {name: x for name, x in vars(self).items() if name != "_named"}
+        if wrong := not_fields(values) or wrong_values(values):
+            raise ValueError("; ".join(wrong))
         for f in dataclasses.fields(self):
-            if f.type is float:
+            if f.type is float:  # an int becomes one
                 setattr(self, f.name, float(values[f.name]))
-        require(conflicts(self))
+        if wrong := [text for is_wrong, text in conflicts(self) if is_wrong]:
+            raise ValueError("; ".join(wrong))
         return self
 
     @classmethod
@@ -374,7 +371,6 @@ def wrong_values(values) -> list[str]:
     """
     # One error a field: the type first, since the comparisons need numbers.
     wrong = []
-    at_most = dict(timeout=Config.YEAR, reply_timeout=Config.YEAR, staleness=MAX_STALENESS)
     fields = {f.name: f for f in dataclasses.fields(Config)}
     for name, value in values.items():
         kind, choices = fields[name].type, choices_of(fields[name])
@@ -388,8 +384,8 @@ def wrong_values(values) -> list[str]:
             problem = "finite and at least 0"
         elif value == 0 and all(Config.defaults_of(name)) and name not in Config.ZERO:
             problem = "positive"
-        elif value > at_most.get(name, value):
-            problem = f"at most {at_most[name]}"
+        elif value > Config.AT_MOST.get(name, value):
+            problem = f"at most {Config.AT_MOST[name]}"
         if problem:
             wrong.append(f"{_flag(name)} must be {problem}, got {value!r}")
     return wrong
@@ -417,11 +413,7 @@ def read_settings(path, given=()) -> dict:
     except (tomllib.TOMLDecodeError, UnicodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
 
-    # Every key that is wrong is named.
-    fields = {f.name for f in dataclasses.fields(Config)}
-    wrong = not_fields(found)
-    wrong += wrong_values({name: x for name, x in found.items() if name in fields})
-    if wrong:
+    if wrong := not_fields(found) or wrong_values(found):
         raise ValueError(f"--config {path}: {'; '.join(wrong)}")
 
     code_given_again({name: x for name, x in found.items() if name not in given}, {}, path)

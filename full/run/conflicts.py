@@ -4,8 +4,6 @@ One list for all settings, so that no file below knows how a flag is typed. What
 a file refuses by itself is not repeated. If no command of yours was refused, skip this file.
 """
 
-import re
-
 from full.learn.advantages import compared_by
 from full.learn.objectives import OF_OBJECTIVES, READS
 from full.model.config import LINEAR
@@ -31,13 +29,6 @@ def needs(c, is_there, what, *names) -> list:
     ]  # fmt: skip
 
 
-def require(pairs) -> None:
-    """Raise ValueError with the errors of all pairs (is it wrong?, the error) that are wrong."""
-    wrong = [text for is_wrong, text in pairs if is_wrong]
-    if wrong:
-        raise ValueError("; ".join(wrong))
-
-
 def conflicts(c) -> list:
     """Return (is it wrong?, the error) pairs for settings, a Config of values that are right."""
     plan, is_dta, is_random = c.trainer_plan, c.tree == "dta", not c.model
@@ -47,9 +38,6 @@ def conflicts(c) -> list:
     is_jsonl = c.task.removeprefix(PYTHON) == "jsonl"
     lacks = ["--data FILE.jsonl"] * (not c.data)
     lacks += ["--model DIR with a tokenizer.json"] * is_random
-    # A shell passes on bytes that are not UTF-8 as lone surrogates.
-    spoken = dict(template=c.template, instruction=c.instruction, template_args=c.system)
-    spoken = {name: x for name, x in spoken.items() if re.search("[\ud800-\udfff]", f"{x}")}
 
     # Chunks run forward and backward in an order of their own. A pipeline's schedule has another
     # order, FSDP2 gathers once a step and not once a chunk, a chunk's keys come from the stack of
@@ -66,8 +54,8 @@ def conflicts(c) -> list:
         "--data-parallel fsdp": c.mode == "fsdp", "--engine": c.engine, "--compile": c.compile,
         "OMP_NUM_THREADS above 1": c.threads > 1,
         "--generator-dtype of its own": c.rollout_dtype != c.compute,
-        "--head-dtype, for it has no gap": c.head_dtype,
-        "--lora-rank, for its sampler has merged weights": c.lora_rank,
+        "--head-dtype: there is no gap": c.head_dtype,
+        "--lora-rank: its sampler has merged weights": c.lora_rank,
     }  # fmt: skip
     # An objective of your own may read all flags. No sentence names it for those of others.
     readers = {name: [x for x in READS if name in READS[x]] for name in OF_OBJECTIVES}
@@ -81,7 +69,7 @@ def conflicts(c) -> list:
         (is_random and c.hidden % (2 * c.heads),
          f"--hidden {c.hidden} must divide by --heads {c.heads} into an even head_dim"),
         (is_random and c.heads % 2 and c.heads > 1, f"--heads must be 1 or even, got {c.heads}"),
-        *((c.exact and wrong, f"--exact has no {x}") for x, wrong in not_exact.items()),
+        *((c.exact and wrong, f"--exact does not support {x}") for x, wrong in not_exact.items()),
         # Advantages and rewards.
         *needs(c, c.advantage == "gae", "--advantage gae", "critic_lr"),
         *needs(c, c.advantage == "teacher", "--advantage teacher", "teacher"),
@@ -118,7 +106,7 @@ def conflicts(c) -> list:
         *needs(c, plan.pp > 1, "a --plan with p", "pp_schedule"),
         *needs(c, is_dta, "--tree dta", "chunk_tokens", "recompute"),
         (is_dta and not c.chunk_tokens, "--tree dta needs --chunk-tokens, the size of a chunk"),
-        *((is_dta and wrong, f"--tree dta has no {x}; use --tree sparse")
+        *((is_dta and wrong, f"--tree dta does not support {x}; use --tree sparse")
           for x, wrong in not_by_chunks.items()),
         *needs(c, c.fork_turns, "--fork-turns", "forks"),
         *needs(c, c.forks > 1, "--forks 2 or more", "fork_turns"),
@@ -127,7 +115,6 @@ def conflicts(c) -> list:
          "--engine has no --router-bias-rate: its format has no such bias"),
         # Tasks and data.
         *needs(c, c.out, "--out DIR", "resume"),
-        *((True, f"expected {typed(name)} in UTF-8, got {x!r}") for name, x in spoken.items()),
         *needs(c, c.reads_text, "--task jsonl", *OF_TEXT),
         *needs(c, c.task != "guess", "--task jsonl or FILE.py:Class", "reply_timeout"),
         *needs(c, c.template in ("", "chat"), "--template chat", "template_args"),
@@ -149,7 +136,7 @@ def of_parts(c, task, shape) -> list:
         (c.router_bias_rate and not shape.sparse_layers,
          f"--router-bias-rate is about experts, and {model} has none: leave it out"),
         (c.exact and LINEAR in shape.layer_types,
-         f"--exact has no recurrent layers, and {model} has: leave it out"),
+         f"--exact does not support recurrent layers, and {model} has some: leave it out"),
         (c.cp_method == "ulysses" and shape.num_attention_heads % split,
          f"--cp-method ulysses divides the {shape.num_attention_heads} query heads of {model} over "
          f"t * c = {split} ranks: use ring"),

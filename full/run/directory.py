@@ -40,6 +40,8 @@ from full.run.config import _flag
 
 # Files of JSON lines ----------------------------------------------------------------------------
 
+MEND = "free disk space or fix the permissions"
+
 
 @contextlib.contextmanager
 def writing(path, advice):
@@ -47,9 +49,7 @@ def writing(path, advice):
     try:
         yield
     except OSError as error:
-        raise OSError(
-            f"{path} not written ({error}): make room or mend the directory, then {advice}"
-        ) from error
+        raise OSError(f"{path} not written ({error}): {MEND}, then {advice}") from error
 
 
 def read_json_lines(path, *, skip_torn_last=False) -> list:
@@ -143,6 +143,7 @@ class RunDirectory:
     SAMPLES = "samples.jsonl"
     ROLLOUTS = "rollouts.jsonl"
     NOTES = {"data.json": digests_of_data, "base.json": digests_of_base}
+    PUT_BACK = "put a copy back, or begin again with another --out"
 
     def __init__(self, path):
         self.path = Path(path)
@@ -203,15 +204,11 @@ class RunDirectory:
         # Each file is replaced by its beginning. A kill in between leaves the old file, with lines
         # that the next start cuts, and a .tmp that is never read.
         for name in (self.METRICS, self.SAMPLES, self.ROLLOUTS):
-            lines = self.lines(name)
-            for line in lines:
-                if not isinstance(line.get("step"), int):
-                    text = f"has a line without a step: {json.dumps(line)[:60]}"
-                    raise ValueError(f"{self.path / name} {text}")
-            kept = [json.dumps(line) + "\n" for line in lines if line["step"] < first_step]
+            kept = [line for line in self.lines(name) if line["step"] < first_step]
             with writing(self.path / name, self.advice):
                 partial = (self.path / name).with_suffix(".tmp")
-                partial.write_text("".join(kept), encoding="utf-8")
+                text = "".join(json.dumps(line) + "\n" for line in kept)
+                partial.write_text(text, encoding="utf-8")
                 partial.replace(self.path / name)
 
     # Checkpoints ---------------------------------------------------------------------------------
@@ -223,11 +220,8 @@ class RunDirectory:
         try:
             write(f"{self}/step-{step:08d}")
         except OSError as error:
-            kept, advice = "older ones are whole", self.advice
-            if not checkpoints(self.path):
-                kept, advice = "nothing was saved yet", f"begin again with {self.flags_to_resume}"
-            text = f"{error}; {kept}: make room or mend the directory, then {advice}"
-            raise OSError(text) from error
+            kept = "older ones are whole" if self.newest() else "nothing was saved yet"
+            raise OSError(f"{error}; {kept}: {MEND}, then {self.advice}") from error
         for old in agree(lambda: self.superseded(step, keep)):
             shutil.rmtree(old, ignore_errors=True)
 
@@ -262,9 +256,7 @@ class RunDirectory:
             except Damaged as error:
                 warn(f"warning: {error}; trying an older one")
         if found:
-            raise ValueError(
-                f"no checkpoint in {self} is whole ({', '.join(path.name for path in found)}): "
-                f"put a copy of one back, or begin again with another --out")  # fmt: skip
+            raise ValueError(f"no checkpoint in {self} is whole: {self.PUT_BACK}")
         return None, None
 
     def write_reference(self, trainer):
@@ -286,8 +278,7 @@ class RunDirectory:
         try:
             read_checkpoint(self.path / "reference", tensors_of(trainer.reference))
         except ValueError as error:
-            advice = "put a copy of it back, or begin again with another --out"
-            raise ValueError(f"{error}; {advice}") from error
+            raise ValueError(f"{error}; {self.PUT_BACK}") from error
 
     # A claim -------------------------------------------------------------------------------------
 
@@ -317,8 +308,8 @@ class RunDirectory:
         if "config.tmp" in found:
             known |= {"data.json", "base.json"}
         if self.holds_run and not resume:
-            text = "holds a run: --resume to go on with it, or choose another --out"
-            raise ValueError(f"{self} {text}")
+            raise ValueError(f"{self} holds a run: --resume to go on with it, or choose another "
+                             f"--out")  # fmt: skip
         if not self.holds_run and found - known:
             raise ValueError(f"{self} holds files that are not a run's; choose another --out")
 
@@ -367,21 +358,13 @@ class RunDirectory:
         # that anybody could repeat. Files and objects of another name may say the same.
         found = self.NOTES[name](config, task)
         noted = read_json(self.path / name, what="digests of a run's files") if found else {}
-        began = read_json(self.config)
         for what in sorted(found.keys() | noted.keys()):
-            if noted.get(what) == found.get(what):
-                continue
-            field = what if hasattr(config, what) else "model"
-            value, flag = getattr(config, field), _flag(field)
-            if value != began[field]:
-                raise ValueError(f"--resume cannot change {flag} {value!r} (the run has "
-                                 f"{began[field]!r}, which says something else)")  # fmt: skip
-            of_python = config.task.startswith(PYTHON) and field in ("data", "eval_data")
-            thing = value if of_python else f"{value} ({flag})"
-            thing = thing if what == field else f"the {what} of {thing}"
-            advice = "give the old rows again" if of_python else "put the old files back"
-            raise ValueError(f"{thing} is not what it was when {self} began: {advice}, or start a "
-                             f"new run")  # fmt: skip
+            if noted.get(what) != found.get(what):
+                field = what if hasattr(config, what) else "model"
+                part = "" if what == field else f"the {what} of "
+                raise ValueError(
+                    f"{part}{_flag(field)} {getattr(config, field)!r} is not what it was when "
+                    f"{self} began: give the old contents again, or start a new run")
 
 
 def first_free(config) -> Path:

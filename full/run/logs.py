@@ -1,4 +1,4 @@
-"""Log a run: metrics, rollouts, warnings, and curves of what runs have logged.
+"""Log the metrics and the rollouts of a run, and draw curves of what runs have logged.
 
 Each class has a method `step`, which is called after each step. `run.run` puts them in order.
 """
@@ -74,6 +74,7 @@ class Log:
     """
 
     EVERY = 5  # steps between rows of the table, in addition to those with an evaluation
+    IDLE_STEPS = 3  # in a row with nothing to learn from, before it is said
 
     def __init__(self, config, trainer, source, directory, tell=None):
         self.tell = tell
@@ -84,6 +85,10 @@ class Log:
         self.solved_before = None  # known in the process that does step 0
         self.names = [x for name in METRICS for x in (f"{name}_first", name)]
         say("  step" + "".join(f"{name:>10}" for name in COLUMNS) + "  tokens/s")
+        self.max_new_tokens = config.max_new_tokens
+        self.compares = compared_by(config.advantage) != "nothing"
+        self.is_truncation_said = False
+        self.idle = 0  # steps in a row with nothing to learn from, up to now
         off = None if self.on else True  # None: on, if standard error is a terminal
         how = dict(total=config.steps, initial=source.first_step, disable=off)
         self.bar = Bar(**how, unit="step", miniters=1)
@@ -104,6 +109,7 @@ class Log:
         if not self.on:
             return
 
+        self.warn(step, line)
         line = {name: line[name] for name in self.names if name in line}
         self.directory.append(self.directory.METRICS, [{"step": step} | line])
         if self.tell:
@@ -112,6 +118,18 @@ class Log:
         self.bar.update()
         if solved is not None or step % self.EVERY == 0:
             self.row(step, line)
+
+    def warn(self, step, line):
+        """Warn, on rank 0, of what keeps a run from learning."""
+        truncated = line["tokens/truncated_fraction"]
+        if truncated > 0.5 and not self.is_truncation_said:
+            self.is_truncation_said = True
+            warn(f"warning: step {step}: {truncated:.0%} of the rollouts were cut off after "
+                 f"--max-new-tokens {self.max_new_tokens}, which earn nothing: raise it")
+        self.idle = self.idle + 1 if self.compares and line["reward/groups_equal"] == 1 else 0
+        if self.idle == self.IDLE_STEPS:
+            warn(f"warning: steps {step + 1 - self.idle} to {step}: in each group all rewards are "
+                 f"equal, so nothing is learned")  # fmt: skip
 
     def close(self):
         """End the bar."""
@@ -125,66 +143,6 @@ class Log:
             tokens = line["tokens/generated"] + line["tokens/trained_flat"]
             cells.append(f"{tokens / line['seconds/total']:10.0f}")
         say(f"{label:>6}{''.join(cells)}".rstrip())
-
-
-class Warnings:
-    """Say in a line what keeps a run from learning: answers cut off, one reward, equal rewards."""
-
-    IDLE_STEPS = 3  # in a row with nothing to learn from, before it is said
-
-    def __init__(self, config):
-        self.config = config
-        self.idle = 0  # steps in a row with nothing to learn from, up to now
-        # From equal rewards too, a teacher's tokens are learned.
-        self.learns = compared_by(config.advantage) == "nothing"
-        self.is_truncation_said = False
-        self.is_reward_said = config.task != "jsonl" or self.learns
-
-    def step(self, step, batch, metrics, updates, solved):
-        m = batch.metrics
-        truncated = m["tokens/truncated_fraction"]
-        if truncated > 0.5 and not self.is_truncation_said:
-            self.is_truncation_said = True
-            warn(f"warning: step {step}: {truncated:.0%} of the rollouts were cut off after "
-                 f"--max-new-tokens {self.config.max_new_tokens}, and a turn that is cut off earns "
-                 f"nothing: raise --max-new-tokens")  # fmt: skip
-
-        # No reward is asked about truncated answers. A policy may have learned to solve all
-        # prompts, but seldom does it begin with that.
-        is_one = m["reward/values"] == 1 and truncated <= 0.5
-        if is_one and not self.is_reward_said and not (m["reward/solved"] > 0 and step > 0):
-            self.is_reward_said = True
-            warn(f"warning: step {step}: {self.one_reward(m)}")
-
-        is_idle = m["reward/groups_equal"] == 1 and not self.learns
-        self.idle = self.idle + 1 if is_idle else 0
-        if self.idle == self.IDLE_STEPS:
-            first = step - self.IDLE_STEPS + 1
-            warn(f"warning: steps {first} to {step}: {self.equal_rewards(m)}")
-
-    def one_reward(self, m) -> str:
-        """Say what helps if the task `jsonl` gives one reward to every answer of a step."""
-        if self.config.reward:
-            # A truncated answer has reward 0, so the mean over all is the one value times `heard`.
-            heard = 1 - m["tokens/truncated_fraction"]
-            return (f"--reward {self.config.reward} gave {m['reward/mean'] / heard:.3g} to every "
-                    f"answer: read samples.jsonl, and if some deserve another reward, fix the "
-                    f"function or name another with --reward")  # fmt: skip
-        if m["reward/solved"] > 0:
-            return "every answer is right, so there is nothing to learn: give harder --data"
-        return ("no answer ends in '#### ' and the answer of its line: ask for that with "
-                "--instruction, or score other forms with --reward")  # fmt: skip
-
-    def equal_rewards(self, m) -> str:
-        """Say what helps if some steps in a row had no two rewards to compare."""
-        if m["reward/groups_all"] == 1:
-            return ("every rollout is solved, so nothing more is learned: stop here, or give "
-                    "harder prompts")  # fmt: skip
-        if m["reward/groups_none"] == 1:
-            return ("no rollout is solved and no reward is better than another in its group, so "
-                    "nothing is learned: read samples.jsonl; reward parts of an answer, or raise "
-                    "--group, --max-new-tokens or --temperature")  # fmt: skip
-        return "in each group all rewards are equal, so nothing is learned: raise --group"
 
 
 class RolloutLog:
@@ -284,7 +242,6 @@ def plot(argv) -> int:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     panels = figure.subplot_mosaic([["reward", "solved", "solved"], ["entropy", "gap", "norm"]])
-    dots = {}  # (step, solved) -> numbers of the runs that have this evaluation
     for n, run in enumerate(runs):
         lines = RunDirectory(run).lines(RunDirectory.METRICS)
         for name, axes in panels.items():
@@ -295,9 +252,7 @@ def plot(argv) -> int:
         # What a step leaves is drawn after it, and what was solved before the first step at 0.
         found = [(0, x["eval/solved_before"]) for x in lines if "eval/solved_before" in x]
         found += [(x["step"] + 1, x["eval/solved"]) for x in lines if "eval/solved" in x]
-        for dot in found:
-            dots.setdefault(dot, []).append(n)
-    draw_dots(panels["solved"], dots)
+        panels["solved"].plot(*np.array(found).reshape(-1, 2).T, f"C{n}o", markersize=3.5)
 
     # An axis reaches from 0 to the largest value, so a curve of small rewards is not flat. Negative
     # rewards extend it. It reaches at least to LEAST, because smaller values are mostly noise.
@@ -317,17 +272,3 @@ def plot(argv) -> int:
     figure.savefig(runs[0] / "curve.png", dpi=150)
     print(f"wrote {runs[0] / 'curve.png'}")
     return 0
-
-
-def draw_dots(axes, dots):
-    """Draw a dot for each run that has it: equal dots of several runs stand side by side."""
-    from matplotlib.transforms import ScaledTranslation
-
-    size = 3.5  # points; an inch has 72
-    for (x, y), runs in dots.items():
-        for place, n in enumerate(runs):
-            # The shift is in inches, not in steps. It comes after plot, which sets the limits.
-            (dot,) = axes.plot([x], [y], f"C{n}o", markersize=size)
-            inches = size / 72 * (place - (len(runs) - 1) / 2)
-            shift = ScaledTranslation(inches, 0, axes.figure.dpi_scale_trans)
-            dot.set_transform(axes.transData + shift)

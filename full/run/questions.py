@@ -4,9 +4,7 @@
 file.
 """
 
-import contextlib
 import copy
-import inspect
 import itertools
 import json
 import math
@@ -15,7 +13,6 @@ from decimal import Decimal
 from typing import NamedTuple
 
 import train_grpo
-from full.learn.rollouts import bare, is_finite_number
 from full.run.config import Config
 from full.run.directory import read_json_lines
 from full.run.tasks import TASKS, Task, from_file, is_held_out, require_code
@@ -117,9 +114,10 @@ class Jsonl(Task):
         self.template = config.template or ("raw" if self.text.template is None else "chat")
         if self.template != "chat" and config.template_args:
             raise ValueError(f"--template-args: {config.model} has no chat template to put them in")
-        self.reward = None
-        if config.reward:
-            self.reward = reward_of(config.reward, reward)
+        self.reward = reward
+        if config.reward and reward is None:
+            require_code("--reward", config.reward, "FILE.py:function")
+            self.reward = from_file(config.reward, "function")
         # Threads ask for rewards (see `Task`), unless the function says `threads = False`.
         self.threads = bool(config.reward) and getattr(self.reward, "threads", True)
         # A reward sees no special tokens, unless the function says `special_tokens = True`.
@@ -130,9 +128,17 @@ class Jsonl(Task):
         held_out = self._lines(config.eval_data, eval_data) if config.eval_data else []
         self.lines = {"data": lines, "eval_data": held_out}
         self.rows = self._split(all_lines)  # by held out
+        for is_out, file in {False: config.data, True: config.eval_data or config.data}.items():
+            if not self.rows[is_out]:
+                raise ValueError(
+                    f"expected lines in {file} to {'hold out' if is_out else 'train on'}, got none "
+                    f"of {len(lines)}; without --eval-data FILE every tenth prompt is held out, by "
+                    f"a hash of what it asks")
+        asked = itertools.chain(self.rows[True], lines)
+        if config.instruction != Config.instruction and not any("question" in x.row for x in asked):
+            raise ValueError(f"--instruction follows a question; {config.data} has none")
         self.held_out = len(self.rows[True])  # see `Task`
         self.longest = max((len(line.prompt) for line in [*lines, *held_out]), default=0)
-        self._require_lines()
         self.note = "\n".join(self._notes(all_lines))
 
     def prompt(self, rng, index, held_out):
@@ -148,7 +154,11 @@ class Jsonl(Task):
         if len(answers) <= len(line.later):
             said = self.text.next_turn(line.conversation(answers), answer[-1], line.arguments)
             return (line, answers), said, 0.0
-        return (line, answers), None, self._reward(line, text)
+        if self.reward is None:
+            right = same_answer(final_answer(text), gold_of(line.row))
+            return (line, answers), None, float(right)
+        # The function gets a copy: a change to the row itself would reach the next answer's reward.
+        return (line, answers), None, self.reward(text, copy.deepcopy(line.row))
 
     def where(self, state):
         return state[0].where
@@ -177,54 +187,42 @@ class Jsonl(Task):
     def _line(self, where, row) -> Line:
         """Make a Line of a row. ValueError says what is wrong with the row."""
         # A question is the user's message.
-        if "messages" in row:
-            if "question" in row:
-                raise ValueError("it holds both a question and messages: one would be dropped")
-            messages = row["messages"]
-            require_messages(messages)
-            if self.template != "chat":
-                raise ValueError("it holds messages, which only --template chat can say")
-        elif not isinstance(row.get("question"), str):
-            raise ValueError(f"it holds no question, a string, and no messages; it has {[*row]}")
-        else:
-            messages = [{"role": "user", "content": with_instruction(self.config, row["question"])}]
+        shown, arguments = row.get("question", ""), arguments_in(row)
+        if ("question" in row) == ("messages" in row) or not isinstance(shown, str):
+            raise ValueError(f"expected a string 'question' or a list 'messages', got {[*row]}")
+        is_chat = self.template == "chat"
+        of_chats = sorted(arguments.keys() | row.keys() & {"messages"})
+        if of_chats and not is_chat:
+            raise ValueError(f"it holds {', '.join(of_chats)}, which only --template chat can say")
+        asked = f"{shown}\n{self.config.instruction}" if self.config.instruction else shown
+        messages = row.get("messages", [{"role": "user", "content": asked}])
+        require_messages(messages)
 
         # Without a reward function, which may do without an answer, the row's says what is right.
-        # Only `####` could equal an empty one.
-        if not self.config.reward and answer_in(row) is None:
-            raise ValueError("it holds no answer, a text or a number, and there is no --reward")
-        gold = "" if self.config.reward else gold_of(answer_in(row))
-        if not self.config.reward and not gold:
-            raise ValueError("its answer is empty, so nothing says what is right")
-        if "\n" in gold:
-            raise ValueError(f"its answer has several lines and no ####, so no line equals it: "
-                             f"{gold!r:.80}")  # fmt: skip
+        # Only `####` could equal an empty one, and no line equals several lines.
+        if not self.config.reward and not re.fullmatch(".+", gold_of(row) or ""):
+            raise ValueError(f"expected an answer, a number or a line of text, which may follow "
+                             f"####, or a --reward, got {row.get('answer')!r:.80}")  # fmt: skip
 
         # Files for supervised training end in an answer, which the policy has to give by itself.
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
-        shown = json.dumps(messages, sort_keys=True) if "messages" in row else row["question"]
+        shown = json.dumps(messages, sort_keys=True) if "messages" in row else shown
         first, later = played_turns(messages)
 
-        # What the chat template would read of the row must reach it.
-        arguments = arguments_in(row)
-        if arguments and self.template != "chat":
-            raise ValueError(f"it holds {next(iter(arguments))}, which only --template chat can "
-                             f"say")  # fmt: skip
-        if self.template == "chat":
+        # What the chat template would read of the row must reach it. The template writes the marks
+        # of turns, and BOS if it should be there.
+        if is_chat:
             self.text.require_read(arguments)
             for name in sorted(self.text.variables(arguments) & row.keys() - {*ARGUMENTS}):
                 raise ValueError(f"it holds {name}, which the chat template reads: put it into "
                                  f"chat_template_kwargs")  # fmt: skip
-
-        # The chat template writes the marks of turns, and BOS if it should be there. Plain text
-        # begins with BOS if this checkpoint's texts do.
-        if self.template == "chat":
             if self.config.system and first[0]["role"] != "system":
                 first = [{"role": "system", "content": self.config.system}, *first]
             prompt = self.text.prompt(first, arguments)
+        # Plain text begins with BOS if this checkpoint's texts do.
         else:
-            said = with_instruction(self.config, shown) + "\n"
+            said = f"{asked}\n"
             if self.config.has_whole_template:
                 said = self.config.template.replace("{question}", shown)
             prompt = self.text.encode(said, bos=True)
@@ -253,42 +251,22 @@ class Jsonl(Task):
             asked.setdefault((tuple(line.prompt), f"{line.later}", answer), line)
         return rows | {True: [*asked.values()]}
 
-    def _require_known(self, tokens):
-        """Raise a ValueError if the model has no row for one of the tokens."""
-        token = max(tokens, default=0)
+    def _require_room(self, line):
+        """Raise a ValueError if the model or --max-new-tokens has no room for what is said."""
+        # The user's later messages count among the new tokens, and so does each answer's end. What
+        # an answer says changes none of these messages.
+        said = []
+        for n in range(len(line.later)):
+            said_so_far = line.conversation([""] * (n + 1))
+            said += self.text.next_turn(said_so_far, self.end[0], line.arguments)
+        token = max([*line.prompt, *said], default=0)
         if token >= self.vocab_size:
             raise ValueError(f"it holds token {token}, {self.show([token])!r}; the model's last "
                              f"token is {self.vocab_size - 1}")  # fmt: skip
-
-    def _require_room(self, line):
-        """Raise a ValueError if the model or --max-new-tokens has no room for what is said."""
-        self._require_known(line.prompt)
-
-        # The user's later messages count among the new tokens, and so does each answer's end. What
-        # an answer says changes none of these messages.
-        said = 0
-        for n in range(len(line.later)):
-            said_so_far = line.conversation([""] * (n + 1))
-            tokens = self.text.next_turn(said_so_far, self.end[0], line.arguments)
-            self._require_known(tokens)
-            said += len(tokens)
         limit = self.config.max_new_tokens
-        if said + len(line.later) + 1 > limit:
-            raise ValueError(f"{said} tokens are said after the policy's answers, which leaves no "
-                             f"room for these in --max-new-tokens {limit}")  # fmt: skip
-
-    def _require_lines(self):
-        """Raise a ValueError for files that leave nothing to train on, or to hold out."""
-        c = self.config
-        for is_out, file in {False: c.data, True: c.eval_data or c.data}.items():
-            if not self.rows[is_out]:
-                raise ValueError(
-                    f"expected lines in {file} to {'hold out' if is_out else 'train on'}, got none "
-                    f"of {len(self.lines['data'])}; without --eval-data FILE every tenth prompt "
-                    f"is held out, by a hash of what it asks")
-        asked = itertools.chain(self.rows[True], self.lines["data"])
-        if c.instruction != Config.instruction and not any("question" in x.row for x in asked):
-            raise ValueError(f"--instruction follows a question; {c.data} has none")
+        if len(said) + len(line.later) + 1 > limit:
+            raise ValueError(f"{len(said)} tokens are said after the policy's answers, which "
+                             f"leaves no room for these in --max-new-tokens {limit}")  # fmt: skip
 
     def _notes(self, all_lines):
         """Yield sentences for a run to print, on settings that were not given and on the files."""
@@ -300,38 +278,11 @@ class Jsonl(Task):
         if not c.eval_data or all_lines:
             return
 
-        # What makes the figure of --eval-data another one than a reader would think.
-        held_out = self.rows[True]
         trained = {tuple(line.prompt) for line in self.rows[False]}
-        seen = sum(tuple(line.prompt) in trained for line in held_out)
-        if c.eval_prompts < len(held_out):
-            yield (f"{c.eval_data} has {len(held_out)} prompts, and an evaluation asks the first "
-                   f"{c.eval_prompts}: --eval-prompts {len(held_out)} asks each")  # fmt: skip
+        seen = sum(tuple(line.prompt) in trained for line in self.rows[True])
         if seen and c.data != c.eval_data:
-            yield (f"{seen} of the {len(held_out)} prompts of {c.eval_data} are in {c.data} too, "
+            yield (f"{seen} of the {self.held_out} prompts of {c.eval_data} are in {c.data} too, "
                    f"and are trained on")  # fmt: skip
-
-    def _reward(self, line, text) -> float:
-        """Score a last answer. ValueError that names the line if the function fails to."""
-        if self.reward is None:
-            return float(same_answer(final_answer(text), gold_of(answer_in(line.row))))
-
-        # The function gets a copy: a change to the row itself would reach the next answer's reward.
-        where = f"for the answer {text[:200]!r} to {line.where}"
-        try:
-            reward = self.reward(text, copy.deepcopy(line.row))
-        except (Exception, SystemExit) as error:
-            raise ValueError(f"--reward {self.config.reward} raised {type(error).__name__} "
-                             f"{where}: {error}") from error  # fmt: skip
-        if not is_finite_number(reward):
-            raise ValueError(f"--reward {self.config.reward} gave {reward!r} {where}: rewards must "
-                             f"be finite numbers")  # fmt: skip
-        return float(bare(reward))
-
-
-def with_instruction(config, question) -> str:
-    """Return a question and, on the next line, --instruction."""
-    return f"{question}\n{config.instruction}" if config.instruction else question
 
 
 # The fields of a row that transformers' apply_chat_template takes under their own names.
@@ -347,25 +298,20 @@ def arguments_in(row) -> dict:
     more = row.get("chat_template_kwargs") or {}
     if not isinstance(more, dict):
         raise ValueError(f"expected chat_template_kwargs to be an object, got {more!r:.80}")
-    given = {name: row[name] for name in ARGUMENTS if row.get(name) is not None}
-    for name in sorted(given.keys() & more.keys()):
-        raise ValueError(f"it holds {name} twice, the second in chat_template_kwargs")
-    return given | more
+    return {name: row[name] for name in ARGUMENTS if row.get(name) is not None} | more
 
 
 def require_messages(messages):
     """Raise a ValueError unless messages are a conversation of a user and an assistant."""
     # Templates write any role down, "asistant" too, so an unknown role is refused here.
     if not isinstance(messages, list) or not messages:
-        raise ValueError("it holds no messages, a list of objects")
+        raise ValueError(f"expected a list of 'messages', got {messages!r:.80}")
     for n, message in enumerate(messages, 1):
+        roles = ("system", "user", "assistant") if n == 1 else ("user", "assistant")
         said = message if isinstance(message, dict) else {}
-        is_text = isinstance(said.get("content"), str)
-        if said.get("role") not in ("system", "user", "assistant") or not is_text:
-            raise ValueError(f"message {n}: expected a role, system, user or assistant, and "
-                             f"content, one string, got {message!r:.80}")  # fmt: skip
-        if message["role"] == "system" and n > 1:
-            raise ValueError(f"message {n} is the system's, which can only be the first")
+        if said.get("role") not in roles or not isinstance(said.get("content"), str):
+            raise ValueError(f"message {n}: expected a role of {', '.join(roles)}, and one string "
+                             f"of content, got {message!r:.80}")  # fmt: skip
 
 
 def played_turns(messages):
@@ -376,7 +322,7 @@ def played_turns(messages):
     #     user  assistant  user | user | user      the prompt, and two later messages
     roles = [message["role"] for message in messages]
     if roles[-1:] != ["user"]:
-        raise ValueError("the messages end with no user's, which the policy could answer")
+        raise ValueError("the last message must be the user's: the policy answers it")
     twice = [n for n in range(1, len(roles)) if roles[n - 1] == roles[n] == "user"]
     cut = min(twice, default=len(roles))
     if "assistant" in roles[cut:]:
@@ -387,25 +333,6 @@ def played_turns(messages):
 
 
 # Rewards: the answer after the last `####`, compared as a number or as text.
-
-
-def reward_of(spec, function=None):
-    """Import FILE.py:function of --reward, and return the function.
-
-    function: what full.api was given in place of a file. Then nothing is imported.
-    """
-    if function is None:
-        require_code("--reward", spec, "FILE.py:function")
-        function = from_file(spec, "function")
-
-    # Its arguments are checked now: answers that are cut off are never shown to the function, so a
-    # run that has only such answers would not notice. Some built-in functions tell no arguments.
-    try:
-        with contextlib.suppress(ValueError):
-            inspect.signature(function).bind("text", {})
-    except TypeError as error:
-        raise ValueError(f"--reward {spec} cannot be called with (text, row): {error}") from error
-    return function
 
 
 # Soft hyphens, zero-width spaces and joiners, marks of direction, and the byte order mark.
@@ -423,16 +350,16 @@ def final_answer(text):
     return trimmed(rest.split("\n")[0]) if mark else None
 
 
-def answer_in(row) -> str | None:
-    """Return a row's answer as a text, 1e3 as 1000. None if it is neither text nor number."""
+def gold_of(row) -> str | None:
+    """Return what a row's answer says is right: what follows `####`, or without it all of it.
+
+    A number is a text: 1e3 is 1000. None if the answer is neither text nor number.
+    """
     answer = row.get("answer")
     if type(answer) in (int, float) and math.isfinite(answer):
-        return f"{Decimal(str(answer)):f}"
-    return answer if isinstance(answer, str) else None
-
-
-def gold_of(answer) -> str:
-    """Return what a line's answer says is right: what follows `####`, or without it all of it."""
+        answer = f"{Decimal(str(answer)):f}"
+    if not isinstance(answer, str):
+        return None
     final = final_answer(answer)
     return trimmed(answer) if final is None else final
 

@@ -25,7 +25,7 @@ from full.ranks.joining import (
 from full.ranks.places import local
 from full.run.build import build, export_last, prepare, require_room
 from full.run.directory import Checkpointer, RunDirectory, audits_in_words
-from full.run.logs import Log, RolloutLog, Warnings
+from full.run.logs import Log, RolloutLog
 from full.run.questions import make_task
 from full.run.tasks import read_date
 
@@ -38,14 +38,15 @@ class Ended(NamedTuple):
     signal: int = 0  # the number of this signal
 
 
-def start_run(config, progress=None, *, make=make_task, log=None, goes_on=False) -> Ended:
+def start_run(config, progress=None, *, make=make_task, log=None, returns_to_caller=False) -> Ended:
     """Set up a run and do it.
 
     progress: of `naming_lost_ranks`.
     make: a function that makes the task of a Config. Default: of the one that --task names.
     log: a function that gets each line of metrics.jsonl, a dict, on rank 0. Default: none.
-    goes_on: bool. The process goes on after the run. Then signals get back their handlers, and all
-        ranks return when rank 0 has written everything. Otherwise they leave before.
+    returns_to_caller: bool. The process goes on after the run. Then signals get back their
+        handlers, and all ranks return when rank 0 has written everything. Otherwise they leave
+        before.
     """
     progress = progress or Progress()
     progress.where = lambda: "setting up"
@@ -71,8 +72,8 @@ def start_run(config, progress=None, *, make=make_task, log=None, goes_on=False)
         if config.engine:
             generator.begin(directory.engine)
             stack.callback(generator.worker.shutdown, wait=False, cancel_futures=True)
-        stop = Stop(goes_on)
-        if goes_on:
+        stop = Stop(returns_to_caller)
+        if returns_to_caller:
             stack.callback(stop.close)
             stack.callback(close_groups, trainer)
         ended = run(config, task, trainer, directory, progress, stop, log)
@@ -88,7 +89,7 @@ def start_run(config, progress=None, *, make=make_task, log=None, goes_on=False)
             if not ended.signal:
                 export_last(config, task, directory)
 
-        if goes_on:
+        if returns_to_caller:
             # COMM: ranks that go on wait for rank 0, in a group without a limit of its own. Pinned
             # by tests/full/test_api.py::test_ranks_return_when_the_export_is_written.
             year = datetime.timedelta(seconds=config.YEAR)
@@ -132,7 +133,7 @@ def run(config, task, trainer, directory, progress, stop, tell=None) -> Ended:
             if first_step == 0:
                 log.before(queue.evaluate())
             # `log` is first: it reads the clock, and a step's seconds are without writing rollouts.
-            logs = log, rollouts, Warnings(config), saves
+            logs = log, rollouts, saves
             after = lambda *done: [each.step(*done) for each in logs]  # noqa: E731
             solved = train_grpo.train(config, queue, trainer, after, first_step)
             if solved is None:  # resumed at its last step
@@ -174,7 +175,7 @@ def introduce(config, task, trainer, directory, first_step, origin):
     if share > 0.001:
         warn(f"--dtype bfloat16 has no finer masters: rounding undoes a step of --lr {c.lr:g} in "
              f"{share:.1%} of the weights; set --dtype float32 --compute-dtype bfloat16")
-    if c.proximal and c.rounds_apart:
+    if c.proximal and c.sampler_rounds_differently:
         say("old log-probs are the trainer's, since the sampler rounds otherwise; --no-proximal "
             "takes the sampler's")  # fmt: skip
     if getattr(task, "note", ""):  # what a task has decided, such as a template

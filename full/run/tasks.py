@@ -1,4 +1,4 @@
-"""Say what a task must have, and import a task or a reward from a user's file.
+"""Define what a task must have, and import a task or a reward from a user's file.
 
 A task of your own is a class in a file: `--task FILE.py:Class`.
 """
@@ -74,42 +74,26 @@ def require_code(flag, spec, expected):
 
 
 class FileLoader(importlib.machinery.SourceFileLoader):
-    """Loads a file that the user has named. The next file of the same name takes its place."""
-
-
-def importable_name(path) -> str:
-    """Put a file's folder on sys.path. Return the name by which other processes import the file.
-
-    A worker of a process pool gets a function by the names of its module and of itself, and it gets
-    this sys.path. So a function of the file reaches every worker, as in `python FILE.py`.
-    """
-    # This project stays before it, so that a neighbor called models.py hides no file of it.
-    root, folder = Path(__file__).resolve().parents[2], f"{path.parent}"
-    if path.parent.resolve() != root:
-        sys.path[:] = [other for other in sys.path if other != folder]
-        at = [n for n, other in enumerate(sys.path) if Path(other).resolve() == root]
-        sys.path.insert(at[0] + 1 if at else 0, folder)
-    importlib.invalidate_caches()
-
-    # A file called like another module must hide nothing. It gets another name, which no worker
-    # can import.
-    found = importlib.machinery.PathFinder.find_spec(path.stem)
-    held = getattr(sys.modules.get(path.stem), "__spec__", None)
-    is_free = path.stem not in sys.modules or isinstance(getattr(held, "loader", None), FileLoader)
-    is_free = is_free and path.stem not in sys.stdlib_module_names
-    is_own = found is not None and found.origin == f"{path}"
-    return path.stem if is_free and is_own else f"task_{path.stem}"
+    """Loads a file that the user has named. `place_in_users_file` knows the file by this class."""
 
 
 def from_file(spec, kind):
     """Import FILE.py of FILE.py:NAME; return its NAME. kind: class or function."""
     file, _, name = spec.rpartition(":")
     path = Path(file).absolute()
-    called = importable_name(path)
+    # The file may import files of its folder. A worker of a process pool imports the file itself by
+    # its name, for which it gets this sys.path. The folder is last there and hides nothing: if the
+    # name finds another module, the file gets a name that no worker can import.
+    sys.path += [f"{path.parent}"] * (f"{path.parent}" not in sys.path)
+    importlib.invalidate_caches()
+    spec = importlib.machinery.PathFinder.find_spec(path.stem)
+    is_own = spec is not None and spec.origin == f"{path}"
+    is_free = is_own and path.stem not in sys.stdlib_module_names
+    called = path.stem if is_free else f"task_{path.stem}"
     loader = FileLoader(called, f"{path}")
-    found = importlib.util.spec_from_file_location(called, path, loader=loader)
-    module = sys.modules[called] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    spec = importlib.util.spec_from_file_location(called, path, loader=loader)
+    module = sys.modules[called] = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{file} has no {kind} {name!r}")
     return getattr(module, name)

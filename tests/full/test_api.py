@@ -402,15 +402,15 @@ def test_a_dataset_and_a_reward_give_the_run_of_their_files(model, flags, capsys
     longer = Config(out="run", resume=True, steps=3)
     assert "has to give them again" in complaint_of(run, longer)
     other = given | dict(dataset=[*QUESTIONS[1:], QUESTIONS[0]])
-    changed = "is not what it was when run began: give the old rows again, or start a new run"
-    assert complaint_of(run, longer, **other) == f"dataset {changed}"
+    changed = "is not what it was when run began: give the old contents again, or start a new run"
+    assert complaint_of(run, longer, **other) == f"--data 'dataset' {changed}"
     run(longer, **given)
     assert audit("run", **given).wrong is None
-    assert complaint_of(audit, "run", **other) == f"dataset {changed}"
+    assert complaint_of(audit, "run", **other) == f"--data 'dataset' {changed}"
     if "eval_dataset" in given:
-        assert f"eval_dataset {changed}" in complaint_of(
+        assert f"--eval-data 'eval_dataset' {changed}" in complaint_of(
             run, longer, **given | dict(eval_dataset=HELD_OUT[:3]))
-        assert "cannot change --eval-data '' (the" in complaint_of(
+        assert "--eval-data '' is not what it was when files began" in complaint_of(
             run, Config(out="files", resume=True, eval_data=""), reward=share, dataset=QUESTIONS)
     capsys.readouterr()
     assert main("--out run --resume --reward rewards.py:share".split()) == 2
@@ -427,7 +427,7 @@ def test_a_dataset_and_a_reward_give_the_run_of_their_files(model, flags, capsys
     held = dict(eval_data="held.jsonl") if "eval_dataset" in given else {}
     config = Config(out="files", resume=True, steps=4, task="jsonl", data="rows.jsonl",
                     reward="rewards.py:share", **held)  # fmt: skip
-    assert "change --data 'rows.jsonl' (the run has 'dataset'" in complaint_of(run, config)
+    assert "--data 'rows.jsonl' is not what it was when files began" in complaint_of(run, config)
 
 
 def test_a_reward_that_fails_ends_the_run(model):
@@ -435,9 +435,10 @@ def test_a_reward_that_fails_ends_the_run(model):
     bad = [*QUESTIONS[:-1], {"answer": "2"}]
     with left_as_it_was():
         said = complaint_of(run, config, dataset=bad)
-        assert said.startswith("dataset line 40: it holds no question")
-        with pytest.raises(ValueError, match="raised KeyError for .* to dataset line .*: 'gold'"):
+        assert said.startswith("dataset line 40: expected a string 'question'")
+        with pytest.raises(KeyError, match="gold") as raised:
             run(config, dataset=QUESTIONS, reward=lambda text, row: row["gold"])
+        assert re.fullmatch("in group .*, rollout .*, dataset line .*", raised.value.__notes__[0])
 
 
 # The manual's loggers, and the notebook ------------------------------------------------------

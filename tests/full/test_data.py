@@ -96,28 +96,11 @@ def close(text, row):
     row["answer"] = row["answer"] + "!"
     return 1 if text == row["answer"] else len(text) / 100
 
-def broken(text, row):
-    return {}["nothing"]
-
-def leaves(text, row):
-    raise SystemExit(0)
-
 def nothing(text, row):
     return None
 
 def constant(text, row):
     return 0.25
-
-def array(text, row):
-    import numpy
-    return numpy.array([[0.5]])
-
-def pair(text, row):
-    import numpy
-    return numpy.array([1, 2])
-
-def infinite(text, row):
-    return float("inf")
 
 def word(text, row):
     return "1.0"
@@ -128,7 +111,7 @@ def thoughtful(text, row):
 thoughtful.special_tokens = True
 """
 FILES = {
-    "rewards.py": REWARDS, "one.py": "def one(text):\n    return 1.0\n",
+    "rewards.py": REWARDS,
     "none.py": "import nothing_of_this_name", "empty.jsonl": "\n",
     "latin.jsonl": '{"question": "?", "answer": "1"}\n{"question": "é"}\n'.encode("latin-1"),
     "wide.jsonl": '{"question": "?"}'.encode("utf-16"),
@@ -386,8 +369,7 @@ def test_a_file_of_held_out_lines_leaves_all_of_the_data_to_train_on(task_of):
     # The seventh line of the data is among them. A file that is both is what somebody wants.
     task = task_of(rows=[*QUESTIONS, HELD_OUT[6]], eval_data="eval.jsonl", eval_prompts=5)
     assert task.note.splitlines() == [
-        "eval.jsonl has 12 prompts, and an evaluation asks the first 5: --eval-prompts 12 asks "
-        "each", "1 of the 12 prompts of eval.jsonl are in rows.jsonl too, and are trained on"]
+        "1 of the 12 prompts of eval.jsonl are in rows.jsonl too, and are trained on"]
     assert not task_of(eval_data="rows.jsonl").note
 
     # A small file of data is enough then, and an evaluation of every line reads both as well.
@@ -398,11 +380,6 @@ def test_a_file_of_held_out_lines_leaves_all_of_the_data_to_train_on(task_of):
 
 # 3. Rewards ----------------------------------------------------------------------------------
 
-FAILING = {
-    "broken": "rewards.py:broken raised KeyError", "leaves": "rewards.py:leaves raised SystemExit",
-    "nothing": r"rewards.py:nothing gave None", "infinite": r"rewards.py:infinite gave inf",
-    "word": r"rewards.py:word gave '1.0'", "pair": r"rewards.py:pair gave array\(\[1, 2\]\)",
-}  # fmt: skip
 FAR = "so\n#### 1,234"  # the answer of a row, and what the default reward says to others
 NEAR = {"#### 1234.0": 1.0, "1234": 0.0, "#### 12": 0.0, "#### 1\n#### 1234": 1.0, "": 0.0}
 
@@ -428,9 +405,6 @@ def test_a_reward_of_a_file_gets_the_text_and_a_row_of_its_own(rewarding):
     asked = rewarding(reward="rewards.py:close")
     for _ in range(2):  # what it changed is forgotten
         assert asked("so\n#### 14!") == 1.0 and asked("four") == 0.04
-    assert isinstance(asked("so\n#### 14!"), float)
-    asked = rewarding(reward="rewards.py:array")  # of one number
-    assert asked("four") == 0.5 and isinstance(asked("four"), float)
     asked = rewarding()
     assert {text: asked(text, FAR) for text in NEAR} == NEAR
     assert asked("#### Paris ", "Paris") == 1.0
@@ -441,13 +415,6 @@ def test_a_reward_sees_special_tokens_if_it_says_so(rewarding):
     said = "<|fim|>a<|im_start|>b"
     assert rewarding(reward="rewards.py:thoughtful")(said) == 1.0
     assert rewarding(reward="rewards.py:close")(said) == len("<|fim|>ab") / 100
-
-
-@pytest.mark.parametrize("name", FAILING)
-def test_a_reward_that_fails_is_named_with_its_row(rewarding, name):
-    asked = rewarding(reward=f"rewards.py:{name}")
-    with pytest.raises(ValueError, match=f"{FAILING[name]} for the .* 'four' to .*jsonl line 8"):
-        asked("four")
 
 
 # 4. What is refused --------------------------------------------------------------------------
@@ -474,19 +441,19 @@ LATE = "message 3 is the assistant's, after an answer that the policy has to giv
 REFUSED = [
     # Lines that cannot be played.
     ("rows.jsonl line 41 holds no JSON object: Expecting property name", line("{")),
-    (LINE + "its answer is empty", line({"question": "2 + 2?", "answer": " "})),
-    (LINE + "its answer is empty", line({"question": "2 + 2?", "answer": "so\n#### "})),
-    (LINE + "it holds no messages, a list", line([])),
-    (LINE + "message 1: expected a role, .*, got 'Hi.'$", line(["Hi."])),
-    (LINE + "message 1: expected a role, .*, got {}$", line([{}])),
+    (LINE + "expected an answer.* got ' '", line({"question": "2 + 2?", "answer": " "})),
+    (LINE + "expected an answer", line({"question": "2 + 2?", "answer": "so\n#### "})),
+    (LINE + "expected a list of .messages., got .]", line([])),
+    (LINE + "message 1: expected a role .*, got 'Hi.'$", line(["Hi."])),
+    (LINE + "message 1: expected a role .*, got {}$", line([{}])),
     (LINE + "message 3: expected a role", line([*HISTORY[:2], {"role": "user"}])),
-    (LINE + "message 2: expected a role, system, user or assistant, .*'asistant'",
+    (LINE + "message 2: expected a role of user, assistant, and .*'asistant'",
      line([user("Hi."), message("asistant", "a")])),
     (LINE + "message 2: expected a role", line([user("Hi."), message("tool", "4")])),
-    (LINE + r"message 1: .* content, one string, got {.*\[{",
+    (LINE + r"message 1: .* one string of content, got {.*\[{",
      line([user([{"type": "text", "text": "Hi."}])])),
-    (LINE + "message 2 is the system's", line([user("Hi."), system("Be kind.")])),
-    (LINE + ".*end with no user's", line([assistant("Hi.")])),
+    (LINE + "message 2: expected a role of user, assistant, .*'system'", line([user("Hi."), system("Be kind.")])),
+    (LINE + "the last message must be the user's", line([assistant("Hi.")])),
     (LINE + LATE, line([user("a"), user("b"), assistant("c"), user("d")])),
     (LINE + ".*roles must alternate", line([assistant("Hi."), user("2 + 2?")])),
     (LINE + "it holds token 4000, '<image_soft_token>'; the model's last token is 3999",
@@ -502,11 +469,11 @@ REFUSED = [
     ("expected --template-args in UTF-8, got", dict(template_args=r'{"system": "a \ud800"}')),
     ("expected --instruction in UTF-8, got", dict(instruction="\udc80")),
     ("expected --template in UTF-8, got", dict(template="{question}\udc80")),
-    (LINE + "it holds no answer, a text or a number, and there is no --reward",
+    (LINE + "expected an answer, a number or .*, or a --reward, got nan",
      line({"question": "q", "answer": float("nan")})),
-    (LINE + "it holds no answer", line('{"question": "q", "answer": 1e999}')),
-    (LINE + "it holds no answer", line({"question": "q", "answer": True})),
-    (LINE + "its answer has several lines and no ####, so no line equals it: 'so.n4'",
+    (LINE + "expected an answer", line('{"question": "q", "answer": 1e999}')),
+    (LINE + "expected an answer", line({"question": "q", "answer": True})),
+    (LINE + "expected an answer, .* line .* got 'so.n4.n'",
      line({"question": "q", "answer": "so\n4\n"})),
     # What a template would not read of a row.
     (LINE + "the chat template of .* has no argument tools$", line(user_with(tools=TOOLS))),
@@ -516,8 +483,6 @@ REFUSED = [
      line(user_with(chat_template_kwargs={"content": "a"})) | dict(model="qwen3")),
     (LINE + "expected chat_template_kwargs to be an object, got .1.$",
      line(user_with(chat_template_kwargs=[1]))),
-    (LINE + "it holds tools twice, the second in chat_template_kwargs$",
-     line(user_with(tools=TOOLS, chat_template_kwargs={"tools": TOOLS})) | dict(model="qwen2")),
     (LINE + "it holds enable_thinking, which the chat template reads: put it into chat_templ",
      line(user_with(enable_thinking=False)) | dict(model="qwen3")),
     (LINE + "the chat template of .* fails: ValueError: Tools should",
@@ -525,10 +490,10 @@ REFUSED = [
     (LINE + "it holds tools, which only --template chat can say$",
      line({"question": "q", "answer": "4", "tools": TOOLS}) | dict(template="raw")),
     # Files.
-    ("line 1: it holds no answer, a text or a number", rows({"question": "?", "answer": [1]})),
-    (r"line 1: it holds no question, a string, and no messages; it has \['q', 'answer'\]",
+    ("line 1: expected an answer", rows({"question": "?", "answer": [1]})),
+    (r"line 1: expected a string 'question' or a list .*, got \['q', 'answer'\]",
      rows({"q": "?", "answer": "1"})),
-    ("line 1: it holds both a question and messages",
+    ("line 1: expected a string 'question' or a list",
      rows({"question": "?", "messages": [user("?")], "answer": "1"})),
     ("line 1: .* only --template chat can say", rows(*numbered(HISTORY), template="raw")),
     ("--instruction follows a question; .*rows.jsonl has none",
@@ -536,10 +501,9 @@ REFUSED = [
     ("line 1: the chat template of .*DIR fails: ValueError", dict(base=True, template="chat")),
     ("--reward gone.py:f: gone.py: no such file", dict(reward="gone.py:f")),
     ("rewards.py has no function 'gone'", dict(reward="rewards.py:gone")),
-    ("one.py:one cannot be called with .text, row.: too many", dict(reward="one.py:one")),
     ("No module named", dict(reward="none.py:f")),
     ("expected lines in empty.jsonl to hold out, got none", dict(eval_data="empty.jsonl")),
-    ("asks.jsonl line 1: it holds no answer", dict(eval_data="asks.jsonl")),
+    ("asks.jsonl line 1: expected an answer", dict(eval_data="asks.jsonl")),
     ("^latin.jsonl line 2 holds no JSON object: 'utf-8' codec", dict(eval_data="latin.jsonl")),
     ("^wide.jsonl line 1 holds no JSON", dict(eval_data="wide.jsonl")),
     ("expected lines in rows.jsonl to train on, got none", rows(eval_data="good.jsonl")),
@@ -634,7 +598,7 @@ def mask(raw):
     return raw | {"normalizer": {"type": "Replace", "pattern": {"String": "y"}, "content": "i"}}
 
 
-CHANGED = "is not what it was when run began: put the old files back, or start a new run"
+CHANGED = "is not what it was when run began: give the old contents again, or start a new run"
 TEACHER = dict(teacher="TEACHER", advantage="teacher")
 EDITS = {  # what changes before a run goes on, the settings then, and what is said
     "nothing": (lambda: None, {}, ""),
@@ -646,26 +610,25 @@ EDITS = {  # what changes before a run goes on, the settings then, and what is s
     "name of the teacher": (lambda: Path("TEACHER").rename("T"), dict(teacher="T"), ""),
     "file of the teacher": (lambda: split("TEACHER"), {}, ""),
     "rows": (lambda: write(Path("rows.jsonl"), QUESTIONS[1:] + QUESTIONS[:1]), {},
-             f"rows.jsonl (--data) {CHANGED}"),
+             f"--data 'rows.jsonl' {CHANGED}"),
     "an answer": (lambda: write(Path("eval.jsonl"), [HELD_OUT[0] | {"answer": "2"}, *HELD_OUT[1:]]),
-                  {}, f"eval.jsonl (--eval-data) {CHANGED}"),
+                  {}, f"--eval-data 'eval.jsonl' {CHANGED}"),
     "another file": (lambda: None, dict(eval_data="rows.jsonl"),
-                     "--resume cannot change --eval-data 'rows.jsonl' (the run has 'eval.jsonl', "
-                     "which says something else)"),
-    "no file": (lambda: None, dict(eval_data=""), "cannot change --eval-data '' (the run has 'eva"),
-    "template": (template(lambda x: x + " "), {}, f"the chat template of DIR (--model) {CHANGED}"),
+                     f"--eval-data 'rows.jsonl' {CHANGED}"),
+    "no file": (lambda: None, dict(eval_data=""), f"--eval-data '' {CHANGED}"),
+    "template": (template(lambda x: x + " "), {}, f"the chat template of --model 'DIR' {CHANGED}"),
     "tokenizer": (lambda: edit("tokenizer.json", mask), {},
-                  f"the tokenizer of DIR (--model) {CHANGED}"),
+                  f"the tokenizer of --model 'DIR' {CHANGED}"),
     "marks": (lambda: edit("tokenizer_config.json", settings(pad_token="<|im_end|>")), {},
-              "the tokenizer of DIR (--model) is not"),
+              f"the tokenizer of --model 'DIR' {CHANGED}"),
     "ends": (lambda: edit("generation_config.json", settings(eos_token_id=[3])), {},
-             f"the list of end ids of DIR (--model) {CHANGED}"),
+             f"the list of end ids of --model 'DIR' {CHANGED}"),
     "numbers": (lambda: edit("config.json", settings(rms_norm_eps=0.1)), {},
-                f"the shape of DIR (--model) {CHANGED}"),
-    "teacher": (lambda: nudge("TEACHER"), {}, f"TEACHER (--teacher) {CHANGED}"),
+                f"the shape of --model 'DIR' {CHANGED}"),
+    "teacher": (lambda: nudge("TEACHER"), {}, f"--teacher 'TEACHER' {CHANGED}"),
     "shape of the teacher": (lambda: edit("../TEACHER/config.json", settings(rms_norm_eps=0.1)), {},
-                             f"TEACHER (--teacher) {CHANGED}"),
-    "another teacher": (lambda: None, dict(teacher="DIR"), "cannot change --teacher 'DIR' (the "),
+                             f"--teacher 'TEACHER' {CHANGED}"),
+    "another teacher": (lambda: None, dict(teacher="DIR"), f"--teacher 'DIR' {CHANGED}"),
 }  # fmt: skip
 
 
@@ -780,4 +743,4 @@ def test_a_run_goes_on_with_its_prompts_date_and_reward_and_so_do_the_commands(
     for command in (f"{again} --reward rewards.py:close", "audit run --reward rewards.py:close"):
         assert main(command.split()) == 2
         said = capsys.readouterr().err
-        assert said.count("\n") == 1 and f"the chat template of DIR (--model) {CHANGED}" in said
+        assert said.count("\n") == 1 and f"the chat template of --model 'DIR' {CHANGED}" in said

@@ -163,5 +163,5 @@ def test_an_audit_passes_an_honest_run_and_finds_a_planted_slip(
 def test_an_exact_run_of_recurrent_layers_is_refused(checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, _, err = call(capsys, *RUN.split(), checkpoint, "--exact")
-    assert code != 0 and "--exact has no recurrent layers, and" in err
+    assert code != 0 and "--exact does not support recurrent layers, and" in err
     assert not (tmp_path / "run").exists()

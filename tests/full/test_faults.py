@@ -222,8 +222,8 @@ FAULTS = {
                             [LOG, GONE], "2"),
     "save: the first finds a full disk": Fault(
         [(0, DCP, 1, full, SHARD)],
-        [r"checkpoint run/step-00000002 not written \(.*No space left.*nothing was saved yet: make "
-         r"room.*, then begin again with --resume --out run\n\Z"], codes=(2,)),
+        [r"checkpoint run/step-00000002 not written \(.*No space left.*nothing was saved yet: free "
+         r"disk.*, then go on with --resume --out run\n\Z"], codes=(2,)),
     "save: full disk, rank 1": Fault([(1, DCP, 2, full, SHARDS[1])], [ROOM], "2"),
     "save: one rank killed": Fault([(0, "os.fsync", 3, kill)], [None, GONE], flags=KL, codes=DIES),
     "save: killed before its name": Fault([(None, RENAME, 2, kill)], saved="2", codes=ONE),
@@ -233,7 +233,7 @@ FAULTS = {
         [], [".*layers"], flags="--plan p2 --pp-schedule zbv", goes_on=False),
     "end: full disk in the export": Fault(
         [(0, EXPORT, 1, fills_up, None, 3000)],
-        [".*run/hf not written .*File too large.*make room.*--resume --out run", None], "2 4 5 6",
+        [".*run/hf not written .*File too large.*free disk space.*--resume --out run", None], "2 4 5 6",
         "--heads 4 --plan t2", codes=(2, 0)),
     "end: a late export": Fault([(0, EXPORT, 1, sleep, 4)], saved="2 4 5 6", flags="--timeout 3",
                                 codes=(0, 0)),

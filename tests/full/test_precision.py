@@ -453,6 +453,6 @@ def test_every_model_of_a_run_has_it(tmp_path, process_group):
     config = parse_config(f"{RUN} {HEAD} {more}".split())
     task = make_task(config)
     path = next(run.glob("step-*"))
-    models = [*build(config, task), build_teacher(config, task),
+    models = [*build(config, task), build_teacher(config),
               policy_in(path, config, task, "bfloat16")]  # fmt: skip
     assert [model.head_dtype for model in models] == [torch.float32] * 5

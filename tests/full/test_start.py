@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from full.ranks.places import full, local
 from full.ranks.plans import Grid, Plan
 from full.run.config import Config, _flag
 from full.run.flags import parse_config
-from full.run.logs import Warnings
 from full.run.run import lost_to_rounding
 from full.tiny import tiny
 
@@ -130,43 +128,6 @@ def test_weights_that_are_too_coarse_for_a_step_are_said(tmp_path, monkeypatch, 
 
 
 # Nothing to learn from --------------------------------------------------------------------------
-
-
-STREAK = [1, 1, 0.9, 1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1]
-STREAK = [{"reward/groups_equal": equal, "reward/groups_none": 1.0 if step < 9 else 0.5,
-           "reward/groups_all": float(step > 12)} for step, equal in enumerate(STREAK)]  # fmt: skip
-CUT = [{"tokens/truncated_fraction": x} for x in (0.0, 0.5, 0.75, 0.2, 0.9, 1.0)]
-OWN, EQUAL = Config(task="jsonl", reward="mine.py:f"), {"reward/values": 1}
-HALF = EQUAL | CUT[1]
-RIGHT, MOST = HALF | {"reward/solved": 0.5, "reward/mean": 0.5}, HALF | CUT[2]
-NO_FUNCTION, WITH_TEACHER = Config(task="jsonl"), Config(task="jsonl", teacher="DIR")
-SAID = [  # settings, the steps' metrics, and how the warnings begin, with what they advise
-    (Config(), STREAK, ["steps 3 to 5: .*no rollout is solved.*--temp", "steps 9 to 11: .*--group",
-                        "steps 13 to 15: .*every rollout.*give harder prompts"]),
-    (Config(max_new_tokens=3), CUT, ["step 2: 75% of .* cut off after --max-new-tokens 3, .*rais"]),
-    (Config(), CUT[:2], []),
-    (OWN, [{}, HALF, EQUAL, EQUAL], ["step 1: --reward mine.py:f gave 0.2 to every answer: read"]),
-    (OWN, [RIGHT], ["step 0: --reward mine.py:f gave 1 to every answer: read"]),
-    (OWN, [{}, RIGHT, RIGHT], []),  # a policy that has learned all
-    (OWN, [MOST, {"reward/values": 0}], [".*were cut off"]),
-    (NO_FUNCTION, [EQUAL], [".*no answer ends in '#### '.*--instruction"]),
-    (NO_FUNCTION, [RIGHT], [".*every answer is right.*--data"]),
-    (Config(), [EQUAL], []), (WITH_TEACHER, [EQUAL], []),  # nobody needs rewards
-]  # fmt: skip
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("config, steps, said", SAID)
-def test_it_warns_once_of_what_cannot_be_learned_from(process_group, capsys, config, steps, said):
-    usual = {"tokens/truncated_fraction": 0.0, "reward/values": 2, "reward/solved": 0.0,
-             "reward/groups_equal": 0, "reward/mean": 0.1}  # fmt: skip
-    log = Warnings(config)
-    for step, metrics in enumerate(steps):
-        log.step(step, SimpleNamespace(metrics=usual | metrics), {}, [], None)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(said)
-    for line, pattern in zip(lines, said, strict=True):
-        assert re.match(f"warning: {pattern}", line), line
 
 
 def test_a_run_whose_rollouts_are_cut_off_warns_once_and_shows_it(tmp_path):
