@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import NamedTuple
 
 import train_grpo
-from full.learn.rollouts import bare, is_finite_number
+from full.learn.rollouts import as_reward
 from full.run.config import Config
 from full.run.directory import read_json_lines
 from full.run.tasks import TASKS, Task, from_file, is_held_out, require_code
@@ -323,10 +323,11 @@ class Jsonl(Task):
         except (Exception, SystemExit) as error:
             raise ValueError(f"--reward {self.config.reward} raised {type(error).__name__} "
                              f"{where}: {error}") from error  # fmt: skip
-        if not is_finite_number(reward):
+        number = as_reward(reward)
+        if math.isnan(number):
             raise ValueError(f"--reward {self.config.reward} gave {reward!r} {where}: rewards must "
                              f"be finite numbers")  # fmt: skip
-        return float(bare(reward))
+        return number
 
 
 def with_instruction(config, question) -> str:
