@@ -230,7 +230,7 @@ def outcome(row, folder, device="cpu") -> Outcome:
         pending = {}
         if n > 0:
             state = trainer.load_checkpoint(folder)
-            pending = pending_batches(config, trainer, folder, state)
+            pending = pending_batches(config, trainer, state)
         queue = RolloutQueue(config, TwoTurns(), trainer, n, pending)
         do_steps(config, queue, trainer, found, last=len(legs) == n + 1)
         if len(legs) > n + 1:

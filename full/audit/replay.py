@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import train_grpo
 from conformance import definition as D
 from conformance.sequences import Sequence, gae
-from full.learn.rollouts import Trajectory, bare, draw_prompts
+from full.learn.rollouts import Trajectory, as_reward, draw_prompts
 from full.learn.trainer import Trainer
 from full.ranks.checkpoint import checkpoints
 from full.run.build import ONE_PROCESS, build
@@ -149,7 +149,7 @@ class Rollout:
 
             # The turn is over. The task's reply follows, as far as there is room.
             state, reply, reward = task.reply(state, self.tokens[turn:place])
-            self.rewards.append((place - 1, float(bare(reward))))
+            self.rewards.append((place - 1, as_reward(reward)))
             ended = reply is None
             place = turn = hear(reply or (), place)
 

@@ -1,4 +1,4 @@
-"""Compute how much better than others a rollout was: (1), with a critic or a teacher of a token.
+"""Computes how much better than others a rollout was, (1), or a token by a critic or a teacher.
 
   (1)  A_i = R_i - mean R of the group    `group_mean` (Dr.GRPO), and of that
            / (std R of the group + 1e-4)  `group_std` (GRPO)

@@ -1,4 +1,4 @@
-"""Sample by an inference server: a client of vLLM and SGLang.
+"""Samples by inference servers, of vLLM and SGLang, of which it is a client.
 
 A run asks an engine for one turn of one rollout: token ids go in, and token ids, their log-probs
 and the version of the weights come out. Nothing is tokenized. Between two batches the ranks write
@@ -13,6 +13,7 @@ the new weights as a Hugging Face directory, and the engine loads it:
      |<----------------------------------------------|   so it loads DIR again and is asked again
 """
 
+import contextlib
 import datetime
 import http.client
 import itertools
@@ -186,19 +187,15 @@ class Engine:
         patience = datetime.timedelta(seconds=config.engine_timeout + config.timeout)
         self.group = dist.new_group(backend="gloo", timeout=patience)
         self.worker = ThreadPoolExecutor(1)
-        name, self.positions = agree(self.recognize)
-        self.dialect = DIALECTS[name]
+        names, positions = zip(*agree(lambda: [self.server_at(url) for url in self.urls]))
+        if len({*names}) > 1:
+            raise ValueError(f"expected engines of one kind, got {', '.join(names)}")
+        self.positions = min(positions)  # that all of them have
+        self.dialect = DIALECTS[names[0]]
         if config.head_dtype:
             warn("head_dtype float32: an engine does not tell in which dtype its head computes; "
                  "start it with the same (vllm: --hf-overrides '{\"head_dtype\": \"float32\"}', "
                  "sglang: --enable-fp32-lm-head)")
-
-    def recognize(self):
-        """Return the name of all servers' dialect, and the fewest positions that one has."""
-        names, positions = zip(*map(self.server_at, self.urls))
-        if len({*names}) > 1:
-            raise ValueError(f"expected engines of one kind, got {', '.join(names)}")
-        return names[0], min(positions)
 
     @staticmethod
     def server_at(url):
@@ -307,15 +304,14 @@ class Engine:
         """Return the Future of function(*args), which samples. Functions run one after another."""
         return self.worker.submit(function, *args)
 
-    def generate(self, rows, /, **how) -> list:
-        """Let engines decode this rank's rows. The keywords are those of `Sampler.generate`."""
-        with errors_on_all_ranks(self.group):
-            return self.decode(rows, **how)
+    def generate(
+        self, rows, /, *, max_new_tokens, temperature=1.0, end=(), ending=None, after=None,
+        slots=None,
+    ) -> list:  # fmt: skip
+        """Ask for the turns of this rank's rows, many at a time, until each row has ended.
 
-    def decode(
-        self, rows, *, max_new_tokens, temperature=1.0, end=(), ending=None, after=None, slots=None
-    ):
-        """Ask for the turns of all rows, many at a time, until each row has ended."""
+        The keywords are those of `Sampler.generate`.
+        """
         # Row n of rank r asks server n + r.
         turns = Turns(max_new_tokens, ending, after)
         asked = {}  # Future of a turn -> (place, row)
@@ -327,7 +323,8 @@ class Engine:
             future = pool.submit(self.turn, url, row, max_new_tokens, temperature, set(end))
             asked[future] = place, row
 
-        try:
+        with errors_on_all_ranks(self.group), contextlib.ExitStack() as stack:
+            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
             for n, row in enumerate(rows):
                 begin((n,), row)
             while asked:
@@ -336,8 +333,6 @@ class Engine:
                 ended = [future.result() for future in over]
                 for place, follower in itertools.chain(*turns.followers(entries, ended)):
                     begin(place, follower)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
         return turns.rows()
 
     def turn(self, url, row, limit, temperature, end) -> bool:

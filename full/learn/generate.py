@@ -1,4 +1,4 @@
-"""Decode rows that come and go: limited slots, forks, turns of a conversation.
+"""Decodes rows that come and go: limited slots, forks, turns of a conversation.
 
 Prompts that several rows have are computed once, and rows without draws get some from a seed.
 `models.generate` is the same without all this.

@@ -1,4 +1,4 @@
-"""List what each number in a line of metrics.jsonl is, and how it is reduced.
+"""Lists what each number in a line of metrics.jsonl is, and reduces it to one of a step.
 
 This table is the one list of all metrics; `train_grpo.Log` writes a few. The glossary of the help,
 the log, the merge over updates and the order of an audit's rows come from it. Causes stand before

@@ -1,4 +1,4 @@
-"""Run a batch in rows, in packed trees or in chunks of a tree, by the settings `tree` and `exact`.
+"""Runs a batch in rows, in packed trees or in chunks of a tree, by settings `tree` and `exact`.
 
 A class for each way. Without these settings read `RowBatches` alone.
 
@@ -8,19 +8,17 @@ S packed tokens
 
 import functools
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from full.attention.attend import Attention, attend, attend_short
-from full.attention.masks import Mask
 from full.attention.ring import indices, ring_attention
-from full.learn.packing import PackedBatches, held_by, pack_row, padded
+from full.learn.packing import PackedBatches, padded
 from full.model.exact import packed_attention
 from full.ranks.places import part_of
 from full.tree.chunks import tree_backward
-from full.tree.forest import Forest, SharedForest, parents_in
+from full.tree.forest import Forest, SharedForest
 from full.tree.trie import TokenTrie, redistribute
 
 
@@ -57,9 +55,11 @@ class MaskedAttention(Attention):
 class RowBatches(PackedBatches):
     """Run micro-batches that are rows of sequences end to end."""
 
+    attend_alone = staticmethod(attend)
+
     def __init__(self, model, config, experts):
         super().__init__(
-            model, attention=self.attention_of_row, indices=indices,
+            model, attention=None, indices=indices,
             count=experts.of_micro_batch if experts and experts.layers else None,
             micro_tokens=config.micro_tokens, temperature=config.temperature,
         )  # fmt: skip
@@ -70,24 +70,29 @@ class RowBatches(PackedBatches):
         """Return the trajectories that this rank trains on, given its own of the batch."""
         return batch
 
-    def attention_of_row(self, document_1S, group):
+    def attention_of(self, row, group):
         """Return the attention of a row, in which tokens see earlier ones of their own sequence."""
-        # The block-diagonal mask of the whole row. Tiles between documents cost nothing, and a ring
-        # cuts the mask to what each pair of ranks needs.
-        mask = Mask.documents(doc_ids=document_1S)
-        return MaskedAttention(mask, parents_in(document_1S[0]), group, self.config.cp_method)
+        # Tiles between sequences cost nothing. On a ring a rank holds some of the tokens, while the
+        # mask is about indices of the whole row, and is cut to what each pair of ranks needs. So a
+        # tree crosses ranks like any sequence: keys and values travel, queries stay.
+        length = row.tokens_1S.shape[1]
+        parent_N = F.pad(row.forest.parent, (0, length - len(row.forest)), value=-1)
+        how = self.config.cp_method, self.attend_alone
+        return MaskedAttention(row.forest.row_mask(length), parent_N, group, *how)
 
 
 class ExactBatches(RowBatches):
     """Run micro-batches that are rows in the order of sums that the sampler has."""
 
-    def attention_of_row(self, document_1S, group):
-        """Return the attention of a row, in which tokens see earlier ones of their own sequence."""
-        return packed_attention(document_1S)
+    def attention_of(self, row, group):
+        return packed_attention(row.forest.document_ids(row.tokens_1S.shape[1]))
 
 
 class TreeBatches(RowBatches):
     """Run micro-batches that are packed trees of the sequences' prefixes."""
+
+    forest_class = TokenTrie
+    attend_alone = staticmethod(attend_short)
 
     def share_out(self, batch):
         """Distribute the data-parallel ranks' trajectories: prefixes together, equal times."""
@@ -97,22 +102,6 @@ class TreeBatches(RowBatches):
         sequences = [t.tokens for t in batch]
         _, share = redistribute(sequences, batch, group=self.part.grid.group["dc"])
         return share
-
-    def forest_of(self, sequences):
-        return TokenTrie(sequences)
-
-    def row_of(self, forest, masks, length):
-        return pack_row(forest, masks, length, (forest, length))
-
-    def attention_of_row(self, tree, group):
-        """Return the attention to a token's path. tree: (TokenTrie, length of the padded row)."""
-        # On a ring a rank holds some of the tokens, while the mask is about indices of the whole
-        # row. So a tree crosses ranks like any sequence: keys and values travel, queries stay.
-        trie, length = tree
-        padding = length - len(trie)
-        mask = trie.mask(0, len(trie), padding=padding)
-        parent_N = np.pad(trie.parent.numpy(), (0, padding), constant_values=-1)
-        return MaskedAttention(mask, parent_N, group, self.config.cp_method, attend_short)
 
 
 class PaddedTokens(nn.Module):
@@ -189,7 +178,7 @@ class ChunkBatches(TreeBatches):
     def routing_of_chunks(self, trie):
         """Return the `routing` of tree_backward: for a chunk the callback of the sparse layers."""
         t = self.plan.tp
-        held_N = held_by(trie, len(trie))
+        held_N = torch.bincount(trie.paths, minlength=len(trie))
 
         @functools.cache  # a chunk that runs again fills in the same
         def of_tokens(start, stop):

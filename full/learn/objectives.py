@@ -1,4 +1,4 @@
-"""Compute the loss, (2) to (7), of any objective, with a KL, a bonus and a weight of the sampler.
+"""Computes the loss, (2) to (7), of any objective, with a KL, a bonus and a weight of the sampler.
 
 For rollout i of a group of G with reward R_i, sampled tokens t, log-probs of softmax(logits /
 temperature): lp of the policy now, old of the policy before this step's first update, ref of the
@@ -241,12 +241,6 @@ def sampler_weights(c, log_x_N, tokens):
 VALUE_CLIP = 0.2  # of (6), PPO's: a value that has moved this far to its return learns no more
 
 
-def value_loss(value_N, old_N, return_N):
-    """Return the critic's error of (6) for each token, the larger of two squares, halved."""
-    near_N = old_N + (value_N - old_N).clamp(-VALUE_CLIP, VALUE_CLIP)
-    return torch.maximum((value_N - return_N).square(), (near_N - return_N).square()) / 2
-
-
 def critic_loss(value_BT, old_BT, return_BT, mask_BT, /, *, Z, aggregation, value_coef):
     """Return the loss of a critic, (6) and (7), and its sum over sampled tokens.
 
@@ -255,7 +249,10 @@ def critic_loss(value_BT, old_BT, return_BT, mask_BT, /, *, Z, aggregation, valu
     mask_BT, Z, aggregation: as in `grpo_loss`
     """
     tokens = SampledTokens(mask_BT, value_BT.dtype)
-    critic_N = value_coef * value_loss(*map(tokens.pick, (value_BT, old_BT, return_BT)))  # (6)
+    value_N, old_N, return_N = map(tokens.pick, (value_BT, old_BT, return_BT))
+    near_N = old_N + (value_N - old_N).clamp(-VALUE_CLIP, VALUE_CLIP)
+    error_N = torch.maximum((value_N - return_N).square(), (near_N - return_N).square()) / 2
+    critic_N = value_coef * error_N  # (6)
     w_B, _ = entry_of(AGGREGATIONS, aggregation, "aggregation")(tokens.count_B, 0)
     loss = (w_B[tokens.row_N].to(critic_N) * critic_N).sum() / Z  # (7)
     return loss, {"value/loss": critic_N.detach().double().sum()}

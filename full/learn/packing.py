@@ -1,4 +1,4 @@
-"""Pack unequal sequences into rows, and run them forward and backward under any plan.
+"""Packs unequal sequences into rows, and runs them forward and backward under any plan.
 
 In a loop over unequal sequences plans want different things: t a number of tokens that it divides,
 c this rank's tokens of each sequence, p all micro-batches at once and the loss on one stage. With
@@ -8,9 +8,7 @@ forward is collective: all ranks of a group must make the same calls, and `Packe
 Letters:  B sequences   S tokens of one, s of this rank   T targets   N scored tokens   M width
 """
 
-import bisect
 import contextlib
-import functools
 import zlib
 from typing import NamedTuple
 
@@ -23,7 +21,7 @@ import parallel
 from full.model.logprobs import require_tokens_in_vocabulary
 from full.ranks.joining import all_gather_objects, errors_on_all_ranks, is_lost_rank
 from full.ranks.places import part_of, reshard
-from full.tree.trie import scores_of, wanted_edges
+from full.tree.trie import FlatTokens, pack, pack_evenly, scores_of, wanted_edges
 
 
 class PackedRow(NamedTuple):
@@ -39,9 +37,9 @@ class PackedRow(NamedTuple):
         held        1 1 1 1 1 0 0 0        in a tree, several sequences hold one token
     """
 
+    forest: object  # the sequences: FlatTokens or TokenTrie
     tokens_1S: torch.Tensor
     positions_1S: torch.Tensor
-    sees: object  # for the attention: (1, S), which sequence a token is of; -1: padding
     mask_BT: torch.Tensor  # which targets are scored
     at_N: torch.Tensor  # the place of the token that predicts each scored target
     targets_N: torch.Tensor  # the tokens that are predicted
@@ -59,31 +57,11 @@ def padded(vectors, like):
     return torch.from_numpy(out_BT).to(like)
 
 
-class FlatTokens:
-    """Sequences end to end, under the names of `TokenTrie`: a forest that shares no token."""
-
-    def __init__(self, sequences):
-        self.lengths = torch.tensor([len(tokens) for tokens in sequences], dtype=torch.int64)
-        self.begins = self.lengths.cumsum(0) - self.lengths
-        self.documents = torch.arange(len(sequences)).repeat_interleave(self.lengths)
-        self.paths = torch.arange(len(self.documents))
-        self.positions = self.paths - self.begins[self.documents]
-        self.parent = torch.where(self.positions > 0, self.paths - 1, -1)
-        arrays = [np.zeros(0, np.int64), *map(np.asarray, sequences)]
-        self.tokens = torch.from_numpy(np.concatenate(arrays))
-        self.order = [*range(len(sequences))]
-        self.shared = np.zeros(len(sequences), np.int64)
-
-    def __len__(self):
-        return len(self.tokens)
-
-
-def pack_row(forest, masks, length, sees) -> PackedRow:
+def pack_row(forest, masks, length) -> PackedRow:
     """Return a forest as a row, padded to `length`.
 
     forest: FlatTokens or TokenTrie.
     masks: for each sequence, which of its tokens[1:] count.
-    sees: for the attention, see `PackedRow`.
     """
     # Targets of different sequences may be one token of a tree: it is scored once, at the token
     # before it, and `entries` tells each target which of the scored tokens it is.
@@ -91,14 +69,10 @@ def pack_row(forest, masks, length, sees) -> PackedRow:
     mask_BT = padded(masks, torch.empty(0, dtype=torch.bool))
     padding = 0, length - len(forest)  # token 0 at position 0
     return PackedRow(
-        F.pad(forest.tokens, padding)[None], F.pad(forest.positions, padding)[None], sees,
-        mask_BT, forest.parent[edges_N], forest.tokens[edges_N], entries_K, held_by(forest, length),
+        forest, F.pad(forest.tokens, padding)[None], F.pad(forest.positions, padding)[None],
+        mask_BT, forest.parent[edges_N], forest.tokens[edges_N], entries_K,
+        torch.bincount(forest.paths, minlength=length),
     )  # fmt: skip
-
-
-def held_by(forest, length):
-    """Return how many sequences hold each token of a forest, and zeros up to `length`."""
-    return torch.bincount(forest.paths, minlength=length)
 
 
 class Micro(NamedTuple):
@@ -204,7 +178,8 @@ class PackedBatches:
 
     model: what `parallelize` returned, or an unsplit one with `hidden` and `logprobs`.
     attention: attention(document_1S, group) makes the callable of the layers for a `PackedRow`:
-        tokens see earlier tokens of their own document. group: None, or the ranks of c.
+        tokens see earlier tokens of their own document, by number; -1 is padding. group: None, or
+        the ranks of c.
     indices: indices(length, rank, world), ascending: the tokens of a row that a rank of c has, as
         this attention wants them: `ring.indices`. For c > 1 only.
     count: count(held_s) makes the callback of a training micro-batch's sparse layers, such as an
@@ -215,6 +190,8 @@ class PackedBatches:
     Different data shares bring different sequences. The c, t and p ranks of one share, its replica
     group, bring the same ones: `gather_replica` makes one batch of their lists.
     """
+
+    forest_class = FlatTokens  # or TokenTrie: which tokens of a row its sequences share
 
     def __init__(self, model, *, attention, indices=None, count=None, micro_tokens=8192,
                  temperature=1.0):  # fmt: skip
@@ -298,24 +275,15 @@ class PackedBatches:
         parts = all_gather_objects(found, self.part.grid.group["pct"])
         return next(part for part in parts if part is not None)
 
-    def forest_of(self, sequences):
-        """Return the order of the tokens of a row, and which of them sequences share."""
-        return FlatTokens(sequences)
-
-    def row_of(self, forest, masks, length) -> PackedRow:
-        """Return a forest as a row, with what the attention wants to know of it."""
-        padding = 0, length - len(forest)
-        return pack_row(forest, masks, length, F.pad(forest.documents, padding, value=-1)[None])
-
     def pack_micro_batches(self, sequences, masks):
         """Return the micro-batches, as lists of indices, and a `PackedRow` of each. Collective.
 
         A micro-batch without sequences is padding alone.
         """
         self.require_batch(sequences, masks)
-        forest = self.forest_of(sequences)
+        forest = self.forest_class(sequences)
         lengths = [len(sequences[i]) for i in forest.order]
-        cut = functools.partial(pack, lengths, shared=forest.shared.tolist())
+        shared = forest.shared.tolist()
         # A pipeline of p stages idles less the more micro-batches it has. This limit gives about
         # 2 p of them. Where sequences share tokens, each more would run some of them again.
         most = self.micro_tokens
@@ -325,22 +293,27 @@ class PackedBatches:
         # Other ranks may need more micro-batches than this one has data for, and a pipeline pads
         # all rows to the longest. So micro-batches are cut as small as their number allows, which
         # makes them about equal.
-        count = self.agreed_micro_batches(len(cut(most)))
-        most = bisect.bisect_left(
-            range(most), True, key=lambda tokens: len(cut(tokens)) <= count,
-            lo=min(most, len(forest) // max(1, count)), hi=min(most, len(forest)),
-        )  # fmt: skip
-        micro_batches = [sorted(forest.order[k] for k in run) for run in cut(most)]
+        count = self.agreed_micro_batches(len(pack(lengths, most, shared)))
+        high = min(most, len(forest))
+        low = min(most, len(forest) // max(1, count))
+        runs = pack_evenly(lengths, count, low, high, shared)
+        micro_batches = [sorted(forest.order[k] for k in run) for run in runs]
         micro_batches += [[]] * (count - len(micro_batches))
 
         forests = [forest]
         if micro_batches != [[*range(len(sequences))]]:
-            forests = [self.forest_of([sequences[i] for i in run]) for run in micro_batches]
+            forests = [self.forest_class([sequences[i] for i in run]) for run in micro_batches]
         self.tokens_run = sum(map(len, forests))
+
+        # Sequence parallelism cuts a row in t, and a zigzag over c cuts it in 2 c first. A pipeline
+        # wants all rows of one length.
+        unit = self.plan.tp * (2 * self.plan.cp if self.plan.cp > 1 else 1)
+        sizes = [len(forest) or 1 for forest in forests]
+        if self.plan.pp > 1:
+            sizes = [max(sizes)] * len(sizes)
         rows = []
-        lengths = self.row_lengths([len(forest) or 1 for forest in forests])
-        for run, forest, length in zip(micro_batches, forests, lengths, strict=True):
-            rows.append(self.row_of(forest, [masks[i] for i in run], length))
+        for run, forest, size in zip(micro_batches, forests, sizes, strict=True):
+            rows.append(pack_row(forest, [masks[i] for i in run], -(-size // unit) * unit))
         return micro_batches, rows
 
     def require_batch(self, sequences, masks):
@@ -382,15 +355,6 @@ class PackedBatches:
             count = int(most)
         return count
 
-    def row_lengths(self, sizes) -> list:
-        """Return the lengths to which rows of these sizes are padded."""
-        # Sequence parallelism cuts a row in t, and a zigzag over c cuts it in 2 c first. A pipeline
-        # wants all rows of one length.
-        unit = self.plan.tp * (2 * self.plan.cp if self.plan.cp > 1 else 1)
-        if self.plan.pp > 1:
-            sizes = [max(sizes)] * len(sizes)
-        return [-(-size // unit) * unit for size in sizes]
-
     def own_tokens(self, row):
         """Return the places of a row that this rank of c has, ascending: all of them without c."""
         length = row.tokens_1S.shape[1]
@@ -408,7 +372,11 @@ class PackedBatches:
         group = self.part.grid.group["c"] if self.plan.cp > 1 else None
         own = [x_1S[:, local_s].to(self.device) for x_1S in (row.tokens_1S, row.positions_1S)]
         on_routing = count and count(self.held_here(row.held_S, local_s))
-        return Micro(*own, self.attention(row.sees, group), on_routing)
+        return Micro(*own, self.attention_of(row, group), on_routing)
+
+    def attention_of(self, row, group):
+        """Return the attention of a row's documents."""
+        return self.attention(row.forest.document_ids(row.tokens_1S.shape[1]), group)
 
     def held_here(self, held_S, local_s):
         """Return how many sequences hold each token that this rank's sparse layers see.
@@ -457,30 +425,6 @@ class PackedBatches:
             x_BT = x_n.new_zeros(row.mask_BT.shape)
             scores.append(x_BT.index_put((*places,), x_N[entries_K]))
         return scores
-
-
-def pack(lengths, micro_tokens, shared=None) -> list:
-    """Cut sequences into micro-batches of at most micro_tokens tokens, in order: lists of indices.
-
-    A longer sequence is alone in one. shared: how many tokens each has in common with the one
-    before it, where those are run once (a tree of prefixes).
-    """
-    # Lengths 9, 10 and 11 with micro_tokens 12, where all begin with the same 8:
-    #
-    #     shared None         [0] [1] [2]
-    #     shared [0, 8, 8]    [0, 1] [2]     9 + 2 new ones are 11; 3 more would be 14
-    packed = []
-    room = 0  # tokens that the last micro-batch can still take
-    for i, length in enumerate(lengths):
-        count = length if shared is None else length - shared[i]
-        # In a new micro-batch nothing is shared with the sequence before: it counts whole.
-        if not packed or count > room:
-            packed.append([])
-            room = micro_tokens
-            count = length
-        packed[-1].append(i)
-        room -= count
-    return packed
 
 
 def is_replica_leader(model) -> bool:

@@ -1,4 +1,4 @@
-"""Play rollouts that fork, ask tasks that are slow, and decode with a model that is split.
+"""Plays rollouts that fork, asks tasks that are slow, and decodes with a model that is split.
 
 Without tree rollouts, plans of several ranks and slow tasks this is `train_grpo.Episode` and
 nothing else: skip it.
@@ -27,17 +27,13 @@ from full.ranks.joining import ReplyTimeout, Stop, errors_on_all_ranks, summed
 from train_grpo import EVALUATION
 
 
-def bare(x):
-    """Return what a task has returned, or the one entry of an array or a tensor of one."""
-    return x.item() if hasattr(x, "item") else x
-
-
-def is_finite_number(x) -> bool:
-    """Return whether x, which a task has returned, is a finite number, or an array of one."""
+def as_reward(x) -> float:
+    """Return what a task gave as a reward, a number or an array of one. NaN: not a finite one."""
     try:
-        return math.isfinite(bare(x))
+        x = x.item() if hasattr(x, "item") else x
+        return float(x) if math.isfinite(x) else math.nan
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        return False
+        return math.nan
 
 
 @dataclass
@@ -106,12 +102,6 @@ class ForkingEpisode(train_grpo.Episode):
         self.turn_rewards = []
         self.answer = ()  # of the turn that has ended: the task's new state, reply and reward
 
-    def origin(self) -> tuple:
-        """Return the arguments that make this episode: its identity, and those after `state`."""
-        limit = len(self.draws)
-        identity = self.key, self.group, self.number
-        return identity, (self.tokens, limit, self.count)
-
     def hear(self, state, reply, reward):
         """Take the task's answer to the turn. Return whether the episode goes on."""
         # The reward stands at the turn's last target, which is one less than its last token.
@@ -162,12 +152,11 @@ def asker_of(task, limit=0):
     limit: seconds that a reply may take, or 0. After them, and some seconds after a signal, the
         threads are left alone and ReplyTimeout is raised.
     """
+    name = type(task).__name__
     began = {}  # id of an episode -> when a thread began to ask about it
 
-    def place_of(episode, said=""):
-        """Return the episode's place, with its line of data unless that is said already."""
-        line = task.where(episode.state) if hasattr(task, "where") else ""
-        line = f", {line}" if line and line not in said else ""
+    def place_of(episode):
+        line = f", {task.where(episode.state)}" if hasattr(task, "where") else ""
         return f"in group {episode.group}, rollout {episode.number}{line}"
 
     def require_in_time(episode):
@@ -176,30 +165,26 @@ def asker_of(task, limit=0):
         number = stop.number if stop and stop.number and now > stop.seen_at + GRACE else 0
         if number or 0 < limit < seconds:
             shown = task.show(episode.tokens[episode.turn :])[:200]
-            raise ReplyTimeout(f"{type(task).__name__} has not replied after {seconds:.0f} s "
-                          f"{place_of(episode)}, to the answer {shown!r}", number)  # fmt: skip
+            raise ReplyTimeout(f"{name} has not replied after {seconds:.0f} s "
+                               f"{place_of(episode)}, to the answer {shown!r}", number)
 
     def ask_one(episode):
         began[id(episode)] = time.monotonic()
         answer = episode.tokens[episode.turn :]
-        name = type(task).__name__
         try:
-            told = task.reply(episode.state, answer)
+            state, reply, reward = task.reply(episode.state, answer)
         except (Exception, SystemExit) as error:
-            error.add_note(place_of(episode, f"{error}"))
+            error.add_note(place_of(episode))
             raise
-        if not isinstance(told, tuple | list) or len(told) != 3:
-            raise ValueError(f"expected reply to return (state, tokens or None, reward), got "
-                             f"{told!r} of {name}")  # fmt: skip
-        state, reply, reward = told
-        if not is_finite_number(reward):
+        number = as_reward(reward)
+        if math.isnan(number):
             raise ValueError(f"{name} gave reward {reward} {place_of(episode)}, for the answer "
                              f"{task.show(answer)!r}: rewards must be finite")  # fmt: skip
         # A token outside the vocabulary would be read from whatever lies past the embedding.
         if reply is not None and not all(0 <= token < task.vocab_size for token in reply):
             raise ValueError(f"{name} replied {reply} {place_of(episode)}: ids end at "
                              f"{task.vocab_size - 1}")  # fmt: skip
-        return state, reply, float(bare(reward))
+        return state, reply, number
 
     # The replies of `guess` are arithmetic: a thread would cost more than the reply.
     safe = getattr(task, "threads", True) and type(task) is not train_grpo.Guess
@@ -267,7 +252,9 @@ class Sampler:
         # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that
         # follows is computed identically. Pinned by
         # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        origins, first = gather_replica(self.model, [row.origin() for row in rows])
+        own = [((row.key, row.group, row.number), (row.tokens, len(row.draws), row.count))
+               for row in rows]  # fmt: skip
+        origins, first = gather_replica(self.model, own)
         together = [ForkingEpisode(*of, self.ELSEWHERE, *rest) for of, rest in origins]
         together[first : first + len(rows)] = rows
         turns = Turns(max_new_tokens, functools.partial(self._ask_once, ending), after)

@@ -199,7 +199,7 @@ def restore(config, trainer, directory):
     if config.resume:
         path, state = directory.read_newest(trainer.load_checkpoint)
         if path:
-            pending = pending_batches(config, trainer, path, state)
+            pending = pending_batches(config, trainer, state)
             directory.read_reference(trainer)
             return state["step"], f"the weights of {path}", pending
     origin = f"the weights of {config.model}" if config.model else f"random of seed {config.seed}"

@@ -34,16 +34,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from full.attention.attend import Attention, attend_short
-from full.model.config import LINEAR
 from full.model.deltanet import GatedDeltaNet
 from full.tree.forest import Forest
-from full.tree.trie import (
-    TokenTrie, TreeChunk, partition_tree, path_edges, score_edges, wanted_edges,
-)  # fmt: skip
-from models import FULL, SLIDING
-from tree_attention import leaf_of
+from full.tree.trie import TreeChunk, partition_tree, scores_of, wanted_edges
+from tree_attention import depth_first, leaf_of
 
 
 class WalkOptions(NamedTuple):
@@ -70,75 +67,13 @@ class WalkOptions(NamedTuple):
 
 
 # Depth first over the chunks --------------------------------------------------------------------
-# In two parts: the losses of sequences, and the walk, which says what runs next
-# and what waits. It does for chunks what `tree_attention.tree_backward` does for segments.
 
 
-class _Losses:
-    """The losses of the sequences (3), from the scores of the edges, and their gradient (4).
+class _Above(NamedTuple):
+    """A chunk that others are below: they read its leaves."""
 
-    scores_CN[c, t] is score c of edge t; dscores_CN is (4). loss_fn: of `tree_backward`, or None.
-    """
-
-    def __init__(self, model, trie, loss_fn=None, batched=False):
-        # NUMERICS: losses and the sums (4) are in the model's dtype, float32 at least. Pinned by
-        # tests/full/test_tree.py::test_the_loss_is_summed_in_the_models_precision.
-        weight = next(model.parameters())
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        C = 1 if model.logprobs is None else 2  # those of `scores_of`
-        self.scores_CN = torch.zeros(C, len(trie), dtype=dtype, device=weight.device)
-        self.dscores_CN = None if loss_fn is None else torch.zeros_like(self.scores_CN)
-        self.is_used = [False] * C  # which scores some loss depends on
-        self.total = self.scores_CN.new_zeros(())
-        self.trie = trie
-        self.loss_fn = loss_fn
-        self.batched = batched
-
-    def finish(self, edges_e, scores, sequences):
-        """Write a chunk's scores, and compute (3) and (4) of the sequences that end in it."""
-        for row_N, score_e in zip(self.scores_CN, scores, strict=False):
-            row_N[edges_e] = score_e.detach().to(row_N.dtype)
-
-        # One call of the loss per sequence, or one for a list of all, which costs less Python.
-        device = self.scores_CN.device
-        if self.batched and sequences:
-            self.call(sequences, *path_edges(self.trie, sequences, device))
-        for i in [] if self.batched else sequences:
-            self.call(i, *(x_1T[0] for x_1T in path_edges(self.trie, [i], device)))
-
-    def call(self, called_for, edges, inside):
-        """Call the loss once, and add its value to (3) and its gradient to (4)."""
-        # The scores along each path are leaves of a graph of their own. So the loss's backward ends
-        # here: a chunk must be gone through once, not once for every sequence that shares it.
-        leaves = [leaf_of(row_N[edges].masked_fill(~inside, 0.0)) for row_N in self.scores_CN]
-        with torch.enable_grad():
-            loss = self.loss_fn(called_for, *leaves)
-            loss = loss if torch.is_tensor(loss) else self.scores_CN.new_tensor(loss)
-            if loss.dim():
-                raise ValueError(f"expected one number from loss_fn, of shape (), got "
-                                 f"{[*loss.shape]} for sequence {called_for}; sum it")  # fmt: skip
-            if loss.requires_grad:
-                loss.backward()
-        self.total += loss.detach()  # (3)
-        grads = [leaf.grad for leaf in leaves]
-
-        # The gradients go back to the edges, and add up where paths meet. A score that no loss uses
-        # (often the entropy) gets no gradient, which is not a gradient of 0: a gradient of 0 would
-        # send the head's backward through the whole vocabulary a second time.
-        for c, grad in enumerate(grads):
-            if grad is not None:
-                grad = grad.masked_fill(~inside, 0.0).flatten()
-                self.dscores_CN[c].index_add_(0, edges.flatten(), grad)  # (4)
-                self.is_used[c] = True
-
-
-class _Open(NamedTuple):
-    """A chunk on the stack: others are below it, or it goes backward next."""
-
-    number: int
     chunk: TreeChunk
-    leaves: dict  # layer -> a `summing_leaf` of each tensor that chunks below read
-    forward: tuple | None  # the result of `_TreeWalk.forward`. None: no graph, so it runs again
+    leaves: dict  # layer -> a leaf of each tensor that chunks below read
 
 
 class _ChunkAttention(Attention):
@@ -154,20 +89,26 @@ class _ChunkAttention(Attention):
         self.chunk = chunk
         self.stack = stack
         self.mask = trie.mask(chunk.start, chunk.stop)
-        self.rows = walk.open_rows(chunk)
         self.own = {}  # layer -> tensors that chunks below read
         self.in_forward = True
         self.keeps_graph = torch.is_grad_enabled()
-        self.has_below = int(trie.subtree_end[chunk.start : chunk.stop].max()) > chunk.stop
+
+        # Which of the chunk's tokens other chunks are below: a slice or indices. These are the
+        # ancestors of token `stop`: a path that starts with the chunk's first token. Subtrees of
+        # upper forks may stand between them, so a slice is not always enough.
+        rows = np.flatnonzero(trie.subtree_end.numpy()[chunk.start : chunk.stop] > chunk.stop)
+        self.has_below = len(rows) > 0
+        is_slice = not self.has_below or rows[-1] == len(rows) - 1
+        self.rows = slice(0, len(rows)) if is_slice else torch.from_numpy(rows).to(walk.device)
 
         # The open tokens of a chunk have consecutive depths. Those whose depth is less than the
         # depth at which the next chunk of the path begins are on the path to this chunk. Chunks
         # that begin at the depths 0, 6 and 9 have 6 and 3 tokens on the path to the last one.
-        starts = [*(opened.chunk.start for opened in stack), chunk.start]
+        starts = [*(above.chunk.start for above in stack), chunk.start]
         self.counts = trie.positions[starts].diff().tolist()
 
     def leave(self, key, make):
-        """Note the tensors make() that chunks below read: `_TreeWalk.backward` starts from them."""
+        """Note the tensors make() that chunks below read: the chunk's backward starts from them."""
         # After the forward a layer may call again, where a checkpoint recomputes it.
         if not self.in_forward:
             return
@@ -189,8 +130,8 @@ class _ChunkAttention(Attention):
         self.leave((layer, "keys"), lambda: [x[:, :, self.rows] for x in (k, v)])
         # The keys of the path, from the root down, and then the chunk's own.
         if self.stack:
-            above = [[x[:, :, :n] for x in opened.leaves[layer, "keys"]]
-                     for opened, n in zip(self.stack, self.counts, strict=True)]  # fmt: skip
+            above = [[x[:, :, :n] for x in above.leaves[layer, "keys"]]
+                     for above, n in zip(self.stack, self.counts, strict=True)]  # fmt: skip
             k, v = (torch.cat(parts, 2) for parts in zip(*above, (k, v), strict=True))
         return attend_short(q, k, v, self.mask.with_window(window), scale=scale)[0]
 
@@ -201,7 +142,7 @@ class _ChunkAttention(Attention):
 
         start, stop, _ = self.chunk
         self.leave((layer, "inputs"), lambda: [x_1nX[:, read_of(self.chunk) - start]])
-        above = [(read_of(opened.chunk), *opened.leaves[layer, "inputs"]) for opened in self.stack]
+        above = [(read_of(above.chunk), *above.leaves[layer, "inputs"]) for above in self.stack]
         return self.forest.inputs_at(x_1nX, np.arange(start, stop), above, kernel)
 
     def recurrence(self, *given, layer):
@@ -210,8 +151,8 @@ class _ChunkAttention(Attention):
             return self.forest.states_read_after(chunk.start, chunk.stop).tolist()
 
         states = {}
-        for opened in self.stack:
-            states |= zip(read_of(opened.chunk), opened.leaves[layer, "states"], strict=True)
+        for above in self.stack:
+            states |= zip(read_of(above.chunk), above.leaves[layer, "states"], strict=True)
         out_1HnV = self.forest.run(given, self.chunk.start, self.chunk.stop, states)
         self.leave((layer, "states"), lambda: [states[token] for token in read_of(self.chunk)])
         return out_1HnV
@@ -225,19 +166,23 @@ class _TreeWalk:
                                forward 2, backward 2: likewise
                                backward 0: starts from its scores, and from its keys and values
 
-    losses: `_Losses`; without a loss_fn the walk is a forward, without memory for any gradient.
+    It does for chunks what `tree_attention.tree_backward` does for segments.
+    loss_fn: of `tree_backward`. Without one the walk is a forward, without memory for any gradient.
+    scores_CN[c, t] is score c of edge t; dscores_CN is (4).
     """
 
-    def __init__(self, model, trie, losses, options):
+    def __init__(self, model, trie, options, loss_fn=None):
         self.model = model
         self.trie = trie
-        self.losses = losses
         self.options = options
-        self.trains = losses.loss_fn is not None
-        self.device = next(model.parameters()).device
+        self.loss_fn = loss_fn
+        self.trains = loss_fn is not None
         self.forest = Forest(trie.parent.numpy())
         joins = self.trains and not options.recompute  # then both chunks' graphs are held anyway
         self.chunks = partition_tree(trie, options.max_tokens, join_only_children=joins)
+        self.below = {b: [] for b in range(-1, len(self.chunks))}  # -1: chunks with none above
+        for b, chunk in enumerate(self.chunks):
+            self.below[chunk.parent].append(b)
 
         # Edge t scores token t from its parent's state, so it belongs to the parent's chunk, even
         # if token t is in a chunk below. Sorted by parents, the edges of a chunk are a run.
@@ -246,32 +191,102 @@ class _TreeWalk:
         self.parents = trie.parent[self.edges]
         self.sorted_ends = trie.ends[trie.order]
 
+        # NUMERICS: losses and the sums (4) are in the model's dtype, float32 at least. Pinned by
+        # tests/full/test_tree.py::test_the_loss_is_summed_in_the_models_precision.
+        weight = next(model.parameters())
+        self.device = weight.device
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        C = 1 if model.logprobs is None else 2  # those of `scores_of`
+        self.scores_CN = torch.zeros(C, len(trie), dtype=dtype, device=self.device)
+        self.dscores_CN = torch.zeros_like(self.scores_CN) if self.trains else None
+        self.is_used = [False] * C  # which scores some loss depends on
+        self.total = self.scores_CN.new_zeros(())
+
     def run(self):
         """Run all chunks forward and, with a loss_fn, backward."""
-        stack = []  # the chunks above the current one, each `_Open`
-        for b, chunk in enumerate(self.chunks):
-            # Chunks that this one is not below are complete: nothing else will read their keys.
-            while stack and stack[-1].number != chunk.parent:
-                self.backward(stack)
+        for b in self.below[-1]:
+            depth_first(self.visit(b, []))
 
-            # With recompute, a chunk that others are below keeps no graph while they run, only keys
-            # and values. A chunk with none below goes backward next, and keeps its graph.
-            has_children = b + 1 < len(self.chunks) and self.chunks[b + 1].parent == b
-            keep_graph = self.trains and not (self.options.recompute and has_children)
-            with torch.set_grad_enabled(keep_graph):
-                edges_e, scores, own = self.forward(chunk, stack)
-            leaves = {key: [summing_leaf(x, keep_graph) for x in tensors]
-                      for key, tensors in own.items()}  # fmt: skip
+    def visit(self, b, stack):
+        """Run a chunk forward, the chunks below it, and the chunk backward. stack: those above."""
+        # With recompute, a chunk that others are below keeps no graph while they run, only keys
+        # and values. A chunk with none below goes backward next, and keeps its graph.
+        chunk, below = self.chunks[b], self.below[b]
+        keep_graph = self.trains and not (self.options.recompute and below)
+        with torch.set_grad_enabled(keep_graph):
+            edges_e, scores, own = self.forward(chunk, stack)
+        # Where a graph is kept, it holds the tensors anyway, and a view costs nothing. If not, a
+        # view would hold all of the matrix that queries, keys and values come from.
+        # NUMERICS: `leaf_of` sums over all chunks below in float32 or better, and the sum is cast
+        # once. Pinned by
+        # tests/full/test_tree.py::test_gradients_of_keys_are_summed_in_float32_or_better.
+        leaves = {key: [leaf_of(x if keep_graph else x.clone()) for x in tensors]
+                  for key, tensors in own.items()}  # fmt: skip
 
-            # All scores of the sequences that end here exist now, and no chunk of their paths has
-            # gone backward yet.
-            ended = self.trie.order[chunk.run_of(self.sorted_ends)] if self.trains else []
-            self.losses.finish(edges_e, scores, sorted(ended))
-            forward = (edges_e, scores, own) if keep_graph else None
-            stack.append(_Open(b, chunk, leaves, forward))
-            del scores, own, forward  # so that the backward frees them
-        while stack:
-            self.backward(stack)
+        # All scores of the sequences that end here exist now, and no chunk of their paths has gone
+        # backward yet. One call of the loss for a list of all costs less Python.
+        for row_N, score_e in zip(self.scores_CN, scores, strict=False):
+            row_N[edges_e] = score_e.detach().to(row_N.dtype)
+        ended = sorted(self.trie.order[chunk.run_of(self.sorted_ends)]) if self.trains else []
+        is_one_call = self.options.batched and ended
+        for sequences in [ended] if is_one_call else [[i] for i in ended]:
+            self.call_loss(sequences)
+
+        if not keep_graph:
+            del scores, own
+        for child in below:
+            yield self.visit(child, [*stack, _Above(chunk, leaves)])
+        if not self.trains:
+            return
+        if not keep_graph:
+            edges_e, scores, own = self.forward(chunk, stack)  # again, and now with a graph
+
+        # Backpropagate once for all losses that the chunk had a part in, from its scores; (4) is
+        # complete at them. And from its own keys, values, inputs and states, with what the chunks
+        # below have found for them. From here on nobody reads them.
+        pairs = [(x, self.dscores_CN[c, edges_e]) for c, x in enumerate(scores) if self.is_used[c]]
+        for key, tensors in own.items():
+            for x, leaf in zip(tensors, leaves[key], strict=True):
+                if leaf.grad is not None:
+                    pairs.append((x, leaf.grad))  # (5)
+        del leaves
+        pairs = [(x, grad.to(x.dtype)) for x, grad in pairs if x.requires_grad]
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))
+
+    def call_loss(self, sequences):
+        """Call the loss once, and add its value to (3) and its gradient to (4)."""
+        # Sequences 5 6 7 and 5 9 of the tree 5 6 7 8 9 have the edges 1 2 and 4. Edge 0 fills up:
+        #
+        #     edges_RT  1 2      outside_RT  . .
+        #               4 0                  . x
+        paths = [self.trie.path(i)[1:] for i in sequences]
+        edges_RT = pad_sequence(paths, batch_first=True, padding_value=-1).to(self.device)
+        outside_RT = edges_RT < 0
+        edges_RT = edges_RT.clamp(min=0)
+
+        # The scores along each path are leaves of a graph of their own. So the loss's backward ends
+        # here: a chunk must be gone through once, not once for every sequence that shares it.
+        leaves = [leaf_of(row_N[edges_RT].masked_fill(outside_RT, 0.0)) for row_N in self.scores_CN]
+        with torch.enable_grad():
+            given = sequences, *leaves
+            loss = self.loss_fn(*(given if self.options.batched else (x[0] for x in given)))
+            loss = loss if torch.is_tensor(loss) else self.scores_CN.new_tensor(loss)
+            if loss.dim():
+                raise ValueError(f"expected one number from loss_fn, of shape (), got "
+                                 f"{[*loss.shape]} for sequence {sequences}; sum it")  # fmt: skip
+            if loss.requires_grad:
+                loss.backward()
+        self.total += loss.detach()  # (3)
+
+        # The gradients go back to the edges, and add up where paths meet. A score that no loss uses
+        # (often the entropy) gets no gradient, which is not a gradient of 0: a gradient of 0 would
+        # send the head's backward through the whole vocabulary a second time.
+        for c, leaf in enumerate(leaves):
+            if leaf.grad is not None:
+                grad = leaf.grad.masked_fill(outside_RT, 0.0).flatten()
+                self.dscores_CN[c].index_add_(0, edges_RT.flatten(), grad)  # (4)
+                self.is_used[c] = True
 
     def forward(self, chunk, stack):
         """Call the model for a chunk, with an attention that reads the chunks on the stack.
@@ -296,55 +311,22 @@ class _TreeWalk:
             raise ValueError(f"{name}.hidden never called `attention`: its tokens mix in a way a "
                              "tree cannot follow; every layer must call it")  # fmt: skip
 
-        # The children of a token may be in chunks below: their edges are scored already here.
+        # The head is the largest matmul, so it runs at the parents of the wanted edges and nowhere
+        # else. A token at a fork is used once per child. The children may be in chunks below: their
+        # edges are scored already here.
+        #
+        #     5 6 7 / 5 6 8 / 5 9      edges    1 2 3 4      edge 2: token 7 given the state of 6
+        #                              parents  0 1 1 0      edge 3: token 8 given the same state
+        #
         # A chunk of leaves has no edge to score. But the scores of a whole tree have a graph.
-        edges_e = self.edges[chunk.run_of(self.parents)]
+        run = chunk.run_of(self.parents)
+        edges_e = self.edges[run]
         scores = ()
         if len(edges_e) or chunk.stop - chunk.start == len(self.trie):
-            given = hidden_1nM[0], chunk.start, self.trie, edges_e
-            scores = score_edges(self.model, *given, self.options.temperature)
+            scored_eM = hidden_1nM[0, (self.parents[run] - chunk.start).to(self.device)]
+            targets_e = self.trie.tokens[edges_e].to(self.device)
+            scores = scores_of(self.model, scored_eM, targets_e, self.options.temperature)
         return edges_e.to(self.device), scores, attention.own
-
-    def open_rows(self, chunk):
-        """Return the rows of the chunk's tokens that other chunks are below: a slice or indices."""
-        # These are the ancestors of token `stop`: a path that starts with the chunk's first token.
-        # Subtrees of upper forks may stand between them, so a slice is not always enough.
-        end = self.trie.subtree_end.numpy()[chunk.start : chunk.stop]
-        rows = np.flatnonzero(end > chunk.stop)
-        if not len(rows) or rows[-1] == len(rows) - 1:
-            return slice(0, len(rows))
-        return torch.from_numpy(rows).to(self.device)
-
-    def backward(self, stack):
-        """Pop a chunk, and backpropagate through it once for all losses that it had a part in."""
-        _, chunk, leaves, forward = stack.pop()
-        if not self.trains:
-            return
-        if forward is None:
-            forward = self.forward(chunk, stack)  # again, and now with a graph
-        edges_e, scores, own = forward
-
-        # It starts at the scores; (4) is complete at them. And at its own keys, values, inputs and
-        # states, with what the chunks below have found for them. From here on nobody reads them.
-        dscores_CN, is_used = self.losses.dscores_CN, self.losses.is_used
-        pairs = [(x, dscores_CN[c, edges_e]) for c, x in enumerate(scores) if is_used[c]]
-        for key, tensors in own.items():
-            for x, leaf in zip(tensors, leaves[key], strict=True):
-                if leaf.grad is not None:
-                    pairs.append((x, leaf.grad))  # (5)
-        del leaves
-        pairs = [(x, grad.to(x.dtype)) for x, grad in pairs if x.requires_grad]
-        if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True))
-
-
-def summing_leaf(x, keep_graph):
-    """Return a tensor that chunks below read as a leaf, which sums the gradients it gets."""
-    # Where a graph is kept, it holds the tensor anyway, and a view costs nothing. If not, a
-    # view would hold all of the matrix that queries, keys and values come from.
-    # NUMERICS: `leaf_of` sums over all chunks below in float32 or better, and the sum is cast once.
-    # Pinned by tests/full/test_tree.py::test_gradients_of_keys_are_summed_in_float32_or_better.
-    return leaf_of(x if keep_graph else x.clone())
 
 
 # The public calls -------------------------------------------------------------------------------
@@ -355,18 +337,13 @@ def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None):
 
     model, trie, temperature, masks: as in `tree_backward`.
     max_tokens: None: one graph of the whole tree, differentiable. A number: chunk by chunk, without
-        gradients; call it under torch.no_grad.
+        gradients.
 
-    Raises ValueError where model, tree or masks do not fit, or max_tokens meets gradients.
+    Raises ValueError where model, tree or masks do not fit.
     """
-    require_tree_model(model, trie)
-    if max_tokens is not None and len(trie) and torch.is_grad_enabled():
-        raise ValueError("max_tokens is for forward passes: call tree_scores under "
-                         "torch.no_grad(), or train with tree_backward")  # fmt: skip
-    losses = _Losses(model, trie)
-    options = WalkOptions(max_tokens, temperature=temperature, masks=masks)
-    walk = _TreeWalk(model, trie, losses, options)
-    columns = losses.scores_CN.unbind()
+    require_tree_model(model)
+    walk = _TreeWalk(model, trie, WalkOptions(max_tokens, temperature=temperature, masks=masks))
+    columns = walk.scores_CN.unbind()
     if max_tokens is not None:
         walk.run()
     elif len(trie):
@@ -400,16 +377,14 @@ def tree_backward(model, trie, loss_fn, **options) -> TreeResult:
     Hooks of parameters fire once per chunk. Raises ValueError where model, tree or masks do not
     fit, before anything runs, or what loss_fn raises, when .grad may be half done.
     """
-    require_tree_model(model, trie)
+    require_tree_model(model)
     if torch.is_inference_mode_enabled() or not any(p.requires_grad for p in model.parameters()):
         raise ValueError("no parameter of the model requires a gradient here; use tree_scores")
-    options = WalkOptions(**options)
-    losses = _Losses(model, trie, loss_fn, options.batched)
-    walk = _TreeWalk(model, trie, losses, options)
+    walk = _TreeWalk(model, trie, WalkOptions(**options), loss_fn)
     with torch.enable_grad():
         walk.run()
-    logprobs = [losses.scores_CN[0, trie.path(i)[1:]] for i in range(len(trie.lengths))]
-    return TreeResult(losses.total, logprobs)
+    logprobs = [walk.scores_CN[0, trie.path(i)[1:]] for i in range(len(trie.lengths))]
+    return TreeResult(walk.total, logprobs)
 
 
 # Checks of what callers pass --------------------------------------------------------------------
@@ -417,21 +392,17 @@ def tree_backward(model, trie, loss_fn, **options) -> TreeResult:
 # Skip it to understand the algorithm; read it before you pass a model of your own.
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-
 MIXERS = (nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d)
-
 OTHER_MIXERS = re.compile("mamba|rwkv|deltanet|linearattention|ssm|retention", re.IGNORECASE)
 
 
-def require_tree_model(model, trie, /):
+def require_tree_model(model, /):
     """Raise ValueError, before anything runs, if the model's tokens may mix otherwise than by (1).
 
     A model needs .hidden(tokens, positions=, attention=) and .logprobs(hidden, targets,
     temperature=). Each layer must call attention(q, k, v, layer=, scale=, window=) once, with a
     number of its own; window may be left out.
     """
-    if not isinstance(trie, TokenTrie):
-        raise ValueError(f"expected a TokenTrie, got {type(trie).__name__}; TokenTrie(sequences)")
     # A shared token has one state. Nothing may make it differ between its sequences, and nothing
     # but `attention`, which knows the tree, may carry information from token to token.
     # Our recurrent layers ask the tree as well. Their convolution is but a weight.
@@ -445,7 +416,3 @@ def require_tree_model(model, trie, /):
         if is_other and not f"{name}.".startswith(ours):
             raise ValueError(f"{name} is {type(module).__name__}: it mixes tokens in another way "
                              "than causal softmax attention; train the sequences one by one")
-    config = getattr(model, "config", None)
-    kinds = {*(getattr(config, "layer_types", None) or ())}
-    if kinds - {FULL, SLIDING, *([LINEAR] if ours else [])}:
-        raise ValueError(f"layers of {sorted(kinds)}: not all are causal softmax attention")

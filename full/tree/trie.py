@@ -1,4 +1,4 @@
-"""The tree of tokens as arrays: packs it, cuts it into chunks, scores its edges, shares it out.
+"""Packs sequences as arrays: as a tree of prefixes, which is cut and shared out, or end to end.
 
 `TokenTrie` is `radix_tree` and `pack` of tree_attention.py in one. For 64 sequences of 640 tokens
 it takes a fifth of their time. Equations (1) to (5) are in tree_attention.py. In addition:
@@ -9,33 +9,58 @@ it takes a fifth of their time. Equations (1) to (5) are in tree_attention.py. I
 In one call of the model (micro_batches.py) attention has sum_t (depth_t + 1) pairs, where the flat
 batch has sum_i L_i (L_i + 1) / 2.
 
-Letters:  N tokens of the tree   R sequences, of L_i tokens   T = L - 1 of the longest   e edges to
-score; an edge has its child's index   K targets that point to edges   n tokens of a chunk   M width
+Letters:  N tokens of the tree   R sequences, of L_i tokens   e edges to score; an edge has its
+child's index   K targets that point to edges   n tokens of a chunk   M width
 
 References: Tree Training arXiv:2511.00413; Prefix Grouper arXiv:2506.05433, which shares one
 prefix.
 """
 
-import functools
+import bisect
 import itertools
-import math
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_map
+import torch.distributed as dist
+import torch.nn.functional as F
 
 from full.attention.masks import ALL, Mask
-from full.attention.ring import ring_of
 from full.ranks.joining import on_all_ranks
+
+
+class FlatTokens:
+    """Sequences end to end: a forest that shares no token, under the names of `TokenTrie`."""
+
+    def __init__(self, sequences):
+        self.lengths = torch.tensor([len(tokens) for tokens in sequences], dtype=torch.int64)
+        self.begins = self.lengths.cumsum(0) - self.lengths
+        self.documents = torch.arange(len(sequences)).repeat_interleave(self.lengths)
+        self.paths = torch.arange(len(self.documents))
+        self.positions = self.paths - self.begins[self.documents]
+        self.parent = torch.where(self.positions > 0, self.paths - 1, -1)
+        arrays = [np.zeros(0, np.int64), *map(np.asarray, sequences)]
+        self.tokens = torch.from_numpy(np.concatenate(arrays))
+        self.order = [*range(len(sequences))]
+        self.shared = np.zeros(len(sequences), np.int64)
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def document_ids(self, length):
+        """Return the sequence of each token, (1, length) int64, and -1 for the padding."""
+        return F.pad(self.documents, (0, length - len(self)), value=-1)[None]
+
+    def row_mask(self, length):
+        """Return (1) as a `Mask` for a row of `length` places, whose padding sees nothing."""
+        return Mask.documents(doc_ids=self.document_ids(length))
 
 
 class TokenTrie:
     """The tree of all prefixes of some sequences, packed in preorder; of a fork's branches the
     largest comes first.
 
-    sequences: 1-D integer tensors (or lists) of 1 token or more, ids >= 0. Not changed.
+    sequences: 1-D integer tensors (or lists) of 1 token or more. Not changed.
 
     Sequences that equal others, or are prefixes of others, end inside the tree and add no token.
     All tensors are int64 and on the CPU:
@@ -114,10 +139,9 @@ class TokenTrie:
         """Return the tokens of sequence i, (L_i,) int64: tokens[path(i)] is the sequence."""
         return self.paths[self.begins[i] :][: self.lengths[i]]
 
-    @functools.cached_property
-    def whole_mask(self):
-        """Return (1) as a `Mask`, made once for all layers, which then share its boxes."""
-        return self.mask(0, len(self))
+    def row_mask(self, length):
+        """Return (1) as a `Mask` for a row of `length` places. Padding sees itself alone."""
+        return self.mask(0, len(self), length - len(self))
 
     def mask(self, start, stop, padding=0):
         """Return (1) for the queries start .. stop - 1 of the preorder, and for padding after them.
@@ -144,11 +168,6 @@ def arrays_of_ids(sequences):
             raise ValueError(f"sequence {i}: expected 1-D integers, 1 token or more, got "
                              f"{array.dtype} {array.shape}; leave empty sequences out")  # fmt: skip
         arrays.append(array.astype(np.int64))
-
-        # Ids beyond 2^63, which only uint64 holds, come out of the cast negative.
-        if arrays[-1].min() < 0:
-            raise ValueError(f"sequence {i}: expected token ids 0 to 2^63 - 1, got "
-                             f"{arrays[-1].min()}")  # fmt: skip
     return arrays
 
 
@@ -296,44 +315,48 @@ def scores_of(model, hidden_nM, targets_n, temperature) -> tuple:
     return tuple(model.logprobs(hidden_nM, targets_n, temperature=temperature))  # (2), (6)
 
 
-def score_edges(model, hidden_nM, first, trie, edges_e, temperature):
-    """Return the scores of some edges, (e,) each, as `scores_of` does.
+# Runs of sequences -------------------------------------------------------------------------------
+# For: micro-batches, and data-parallel ranks whose sequences share prefixes.
 
-    hidden_nM: the states of the tokens first .. first + n - 1, which include the edges' parents.
+
+def pack(lengths, most, shared=None) -> list:
+    """Cut sequences into runs of at most `most` tokens, in order: lists of indices.
+
+    A longer sequence is alone in one. shared: how many tokens each has in common with the one
+    before it, where those are run once (a tree of prefixes).
     """
-    # The head is the largest matmul, so it runs at the parents of the wanted edges and nowhere
-    # else. A token at a fork is used once per child:
+    # Lengths 9, 10 and 11 with a limit of 12, where all begin with the same 8:
     #
-    #     5 6 7 / 5 6 8 / 5 9      edges    1 2 3 4      edge 2: token 7 given the state of 6
-    #                              parents  0 1 1 0      edge 3: token 8 given the same state
-    scored_eM = hidden_nM[(trie.parent[edges_e] - first).to(hidden_nM.device)]
-    targets_e = trie.tokens[edges_e].to(hidden_nM.device)
-    return scores_of(model, scored_eM, targets_e, temperature)
+    #     shared None         [0] [1] [2]
+    #     shared [0, 8, 8]    [0, 1] [2]     9 + 2 new ones are 11; 3 more would be 14
+    packed = []
+    room = 0  # tokens that the last run can still take
+    for i, length in enumerate(lengths):
+        count = length if shared is None else length - shared[i]
+        # In a new run nothing is shared with the sequence before: it counts whole.
+        if not packed or count > room:
+            packed.append([])
+            room = most
+            count = length
+        packed[-1].append(i)
+        room -= count
+    return packed
 
 
-def path_edges(trie, sequences, device):
-    """Return the edges of some paths, (R, T), and True where an entry is inside its path.
+def pack_evenly(lengths, count, low, high, shared=None) -> list:
+    """Return `pack` by the least limit from low to high that makes at most `count` runs."""
+    def is_enough(limit):
+        return len(pack(lengths, limit, shared)) <= count
 
-    Sequences 5 6 7 and 5 9 of the tree 5 6 7 8 9 have the edges 1 2 and 4. Edge 0 fills up:
-
-        edges_RT  1 2      inside_RT  x x
-                  4 0                 x .
-    """
-    paths = [trie.path(i)[1:] for i in sequences]
-    edges_RT = pad_sequence(paths, batch_first=True, padding_value=-1).to(device)
-    return edges_RT.clamp(min=0), edges_RT >= 0
+    return pack(lengths, bisect.bisect_left(range(high), True, low, high, key=is_enough), shared)
 
 
-# Which rank trains on which sequences -----------------------------------------------------------
-# For: data-parallel ranks whose sequences share prefixes.
-
-
-PAIR = 1 / (6 * 1024)  # a pair's time over a token's: 4 M / 24 M^2 FLOPs for a width M of 1024
+TOKEN = 6 * 1024  # a token's time over a pair's: 24 M^2 / 4 M FLOPs for a width M of 1024
 
 
 def time_of_path(lengths):
-    """Return the modeled time of paths of some lengths, in units of one token."""
-    return lengths + lengths * (lengths + 1) / 2 * PAIR
+    """Return the modeled time of paths of some lengths, integers in units of one pair."""
+    return lengths * TOKEN + lengths * (lengths + 1) // 2
 
 
 def partition(sequences, world) -> list[list[int]]:
@@ -345,64 +368,35 @@ def partition(sequences, world) -> list[list[int]]:
     # The time of a sorted sequence: its whole path if a rank begins with it, else only the tokens
     # that it does not share with the one before.
     trie = TokenTrie(sequences)
-    whole = time_of_path(trie.lengths.numpy()[trie.order])
-    new = whole - time_of_path(trie.shared)
-    times = [*zip(whole.tolist(), new.tolist(), strict=True)]
-
-    # If no rank may take longer than some time, greedy runs use the fewest ranks. So find the least
-    # time for which `world` ranks are enough, by bisection.
-    low = whole.max(initial=0.0)
-    high = whole.sum()
-    while high - low > 1e-9 * high:
-        middle = (low + high) / 2
-        if len(greedy_runs(times, middle)) > world:
-            low = middle
-        else:
-            high = middle
-    runs = greedy_runs(times, high)
+    whole = time_of_path(trie.lengths.numpy()[trie.order]).tolist()
+    shared = time_of_path(trie.shared).tolist()
+    runs = pack_evenly(whole, world, max(whole, default=0), sum(whole), shared)
     runs += [[]] * (world - len(runs))
     return [[trie.order[k] for k in run] for run in runs]
-
-
-def greedy_runs(times, limit):
-    """Return the longest runs of sorted sequences that take at most `limit`, as lists of numbers.
-
-    times: (time of the whole path, time of the new tokens) of each sequence.
-    """
-    runs = []
-    time = math.inf
-    for k, (whole, new) in enumerate(times):
-        time += new
-        if time > limit * (1 + 1e-12):
-            runs.append([])
-            time = whole
-        runs[-1].append(k)
-    return runs
 
 
 def redistribute(sequences, data, *, group=None):
     """Distribute all ranks' sequences by `partition`; return this rank's (sequences, data).
 
     sequences: this rank's own. data: anything that pickles, one for each (a tuple of advantages, a
-        mask, an id to find it again). Either may be []. Tensors return on the CPU.
+        mask, an id to find it again). Either may be [].
 
     Every rank of the group calls it, once. Raises ValueError on every rank if the lists of any rank
     do not fit.
     """
-    ring = ring_of(group)
-
     def own():
         arrays = arrays_of_ids(sequences)
-        items = tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, list(data))
-        if len(arrays) != len(items):
-            raise ValueError(f"{len(arrays)} sequences, but data for {len(items)}; one for each")
-        return arrays, items
+        if len(arrays) != len(data):
+            raise ValueError(f"{len(arrays)} sequences, but data for {len(data)}; one for each")
+        return arrays, list(data)
 
     # COMM: every rank sends two messages, its error or None, then its sequences. Pinned
     # by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-    parts = zip(*on_all_ranks(own, group, alone=ring.world == 1), strict=True)
-    arrays, items = (list(itertools.chain(*x)) for x in parts)
+    is_alone = not dist.is_initialized()
+    parts = on_all_ranks(own, group, alone=is_alone)
+    arrays, items = (list(itertools.chain(*x)) for x in zip(*parts, strict=True))
 
     # Every rank has the same list now, so every rank finds the same partition.
-    share = partition(arrays, ring.world)[ring.rank]
+    rank = 0 if is_alone else dist.get_rank(group)
+    share = partition(arrays, len(parts))[rank]
     return [torch.from_numpy(arrays[i]) for i in share], [items[i] for i in share]

@@ -21,7 +21,6 @@ from full.learn.metrics import METRICS, Metric
 from full.learn.objectives import (
     LossSettings, OtherScores, critic_loss, divergence, grpo_loss, loss_denominator,
 )  # fmt: skip
-from full.learn.packing import pack
 from full.learn.rollouts import Trajectory
 from full.learn.trainer import Trainer
 from full.model.deltanet import TokenByToken
@@ -30,7 +29,7 @@ from full.run.build import build
 from full.run.config import Config, choices_of
 from full.run.questions import make_task
 from full.tiny import TINY, tiny_model
-from full.tree.trie import TokenTrie
+from full.tree.trie import TokenTrie, pack
 
 pytestmark = pytest.mark.quick
 CHOICES = {f.name: choices_of(f) for f in fields(Config)}

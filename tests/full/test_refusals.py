@@ -319,7 +319,7 @@ def qkv(**changes):
 
 def over_a_tree(*given, window=None, **options):
     """Attention of five tokens in groups, which says what boxes say."""
-    mask = trie.TokenTrie([[1, 2, 3], [1, 2, 4], [5]]).whole_mask
+    mask = trie.TokenTrie([[1, 2, 3], [1, 2, 4], [5]]).row_mask(5)
     return attend.attend_short(*given, mask.with_window(window), **options)[0]
 
 
@@ -404,16 +404,11 @@ CALLS = {  # a call, and what its ValueError says
     "TokenTrie([[1, 2], []])": "sequence 1: expected 1-D integers, 1 token or more",
     "TokenTrie([[1.5, 2.0]])": "sequence 0: expected 1-D integers",
     "TokenTrie([[[1, 2]]])": "sequence 0: expected 1-D integers",
-    "TokenTrie([[1, 2], [3, -1]])": "sequence 1: expected token ids .*, got -1",
-    "TokenTrie([[1], np.array([2**63 + 1], np.uint64)])": "sequence 1: expected token ids .* got -",
-    "train(TinyModel(), TWO)": "expected a TokenTrie, got list",
     "train(TinyModel().requires_grad_(False), TokenTrie(TWO))":
         "no parameter of the model requires a gradient",
     "torch.inference_mode()(train)(TinyModel(), TokenTrie(TWO))": "use tree_scores",
     "tree_backward(TinyModel(), TokenTrie(TWO), lambda i, x, _: x if i else x.sum(), max_tokens=2)":
         "expected one number from loss_fn.*sequence 1",
-    "tree_scores(TinyModel(), TokenTrie(TWO), max_tokens=2)":
-        "call tree_scores under torch.no_grad",
     "train(TinyModel(), TokenTrie(TWO), masks=[[True, True]])": "got 1 masks for 2 sequences",
     "train(TinyModel(), TokenTrie(TWO), masks=[[True, True], [True]])":
         r"mask 1: expected shape \(2,\), got \(1,\)",

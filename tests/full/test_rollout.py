@@ -429,9 +429,8 @@ def test_an_error_of_a_reply_is_raised_also_from_a_thread(reply, threads, messag
     task = Chat()
     task.threads = threads > 1
     task.reply = lambda turn, answer: reply(turn)
-    with pytest.raises((ValueError, KeyError), match=message) as raised:
+    with pytest.raises((ValueError, KeyError), match=message):
         play(task, Script(SCRIPT), [6], temperature=0)
-    assert isinstance(raised.value, ValueError) or "group 6" in raised.value.__notes__[0]
 
 
 @pytest.mark.parametrize("prompt", [[], [3, 10], [-1], [1] * 84])
@@ -465,7 +464,7 @@ class Slotted:
     def __init__(self, config): pass
     def show(self, tokens): return "x"
     def prompt(self, rng, index, held_out): return None, [0]
-    def reply(self, state, answer): return 3
+    def reply(self, state, answer): return state, None, "much"
 """
 
 
@@ -475,7 +474,7 @@ def test_a_task_in_a_file_of_its_own_is_played_and_may_have_slots(tmp_path, monk
     task, model = task_of("mine.py:Echo", size=2), Script([2, 2, 3], vocab=4)
     [[t]] = play(task, model, groups=[0], group=1, temperature=0)
     assert (t.tokens, t.reward, task.show(t.tokens)) == ([2, 2, 3], 1.0, "2 2 3")
-    with pytest.raises(ValueError, match="expected reply to return .state.* got 3 of Slotted"):
+    with pytest.raises(ValueError, match="Slotted gave reward much"):
         play(task_of("mine.py:Slotted"), model, groups=[0], group=1, temperature=0)
 
 

@@ -1,4 +1,4 @@
-"""`--staleness K`: which weights sample which batch; damaged batches, audit.
+"""`--staleness K`: which weights sample which batch; the audit.
 
 The oracle is a loop that keeps every step's weights and samples each batch when it is trained, by
 the weights that the schedule names. It knows no queue.
@@ -6,20 +6,18 @@ the weights that the schedule names. It knows no queue.
 
 import copy
 import dataclasses
-import json
 import shutil
 from types import SimpleNamespace
 
 import pytest
 from conftest import shortened
 from test_ranks import learns_something, read_metrics
-from test_run import GET, _main, at, call, cli, good
+from test_run import GET, _main, at, cli, good
 
 from full.audit.audit import audited
 from full.learn.batches import SampledBatch, collect
 from full.learn.rollouts import Sampler, evaluate
 from full.learn.trainer import Trainer
-from full.ranks.checkpoint import checkpoints, sealed
 from full.run.build import build
 from full.run.flags import parse_config
 from full.run.logs import do_step
@@ -98,36 +96,6 @@ def finished(tmp_path_factory):
     flags = "--staleness 2 --steps 5 --save-every 1 --keep 9 --log-rollouts all"
     good(folder, f"{TINY} {flags} --minibatches 1")
     return folder / "run"
-
-
-def _first_rollout(state):
-    return state["pending"][0]["groups"][0][1][0]
-
-
-DAMAGED = {
-    "no batch": lambda state: state.pop("pending"),
-    "another batch": lambda state: state["pending"][0].update(batch=99),
-    "a foreign token": lambda state: _first_rollout(state)["tokens"].__setitem__(1, 10**6),
-    "a short mask": lambda state: _first_rollout(state)["sampled"].pop(),
-    "short vectors": lambda state: [
-        _first_rollout(state)[name].pop() for name in ("sampled", "logprobs")],
-    "a missing group": lambda state: state["pending"][1]["groups"].pop(),
-    "a missing rollout": lambda state: state["pending"][0]["groups"][0][1].pop(),
-    "no form": lambda state: state.update(pending={"a": 1}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("change", DAMAGED)
-def test_a_checkpoint_with_other_batches_is_refused(
-    finished, tmp_path, monkeypatch, capsys, change
-):
-    monkeypatch.chdir(tmp_path)
-    path = checkpoints(shutil.copytree(finished, tmp_path / "run"))[-1] / "state.json"
-    state = json.loads(path.read_text())
-    DAMAGED[change](state)
-    path.write_text(json.dumps(sealed(state)))
-    code, _, err = call(capsys, "--resume --out run --steps 7")
-    assert code == 2 and "its pending batches are damaged" in err and err.count("\n") == 1
 
 
 def test_the_audit_takes_the_weights_of_the_schedule(process_group, finished, tmp_path):

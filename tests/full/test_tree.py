@@ -6,7 +6,6 @@ import gc
 import itertools
 import math
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -41,7 +40,7 @@ def grouped(request, monkeypatch):
 
 def tree_attention(q, k, v, /, trie, *, scale=None, window=None):
     """Attention of every token of a tree to its ancestors and itself, as a run's layers have it."""
-    return attend_short(q, k, v, trie.whole_mask.with_window(window), scale=scale)[0]
+    return attend_short(q, k, v, trie.row_mask(len(trie)).with_window(window), scale=scale)[0]
 
 
 def random_forest(seed, count=12, longest=9, letters=2):
@@ -131,7 +130,7 @@ def test_the_trie_is_the_set_of_prefixes_and_its_mask_is_ancestors(seed):
         assert trie.ends[i] == trie.path(i)[-1]
     for window in (None, 3):
         sees = ancestors(trie, sequences, window)
-        assert torch.equal(trie.whole_mask.with_window(window).dense()[0, 0], sees)
+        assert torch.equal(trie.row_mask(len(trie)).with_window(window).dense()[0, 0], sees)
 
     # The order of the input changes nothing, and the input is not changed.
     shuffled = [sequences[i] for i in torch.randperm(len(sequences))]
@@ -185,7 +184,7 @@ def test_tree_attention_in_low_precision_is_as_good_as_plain_torch(dtype, groupe
     trie = TokenTrie(sequences)
     assert trie.tokens.tolist() == list(range(120))
     leaves, dout = draw_qkv(120, batch=1, groups=4, width=16, dtype=dtype)
-    mask = trie.whole_mask.dense()
+    mask = trie.row_mask(len(trie)).dense()
 
     def gradients(model, attention):
         out = attention(*model.qkv)
@@ -245,7 +244,7 @@ def test_a_huge_token_reaches_its_own_paths_only(grouped, window):
         out = tree_attention(*leaves, trie, window=window)
         return out.detach(), *grad_of(out, leaves, dout)
 
-    sees = trie.whole_mask.with_window(window).dense()[0, 0]
+    sees = trie.row_mask(len(trie)).with_window(window).dense()[0, 0]
     keys = [leaves[0], *(x.detach().clone().requires_grad_() for x in leaves[1:])]
     huge = dout.clone()
     for x in (*keys[1:], huge):
@@ -661,12 +660,10 @@ def deaf(tokens, /, *, positions=None, attention=None):
     return TinyModel().hidden(tokens, positions=positions)
 
 
-LINEAR = types.SimpleNamespace(layer_types=["linear_attention"])
 WRONG = [  # one thing of a model that a tree cannot have, and what is said of it
     (dict(drop=nn.Dropout(0.1)), "drop drops out with p = 0.1.*model.eval"),
     (dict(mix=nn.Conv1d(1, 1, 3)), "mix is Conv1d: it mixes tokens in another way"),
     (dict(mix=nn.GRU(2, 2)), "mix is GRU"), (dict(mix=LinearAttention()), "mix is LinearAttention"),
-    (dict(config=LINEAR), "linear_attention.*not all are causal softmax"),
     (dict(hidden=deaf), "TinyModel.hidden never called `attention`"),
     (dict(hidden=numbered), "two layers call attention with layer=0"),
 ]  # fmt: skip
@@ -696,7 +693,7 @@ def contiguous(order, world):
 @pytest.mark.parametrize("seed", shortened(range(6), 0, 1))
 def test_dfs_partition_is_the_best_of_all_contiguous_ones(seed, monkeypatch):
     sequences = random_forest(seed, count=9, longest=12)
-    monkeypatch.setattr("full.tree.trie.PAIR", 0.05)
+    monkeypatch.setattr("full.tree.trie.TOKEN", 20)
 
     def largest(shares):
         tries = [TokenTrie([sequences[i] for i in x]) for x in shares]
