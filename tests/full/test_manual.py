@@ -49,7 +49,7 @@ TOY = {  # command: more flags with which it runs here; they win over its own
     "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
     f"{RUN} --task jsonl --data questions.jsonl --model DIR --lora-rank 16 "
     "--compute-dtype bfloat16 --lr 1e-3 --out runs/lora": JSONL,
-    "python tests/bench/imports.py": "", "python tests/bench/against_the_five.py": " 64",
+    "python tests/bench/imports.py": "",
 }  # fmt: skip
 ELSEWHERE = {  # what a command begins with: test_NAME.py, which runs it, or who else does
     "torchrun --nproc-per-node 2 train_grpo.py": "cut_system", "python FILE.py": "readme",
@@ -64,7 +64,7 @@ ELSEWHERE = {  # what a command begins with: test_NAME.py, which runs it, or who
     "python tests/full/test_flags.py": "flags", "python tests/bench/measure": "measure",
     "python tests/bench/precision.py": "measure",
     "python tests/bench/gpu.py": "gpu",
-    "python tests/bench/bench_trl.py": "trl", "python tests/bench/honest_runs.py": "audit",
+    "python tests/bench/honest_runs.py": "audit",
     "python tests/bench/curve_trl.py": "trl", "python -m pytest": "the tests themselves",
     "pip install": ".ci/run", "python3 -m venv": ".ci/run", ". .venv": ".ci/run",
 }  # fmt: skip
@@ -189,8 +189,7 @@ OF_OTHERS = """
     --no-deps --torch-backend --local-dir
     --port --host --enable-scale-out --logprobs-mode --max-model-len --enforce-eager --block-size
     --hf-overrides --enable-deterministic-inference --enable-fp32-lm-head
-    --completion --prompt
-"""  # torchrun's, pip's and hf's, vLLM's and SGLang's, bench_trl's
+"""  # torchrun's, pip's and hf's, vLLM's and SGLang's
 
 
 @pytest.mark.quick

@@ -11,7 +11,6 @@ from conftest import ROOT, installed, shortened
 from test_ranks import as_script
 from torch.utils.flop_counter import FlopCounterMode
 
-from full.model.hf import save_hf
 from full.tiny import tiny_model
 from full.tree.trie import TokenTrie
 
@@ -22,23 +21,20 @@ def of_bound(row):
 
 HOLDS = {  # what each row of a subject has
     "ring": lambda row: row["way"] != "SDPA" or row["of_sdpa"] == row["of_ideal"] == 1,
-    "ring-memory": lambda row: row["of"] != "the mask itself" or row["mb"] < 0.01,
-    "ring-longest": lambda row: row["tokens"] >= 64, "kernel": lambda row: row["seconds"] > 0,
+    "ring-memory": lambda row: "mask itself" not in row["way"] or row["mb"] < 0.01,
+    "kernel": lambda row: row["seconds"] > 0, "five": lambda row: row["times"] > 0,
     "tree": of_bound,
     "models": lambda row: row["tokens/s"] > 0,
-    "deltanet": lambda row: row.get("forward", 9) >= row.get("backward", 9),
+    "deltanet": lambda row: row.get("forward/s", 1) > row.get("and backward/s", 0),
     "exact": lambda row: row["share"] < 0.9 and row["exact"] == 1,
-    "head": lambda row: row.get("head") != "float32" or row["largest"] < 1e-4,
+    "head": lambda row: row["head"] != "float32" or row["largest"] < 1e-4,
     "objectives": lambda row: (row["mean"], row["least"], row["seed 1"]) == (0.95, 0.9, 11),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("subject", shortened(HOLDS, "exact", "head", "objectives"))
+@pytest.mark.parametrize("subject", shortened(HOLDS, "exact", "five", "objectives"))
 def test_a_subject_prints_rows_and_a_line_of_json(subject, tmp_path, capsys):
     folder = []
-    if subject == "head":
-        folder = [f"{tmp_path}"]
-        save_hf(tiny_model("qwen3", vocab_size=300), tmp_path)
     if subject == "objectives":  # runs that are there
         folder = [f"{tmp_path}"]
         for run in [f"{name}-{seed}" for name in measure.OBJECTIVES for seed in range(2)]:
@@ -53,8 +49,6 @@ def test_a_subject_prints_rows_and_a_line_of_json(subject, tmp_path, capsys):
     rows = json.loads(last)["rows"]
     assert len(rows) >= 2 and len(lines) > len(rows)
     assert all(HOLDS[subject](row) for row in rows), rows
-    if subject == "head":  # both have a float32 head at the end
-        assert rows[-1]["mean"] < rows[-4]["mean"]
 
 
 @pytest.mark.quick

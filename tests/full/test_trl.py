@@ -1,4 +1,4 @@
-"""Against TRL: its loss by recorded numbers; where it is installed its trainer, and both scripts.
+"""Against TRL: its loss by recorded numbers; where it is installed its trainer, and our curve.
 
 trl_loss_golden.json has the loss and gradient of TRL 1.16 for every setting that both have.
 """
@@ -6,7 +6,6 @@ trl_loss_golden.json has the loss and gradient of TRL 1.16 for every setting tha
 import importlib.util
 import json
 import shutil
-from types import SimpleNamespace
 
 import adapters
 import pytest
@@ -14,10 +13,11 @@ import torch
 from conformance import loss as kit
 from conftest import ROOT, installed
 from test_loss import label, tensor
-from test_ranks import as_script
 from test_rollout import checkpoint  # noqa: F401, a fixture
 
 from full.learn.objectives import LossSettings, OtherScores, grpo_loss
+from full.model.hf import save_hf
+from full.tiny import tiny_model
 
 GOLDEN = json.loads((ROOT / "tests" / "trl_loss_golden.json").read_text())
 COVERED = [case for case in GOLDEN["cases"] if case["ours"]]  # there is no KL times the ratio
@@ -53,18 +53,25 @@ def test_loss_and_gradient_are_trls(case):
 @pytest.mark.parametrize("how", ["dapo token_mean", "grpo sequence_mean"])
 def test_trls_trainer_adds_micro_batches_up_as_its_adapter_says(tmp_path, how):
     """The gradient in each step of a real run, with two micro-batches, is the definition's."""
-    import bench_trl
     import datasets
+    import tokenizers
     import transformers
     import trl
 
-    # A tiny model in float64. Answers end at many tokens, so that the two counts differ.
+    # A tiny model in float64. Answers end at many tokens, so that the two counts differ. A word
+    # is one token: w7 is the token 7.
     loss_type, aggregation = how.split()
-    options = SimpleNamespace(model="", prompts=1, prompt=4)
-    _, model, tokenizer, _ = bench_trl.build(options, str(tmp_path))
-    model.resize_token_embeddings(258)
-    model.double().generation_config.eos_token_id = list(range(40))
+    save_hf(tiny_model("qwen3", vocab_size=258), tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    model.generation_config.eos_token_id = list(range(40))
+    ids = {f"w{n}": n for n in range(256)} | {"<pad>": 256, "<eos>": 257}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
     batches, log_probs, gradients, errors, ratios = [], [], [], [], []
+    others = [None] * 6  # lists of a sequence that this loss does not need
 
     # Wrapped functions of the trainer note what it trains on, and its gradient in the log-probs.
     def forward(*args, **options):
@@ -83,12 +90,12 @@ def test_trls_trainer_adds_micro_batches_up_as_its_adapter_says(tmp_path, how):
             sequences = []
             for inputs, lp in zip(batches, log_probs, strict=True):
                 old, mask = inputs["old_per_token_logps"], inputs["completion_mask"]
-                rows = zip(inputs["advantages"], lp, old, mask)
-                sequences += [kit.Sequence(*(x.tolist() for x in row)) for row in rows]
+                rows = zip(inputs["advantages"][:, None].expand_as(lp), lp, old, mask)
+                sequences += [kit.Sequence(*(x.tolist() for x in row), *others) for row in rows]
                 ratios.append(float((lp - old).abs().max()))
             c = kit.settings_of(adapters.trl, dict(aggregation=aggregation))
-            want = torch.tensor(kit.definition(c, sequences)[1][:-1])
-            errors.append(float((torch.cat(gradients) - want).norm() / want.norm()))
+            want, found = kit.definition(c, sequences)[0].rows["lp"], torch.cat(gradients)
+            errors.append(float((found - torch.tensor(want)).norm() / torch.tensor(want).norm()))
             counts = {int(inputs["completion_mask"].sum()) for inputs in batches}
             assert len(batches) == len(counts) == 2
             for noted in (batches, log_probs, gradients):
@@ -112,35 +119,6 @@ def test_trls_trainer_adds_micro_batches_up_as_its_adapter_says(tmp_path, how):
     trainer._get_per_token_logps_and_entropies, trainer._compute_loss = forward, compute
     trainer.train()
     assert max(errors) < 1e-5 and max(ratios) > 0.3  # advantages are float32
-
-
-def summary_of(*words, cwd):
-    """The last line of a run of bench_trl.py that ended well."""
-    code, out, err = as_script(ROOT / "tests/bench/bench_trl.py", *words, "--rounds", "1", cwd=cwd)
-    assert code == 0, err[-2000:]
-    return json.loads(out.splitlines()[-1])
-
-
-@needs_trl
-def test_trl_gives_our_loss_and_gradient_on_its_own_batch(tmp_path):
-    summary = summary_of(*"--prompt 24 --completion 6 --group 4".split(), cwd=tmp_path)
-    assert summary["ok"] and summary["gradient"] < 1e-5 and abs(summary["loss"]) < 1e-5
-
-
-@needs_trl
-def test_a_checkpoint_is_measured_on_its_own_prompts(checkpoint, tmp_path):  # noqa: F811
-    """Several prompts a step, and memory: at least weights and moments, ours with two copies."""
-    directory = shutil.copytree(checkpoint, tmp_path / "checkpoint")
-    template = "{{ messages[0]['content'] }} answer:"
-    (directory / "tokenizer_config.json").write_text(json.dumps(dict(chat_template=template)))
-    size = "--prompts 3 --completion 4 --group 2".split()
-    summary = summary_of("--model", f"{directory}", *size, cwd=tmp_path)
-    assert summary["ok"] and summary["prompts"] == 3 and summary["prompt"] > len("answer:") / 2
-
-    # In float32; a checkpoint has the weights in float64.
-    weights = (directory / "model.safetensors").stat().st_size / 2 / 2**20
-    for ours, theirs in summary["memory"].values():
-        assert ours > 4 * weights and theirs > 3 * weights
 
 
 @pytest.mark.slow
