@@ -1,12 +1,12 @@
 """Draw a picture for each idea, from what the five files compute (needs matplotlib).
 
-    python tests/bench/draw.py              # writes assets/ring.png, tree.png, plan.png, and so on
+    python tests/bench/draw.py              # writes assets/ring.png, tree.png and pipeline.png
     python tests/bench/draw.py ring tree    # writes two of them
+    python tests/bench/draw.py rollout      # prints the README's table of a group of rollouts
 
-The numbers in a picture are recorded, not typed in. `ring` records the blocks and masks of a ring
-of 4 ranks, `plan` the process groups of 8 ranks, and `pipeline` a run of 1F1B on 4 ranks. `tree`
-and `rollout` show a group that a small policy played after some training. A picture is 1400 pixels
-wide, for pages that show it at 700.
+The numbers are recorded, not typed in. `ring` records the blocks and masks of a ring of 4 ranks,
+and `pipeline` a run of 1F1B on 4 ranks. `tree` and `rollout` show a group that a small policy
+played after some training. A picture is 1400 pixels wide, for pages that show it at 700.
 """
 
 import functools
@@ -34,7 +34,6 @@ WIDTH = 7  # inches
 DOTS = 200  # per inch
 INK, GRAY, PALE = "#222222", "#6b6b6b", "#e6e6e6"
 COLORS = "#4477aa", "#ee8866", "#44aa99", "#aa5599"  # of ranks, of groups of ranks
-GOOD, BAD = "#4c9f50", "#d9534f"  # a positive advantage, a negative one
 
 
 # 1. What is drawn -------------------------------------------------------------------------------
@@ -60,23 +59,6 @@ def record_ring(world, length):
         q = torch.zeros(1, 1, length // world, 2)
         ring_attention.ring_attention(q, q, q)
         return hops
-
-    return ring_attention.launch(world, run)
-
-
-def record_plan(text, world, names):
-    """Return, for each rank, the layers, heads and rows that it has, and its groups by name."""
-
-    def run():
-        grid = parallel.Grid(text)
-        model = parallel.check_model()
-        parallel.keep_stage(model, grid.group["p"].rank(), grid.group["p"].size())
-        parts = {  # of the 4 layers and 4 heads of the model, and of a batch of 4 rows
-            "layers": [int(name) for name, _ in model.model.layers.named_children()],
-            "heads": parallel.own_chunk(torch.arange(4), grid.group["t"]).tolist(),
-            "rows": parallel.own_chunk(torch.arange(4), grid.group["dc"]).tolist(),
-        }
-        return parts, {x: dist.get_process_group_ranks(grid.group[x]) for x in names}
 
     return ring_attention.launch(world, run)
 
@@ -213,11 +195,6 @@ def mixed(color, share):
     return tuple(1 - share * (1 - x) for x in to_rgb(color))
 
 
-def spelled(numbers):
-    """Return a list of numbers as text: 0 1 14 15."""
-    return " ".join(map(str, numbers))
-
-
 # 3. The pictures --------------------------------------------------------------------------------
 
 
@@ -322,49 +299,6 @@ def tree():
     return canvas.figure
 
 
-def plan(text="p2d2t2"):
-    """Draw the ranks of a plan as a grid, what each has, and its groups."""
-    messages = {
-        "t": ("in every layer:", "sum of hidden states"),
-        "d": ("once a step:", "sum of gradients"),
-        "p": ("each micro-batch:", "states on, gradients back"),
-    }
-    ranks = record_plan(text, 8, [*messages])
-    canvas = Canvas(4.25)
-    canvas.title(f"{text}, 8 ranks: p splits the layers, d the rows of a batch, t the heads")
-
-    # Where a rank stands follows from its groups: its place in a t group is its column, and so on.
-    place = [{name: group.index(r) for name, group in groups.items()}
-             for r, (_, groups) in enumerate(ranks)]  # fmt: skip
-    for rank, (parts, _) in enumerate(ranks):
-        p, d, t = (place[rank][name] for name in "pdt")
-        x, y = 0.75 + 3.2 * p + 1.4 * t, 0.95 + 0.8 * d
-        canvas.box(x, y, 1.32, 0.72, "#f3f3f3", edge=GRAY)
-        canvas.text(x + 0.2, y + 0.36, str(rank), size=15, weight="bold")
-        for n, (name, part) in enumerate(parts.items()):
-            canvas.left(x + 0.42, y + 0.14 + 0.22 * n, f"{name} {spelled(part)}", size=8)
-        if d == 0:
-            canvas.text(x + 0.66, 0.84, f"t {t}", color=GRAY)
-        if p == t == 0:
-            canvas.text(0.5, y + 0.36, f"d {d}", color=GRAY)
-        if d == t == 0:
-            canvas.text(x + 1.36, 0.6, f"p {p} (stage {p})", color=GRAY)
-
-    # The same grid once for each kind of group. Ranks of one color are a group.
-    for column, (name, lines) in enumerate(messages.items()):
-        left = 0.4 + 2.25 * column
-        canvas.left(left, 2.85, f"{name} groups", size=9, weight="bold")
-        groups = sorted({tuple(groups[name]) for _, groups in ranks})
-        for n, group in enumerate(groups):
-            for rank in group:
-                p, d, t = (place[rank][axis] for axis in "pdt")
-                x, y = left + 0.92 * p + 0.4 * t, 3.02 + 0.32 * d
-                canvas.box(x, y, 0.38, 0.3, COLORS[n], str(rank), size=9)
-        for n, line in enumerate(lines):
-            canvas.left(left, 3.82 + 0.2 * n, line, size=8, color=GRAY)
-    return canvas.figure
-
-
 def pipeline(stages=4, number=8):
     """Draw 1F1B as a timeline: what each stage does when."""
     record = record_1f1b(stages, number)
@@ -420,64 +354,36 @@ def waiting(record) -> float:
 
 
 def rollout():
-    """Draw a group of rollouts, and what the loss makes of one of them."""
+    """Print a group of rollouts, and what the loss makes of one of them."""
     task, config, episodes, scored = record_group()
-    rewards = np.array([e.reward for e in episodes])
-    canvas = Canvas(5.2)
-    secret = episodes[0].state[0]
-    canvas.title(f"One prompt, {len(episodes)} rollouts: find the hidden number {secret}")
-    canvas.text(5.75, 0.5, "reward R", size=8, color=GRAY)
-    canvas.text(6.5, 0.5, "advantage A", size=8, color=GRAY)
-
-    # The group. What the policy sampled has the color of the advantage.
+    prompt = f"one prompt, {len(episodes)} rollouts: find the hidden number {episodes[0].state[0]}"
+    print(f"{prompt:60}  reward R  advantage A")
     for i, e in enumerate(episodes):
-        y = 0.65 + 0.3 * i
-        color = mixed(GOOD if e.advantage > 0 else BAD, min(1, 0.15 + abs(e.advantage)))
-        canvas.left(0.15, y + 0.12, f"rollout {i}")
-        for t, (token, sampled) in enumerate(zip(e.tokens, [False, *e.mask], strict=True)):
-            place = 0.95 + 0.49 * t, y, 0.45, 0.24
-            name = task.show([token])
-            if sampled:
-                canvas.box(*place, color, name)
-            else:
-                canvas.box(*place, "white", name, color=GRAY, style="italic", size=7.5)
-        canvas.text(5.75, y + 0.12, f"{e.reward:.2f}")
-        canvas.text(6.5, y + 0.12, f"{e.advantage:+.2f}", weight="bold")
-    y = 0.65 + 0.3 * len(episodes) + 0.1
-    canvas.text(5.75, y, f"mean {rewards.mean():.2f}", color=GRAY)
-    canvas.text(6.5, y, "A = R - mean", color=GRAY)
-    canvas.left(0.95, y, "boxes: sampled by the policy; the rest: said by the task", color=GRAY)
+        names = [task.show([token]) for token in e.tokens]
+        said = [f"[{x}]" if on else x for x, on in zip(names, [False, *e.mask], strict=True)]
+        print(f"rollout {i}  {' '.join(said):49}  {e.reward:8.2f}  {e.advantage:+11.2f}")
 
-    # One rollout, target by target.
     best = max(range(len(episodes)), key=lambda i: episodes[i].advantage)
     e = episodes[best]
-    canvas.left(0.15, y + 0.42, f"Rollout {best} in the loss, one update later", size=9.5)
-    found = {t: values for (i, t), values in scored.items() if i == best}
-    ratio = {t: np.exp(now - e.old[t]) for t, (now, _) in found.items()}
+    lp, l = ({t: values[n] for (i, t), values in scored.items() if i == best} for n in (0, 1))
+    ratio = {t: np.exp(lp[t] - e.old[t]) for t in lp}
     low, high = 1 - config.clip_low, 1 + config.clip_high
     rows = {
-        "token": {t: task.show([token]) for t, token in enumerate(e.tokens[1:])},
-        "mask: did the policy sample it?": {t: str(int(mask)) for t, mask in enumerate(e.mask)},
-        "old: its log-prob then": {t: f"{e.old[t]:.3f}" for t in found},
-        "lp: its log-prob now": {t: f"{now:.3f}" for t, (now, _) in found.items()},
+        "mask: did the policy sample it?": {t: f"{mask:d}" for t, mask in enumerate(e.mask)},
+        "old: its log-prob then": {t: f"{e.old[t]:.3f}" for t in lp},
+        "lp: its log-prob now": {t: f"{lp[t]:.3f}" for t in lp},
         "r = exp(lp - old)": {t: f"{r:.3f}" for t, r in ratio.items()},
         f"clip(r, {low:.2f}, {high:.2f})": {t: f"{np.clip(r, low, high):.3f}"
                                             for t, r in ratio.items()},
-        "A, one number for the rollout": {t: f"{e.advantage:+.3f}" for t in found},
-        "l = -min(r A, clip(r) A)": {t: f"{loss:.3f}" for t, (_, loss) in found.items()},
+        "A, one number for the rollout": {t: f"{e.advantage:+.3f}" for t in lp},
+        "l = -min(r A, clip(r) A)": {t: f"{l[t]:.3f}" for t in lp},
     }  # fmt: skip
-    for n, (name, cells) in enumerate(rows.items()):
-        middle = y + 0.76 + 0.26 * n
-        canvas.left(0.15, middle, name)
-        canvas.line((0.15, middle + 0.13), (6.85, middle + 0.13), color=PALE)
-        for t, cell in cells.items():
-            canvas.text(2.4 + 4.45 * (t + 0.5) / len(e.mask), middle, cell)
-    text = "loss = sum of l over the sampled tokens of all rollouts, divided by their number"
-    canvas.left(0.15, middle + 0.32, text)
-    return canvas.figure
+    tokens = dict(enumerate(task.show([token]) for token in e.tokens[1:]))
+    for name, cells in {f"rollout {best} in the loss, one update later": tokens, **rows}.items():
+        print(f"{name:40}", *(f"{cells.get(t, ''):>7}" for t in range(len(e.mask))))
 
 
-PICTURES = {f.__name__: f for f in (ring, tree, plan, pipeline, rollout)}
+PICTURES = {f.__name__: f for f in (ring, tree, pipeline)}
 
 
 def save(figure, path):
@@ -489,10 +395,14 @@ def save(figure, path):
 
 
 def main(argv) -> int:
-    """Write the pictures with these names, or all of them."""
+    """Write the pictures with these names, or all of them, or print the table."""
+    if argv == ["rollout"]:
+        rollout()
+        return 0
     unknown = [name for name in argv if name not in PICTURES]
     if unknown:
-        print(f"expected names of {', '.join(PICTURES)}, got {unknown[0]}", file=sys.stderr)
+        expected = ", ".join(["rollout", *PICTURES])
+        print(f"expected names of {expected}, got {unknown[0]}", file=sys.stderr)
         return 2
     for name in argv or PICTURES:
         path = ROOT / "assets" / f"{name}.png"

@@ -64,7 +64,7 @@ ELSEWHERE = {  # what a command begins with: test_NAME.py, which runs it, or who
     "python tests/full/test_flags.py": "flags", "python tests/bench/measure": "measure",
     "python tests/bench/precision.py": "measure",
     "python tests/bench/gpu.py": "gpu",
-    "python tests/bench/honest_runs.py": "audit",
+    "python tests/bench/honest_runs.py": "audit", "python tests/bench/draw.py": "draw",
     "python tests/bench/curve_trl.py": "trl", "python -m pytest": "the tests themselves",
     "pip install": ".ci/run", "python3 -m venv": ".ci/run", ". .venv": ".ci/run",
 }  # fmt: skip
