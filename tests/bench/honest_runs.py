@@ -16,14 +16,15 @@ import io
 import json
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from full.__main__ import main as full_main
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 from full.audit.audit import audited
 from full.model.hf import save_hf
 from full.run.build import one_process
@@ -75,19 +76,17 @@ def made(folder, number):
     words = " ".join(dict.fromkeys(filter(None, [*drawn, plan])))
     line = f"{TINY.format(seed=number)} {words.format(folder=folder)}"
     given = [*shlex.split(line), "--out", str(folder / f"run-{number}")]
-    said = io.StringIO()
-    if plan:
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                 "--nproc-per-node", "2", "-m", "full"]  # fmt: skip
-        done = subprocess.run([*start, *given], capture_output=True, text=True, check=False)
-        code, text = done.returncode, done.stderr
-    else:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            code = full_main(given)
-        text = said.getvalue()
-    if code:
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if plan else []
+    command = [sys.executable, *start, "-m", "full", *given]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          cwd=ROOT) as process:  # fmt: skip
+        try:
+            text, _ = process.communicate()
+        finally:
+            process.terminate()  # if this process was told to stop; the launcher tells its ranks
+    if process.returncode:
         (folder / f"run-{number}.txt").write_text(line + "\n" + text, encoding="utf-8")
-    return None if code else words.format(folder="")
+    return None if process.returncode else words.format(folder="")
 
 
 def kind_of(flags) -> str:
@@ -128,14 +127,16 @@ def main():
     parser.add_argument("runs", type=int)
     parser.add_argument("--first", type=int, default=0)
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    make_models(options.folder)
-    path = options.folder / "audits.jsonl"
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    make_models(folder)
+    path = folder / "audits.jsonl"
     audits = [json.loads(line) for line in path.open()] if path.exists() else []
     number = max([options.first, *(audit["number"] + 1 for audit in audits)])
     left = options.runs
     while left:
-        found = audit_all(options.folder, number)
+        found = audit_all(folder, number)
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(audit) + "\n" for audit in found)
         left, number, audits = left - ("factor" in found[0]), number + 1, audits + found
