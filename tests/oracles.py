@@ -26,6 +26,12 @@ def worst(found, truth):
     return max(relative(a.detach(), b.detach()) for a, b in zip(found, truth, strict=True))
 
 
+def rms(found, truth):
+    """The root mean square of the relative errors of some tensors."""
+    errors = [relative(a.detach(), b.detach()) for a, b in zip(found, truth, strict=True)]
+    return (sum(error**2 for error in errors) / len(errors)) ** 0.5
+
+
 def plain_attention(q, k, v, visible, *, scale=None):
     """Return out (B, H, q, D) and lse (B, H, q), with all scores in memory.
 
