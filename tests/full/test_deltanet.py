@@ -4,12 +4,10 @@ test_transformers.py holds logits, gradients, files and decoding to transformers
 test_decoding.py the cache: any series of prompts, tokens, forks and rows that come and go.
 """
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles import rms, worst
+from oracles import worst
 from test_run import call
 
 from full.model import deltanet
@@ -62,28 +60,20 @@ def test_gradients_of_decays_in_float32():
 
 
 @quick
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_packed_documents_are_separate_documents(dtype):
+def test_packed_documents_are_separate_documents():
     """Shorter than the convolution, longer than a chunk, with padding in between."""
-    model = tiny_model("qwen3_5_text", dtype=dtype)
+    model = tiny_model("qwen3_5_text")
     rows = [[0] * 5 + [1] + [-1] + [2] * 70 + [3] * 4 + [4] * 2,
             [5] * 2 + [6] * 40 + [7] + [8] * 40]
     ids = torch.tensor(rows)
     tokens = torch.randint(53, ids.shape, generator=torch.Generator().manual_seed(0))
     packed = model.hidden(tokens, attention=Documents(packed_attention(ids), ids))
-    exact = copy.deepcopy(model).double()
     found = torch.cat([packed[ids == n] for n in range(9)])
-    alone, truth = (torch.cat([x.hidden(tokens[ids == n][None])[0] for n in range(9)])
-                    for x in (model, exact))  # fmt: skip
-    upstream, outs = truth.detach().flip(0).to(dtype), []
-    for one, y in ((model, found), (model, alone), (exact, truth)):
-        weights = [p for name, p in one.named_parameters() if name != "lm_head.weight"]
-        outs.append([y.detach(), *torch.autograd.grad(y, weights, upstream.to(y.dtype))])
-    found, alone, truth = outs
-    assert min(y.norm() for y in truth) > 0
-    if dtype == torch.float64:
-        assert worst(found, truth) < 1e-11
-    assert rms(found, truth) < max(1e-11, 1.3 * rms(alone, truth))
+    truth = torch.cat([model.hidden(tokens[ids == n][None])[0] for n in range(9)])
+    upstream = truth.detach().flip(0)
+    weights = [p for name, p in model.named_parameters() if name != "lm_head.weight"]
+    found, truth = ([y, *torch.autograd.grad(y, weights, upstream)] for y in (found, truth))
+    assert min(y.norm() for y in truth) > 0 and worst(found, truth) < 1e-11
 
 
 @quick
