@@ -95,8 +95,8 @@ class ModelConfig(models.ModelConfig):
                 self.query_pre_attn_scalar is not None and self.query_pre_attn_scalar <= 0,
             "rope_parameters": given.keys() - {FULL, SLIDING},
         }  # fmt: skip
-        positive = "rms_norm_eps", "initializer_range", "router_bias_rate"
-        wrong |= {name: getattr(self, name) < 0 for name in positive}
+        not_negative = "rms_norm_eps", "initializer_range", "router_bias_rate"
+        wrong |= {name: getattr(self, name) < 0 for name in not_negative}
         found = [f"{name} {getattr(self, name)}" for name in wrong if wrong[name]]
         if found:
             raise ValueError(f"expected a {self.model_type} model, got {', '.join(found)}")

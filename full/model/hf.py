@@ -35,10 +35,6 @@ from full.ranks.places import TIED, local, part_of
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
 
-# The files of weights that some program would read: transformers takes model.safetensors before an
-# index, and adds an adapter of PEFT's to its base by itself. vLLM without an index takes all files.
-WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|adapter_(config\.json|model\.\w+)")
-
 
 class Stored(NamedTuple):
     """A tensor in a safetensors file, read when asked for."""
@@ -47,47 +43,27 @@ class Stored(NamedTuple):
     part: object  # safetensors' slice: get_shape(), get_dtype(), [ranges]
 
 
-def files_of_tensors(directory) -> dict:
-    """Return {tensor: file} as the index of a checkpoint says, or {} if it has none."""
-    if not (directory / INDEX).exists():
-        return {}
-    # A checkpoint comes from somebody else: a name that leads out of its directory would have us
-    # read any file of this machine.
-    found = read_json(directory / INDEX, what="an index of tensors").get("weight_map")
-    files = [*found.values()] if found and isinstance(found, dict) else [found]
-    wrong = [x for x in files if not isinstance(x, str) or not re.fullmatch(r"[\w.-]*\w", x)]
-    if wrong or not isinstance(found, dict):
-        raise ValueError(f"{directory / INDEX}: weight_map: expected names of files in this "
-                         f"directory, got {[*wrong, found][0]!r}")  # fmt: skip
-    return found
-
-
-def open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
-    """Return the tensors of a checkpoint by name, and how many others it has.
+def open_checkpoint(directory) -> dict[str, Stored]:
+    """Return the tensors of a checkpoint by name.
 
     Of a multimodal Gemma 3 they are the language model's, under a text model's names.
     """
-    directory = Path(directory)
-    files = files_of_tensors(directory)
+    # As in `models.load`: transformers takes model.safetensors before an index, and adds an adapter
+    # to its base by itself. vLLM without an index takes all files.
+    files = sorted(Path(directory).glob("model*.safetensors"))
+    names = [x.name for x in files + sorted(Path(directory).glob("adapter_*"))]
     tensors = {}
-    read = sorted(set(files.values())) or ["model.safetensors"]
-    others = sorted({x.name for x in directory.glob("*") if WEIGHTS.fullmatch(x.name)} - {*read})
-    if others:
-        raise ValueError(f"{directory}: expected one set of weights, got {read[0]} and "
-                         f"{others[0]}; other programs read the other set: remove one of the two")
-    for file in read:
-        path = directory / file
+    count = 0
+    for path in files:
         try:
             reader = safetensors.safe_open(path, framework="pt")
-        except FileNotFoundError as error:
-            raise ValueError(f"{path} is missing") from error
         except (safetensors.SafetensorError, OSError) as error:
             raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
         tensors |= {name: Stored(path, reader.get_slice(name)) for name in reader.keys()}
-    places = {name: stored.path.name for name, stored in tensors.items()}
-    wrong = sorted(n for n in files.keys() | places.keys() if files.get(n) != places.get(n))
-    if files and wrong:
-        raise ValueError(f"{directory / INDEX} and its files disagree about {wrong[:4]}")
+        count += len(reader.keys())
+    if len(names) > len(files) or not 0 < len(tensors) == count:
+        raise ValueError(f"{directory}: expected one set of weights, got {names}; other programs "
+                         f"would read another one")  # fmt: skip
 
     # Frequencies of RoPE, which Llama 2's files hold, follow from the config.
     # The layers of Qwen3.5 that predict further tokens are no part of the model.
@@ -101,7 +77,7 @@ def open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
             raise ValueError(f"{directory}: expected one {twice[0]} of the language model, got "
                              f"{[x for x in names if names[x] == twice[0]]}")  # fmt: skip
         text = {own: text[name] for name, own in names.items()}
-    return text, len(tensors) - len(text)
+    return text
 
 
 class Source(NamedTuple):
@@ -163,7 +139,7 @@ def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
 def _load(directory, model, dtype, device) -> Transformer:
     """`load_hf` on this rank."""
     config = ModelConfig.from_hf(directory)
-    stored, _ = open_checkpoint(directory)
+    stored = open_checkpoint(directory)
     # Some writers store the head of a tied model next to the embedding.
     head = stored.pop("lm_head.weight", None) if config.tie_word_embeddings else None
 

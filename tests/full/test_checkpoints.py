@@ -189,7 +189,7 @@ DAMAGE = {  # what is said: what is done to a file of qwen3_moe
     "model.safetensors is truncated": (rewrite_bytes, lambda data: data[:-7]),
     "or not a safetensors file: .*header":
         (rewrite_bytes, lambda data: b"\x10" + bytes(7) + b"not json at all!" + data),
-    "model.safetensors is missing": (remove, None),
+    r"expected one set of weights, got \[\]": (remove, None),
     "JSON of another kind: expected an object, got a list": (write_config, "[]"),
     "config.json is not JSON": (write_config, "{"),
     **{f"{name} is stored as {kind}; expected one of F64, F32, F16, BF16":
@@ -253,11 +253,11 @@ def test_a_bad_later_file_leaves_the_model_untouched(tmp_path):
     last = max(tmp_path.glob("*.safetensors"))
     whole = last.read_bytes()
     rewrite(last, lambda tensors: tensors | {"extra": torch.ones(1)})
-    assert re.search("its files disagree about .*extra", complaint_of_load(tmp_path))
+    assert re.search(r"extra \(1,\) for no parameter", complaint_of_load(tmp_path))
     last.write_bytes(whole[:-9])
     assert f"{last.name} is truncated" in complaint_of_load(tmp_path)
     last.unlink()
-    assert f"{last.name} is missing" in complaint_of_load(tmp_path)
+    assert re.search("tensors do not fit .* missing for ", complaint_of_load(tmp_path))
 
 
 @pytest.mark.quick
@@ -310,7 +310,7 @@ def test_what_one_rank_finds_all_ranks_raise(tmp_path):
     assert found.startswith(f"{file}: model.embed_tokens.weight has weights that are NaN")
     assert missing.startswith(f"no {folder / 'nothing'}")
     assert unwritten.startswith(f"cannot write {folder / 'model-00001-of-'}")
-    assert "is missing" in complaint_of(load_hf, folder)  # neither the old weights nor new ones
+    assert "got []" in complaint_of(load_hf, folder)  # neither the old weights nor new ones
 
 
 @contextlib.contextmanager
@@ -343,7 +343,9 @@ def test_a_full_disk_is_an_oserror_that_names_the_file(tmp_path, changes, shard,
     with no_file_beyond(size):
         said = complaint_of(save_hf, model, tmp_path, max_shard_bytes=shard, error=OSError)
     assert said.startswith(f"cannot write {tmp_path / named}: ")
-    if "model" in named:
+    if named == INDEX:  # which only other programs need
+        assert same(model, load_hf(tmp_path))
+    elif "model" in named:
         complaint_of(load_hf, tmp_path)  # the old weights are not taken for the new ones
 
 
@@ -723,23 +725,3 @@ def test_only_a_last_line_without_an_end_counts_as_torn(tmp_path):
             assert "line 3" in complaint_of(read_json_lines, path, skip_torn_last=True)
     path.write_bytes(whole[:-1])  # whole, but for its end
     assert read_json_lines(path, skip_torn_last=True) == both
-
-
-def test_an_index_cannot_lead_out_of_its_directory(tmp_path):
-    outside, inside = tmp_path / "outside", tmp_path / "inside"
-    model, path = stored(outside)
-    inside.mkdir()
-    (inside / "config.json").write_bytes((outside / "config.json").read_bytes())
-    (inside / "sub").symlink_to(outside)
-    names, index = names_in(path), inside / INDEX
-    files = ("../outside/model.safetensors", str(path), "sub/model.safetensors", "..", "", "a\0b",
-             "..\\outside\\model.safetensors", 5, None, ["a"])  # fmt: skip
-    wrong = [(file, dict.fromkeys(names, file)) for file in files]
-    for got, weight_map in [*wrong, *((x, x) for x in ([], {}, "x", None))]:
-        index.write_text(json.dumps({"weight_map": weight_map}))
-        said = complaint_of(load_hf, inside)
-        assert said == (f"{index}: weight_map: expected names of files in this directory, "
-                        f"got {got!r}")  # fmt: skip
-    (inside / "link.safetensors").symlink_to(path)  # as in Hugging Face's cache
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "link.safetensors")}))
-    assert same(model, load_hf(inside))
