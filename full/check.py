@@ -93,7 +93,7 @@ def check_parallel(every=False) -> bool:
 
     # Then whole runs by every plan, tree and mode. Some must be refused.
     rows = [row for row in equivalence.ROWS if every or row.mark != "slow"]
-    found = equivalence.found_of(rows)
+    found = equivalence.run_rows(rows)
     for row in rows:
         is_right = equivalence.is_right(row, found[row.name])
         refused = isinstance(found[row.name], str)
