@@ -146,7 +146,7 @@ COMMANDS = {  # a command, and what its line must say
     "audit run --step 9": "expected one of the 4 steps of metrics.jsonl",
     "audit nothing": "the directory of a run, got nothing: it holds no config.json",
     "plot nothing": "nothing holds no metrics.jsonl", "plot run thesis": "thesis holds no metrics",
-    "check nothing": "check 'nothing' is none of",
+    "check nothing": "argument subject: invalid choice: 'nothing'",
     **{f"eval run {flag} 3": f"unrecognized arguments: {flag}"  # they would do nothing
        for flag in ("--lr", "--steps", "--model", "--advantage", "--out")},
     **{f"{words} 3": f"unrecognized arguments: {words.split()[-1]}"  # no abbreviations
