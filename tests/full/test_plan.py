@@ -180,9 +180,12 @@ CALLS = [
 
 @pytest.mark.quick
 def test_ulysses_needs_heads_for_t_and_c():
-    pairs = of_parts(Config(plan="t2c2", cp_method="ulysses"), None, FOURTEEN)
-    (text,) = [text for is_wrong, text in pairs if is_wrong]
-    assert "ulysses divides the 14 query heads of" in text and "t * c = 4 ranks: use ring" in text
+    text = "--cp-method ulysses divides the 14 query heads of the model of --layers and --hidden "
+    text += "over t * c = 4 ranks: use ring"
+    for plan, method, said in (("t2c2", "ulysses", [text]), ("t2c2", "ring", []),
+                               ("t2", "ulysses", [])):  # fmt: skip
+        pairs = of_parts(Config(plan=plan, cp_method=method), None, FOURTEEN)
+        assert [text for is_wrong, text in pairs if is_wrong] == said
 
 
 @pytest.mark.quick
@@ -193,8 +196,6 @@ def test_what_cannot_be_is_refused():
                 call(*given)
     Plan.parse("d2t2p2").require_fits(world=8, config=tiny("qwen3", vocab_size=54))
     Plan.parse("t2c2").require_fits(config=FOURTEEN)
-    assert not any(is_wrong for is_wrong, _ in of_parts(Config(plan="t2c2"), None, FOURTEEN))
-    require(of_parts(Config(plan="t2", cp_method="ulysses"), None, FOURTEEN))
     Plan.parse("d4").require_fits(shard=2)
 
 
