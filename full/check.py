@@ -1,4 +1,4 @@
-"""Checks that people run on their own ranks: hold the folder to its definitions, in float64.
+"""Check plans and steps against their definitions, in float64, on ranks of one's own.
 
     python -m full check                  # both subjects, one after the other
     python -m full check parallel         # or grpo
@@ -7,6 +7,7 @@
 Models, the ring and trees are held to theirs by the tests.
 """
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -93,7 +94,7 @@ def check_parallel(every=False) -> bool:
 
     # Then whole runs by every plan, tree and mode. Some must be refused.
     rows = [row for row in equivalence.ROWS if every or row.mark != "slow"]
-    found = equivalence.found_of(rows)
+    found = equivalence.run_rows(rows)
     for row in rows:
         is_right = equivalence.is_right(row, found[row.name])
         refused = isinstance(found[row.name], str)
@@ -250,18 +251,14 @@ def main(argv) -> int:
 
     Without a subject each of them is checked, in a process of its own.
     """
-    if {"-h", "--help"} & {*argv}:
-        print(__doc__)
-        return 0
-    if not argv:
-        codes = [subprocess.run([sys.executable, "-m", "full", "check", subject]).returncode
-                 for subject in SUBJECTS]  # fmt: skip
-        return max(codes)
-    if argv == ["parallel", "--all"]:
-        return 0 if check_parallel(every=True) else 1
-    subject, *rest = argv
-    if subject not in SUBJECTS:
-        raise ValueError(f"check {subject!r} is none of {', '.join(SUBJECTS)}")
-    if rest:
-        raise ValueError(f"check {subject} takes no {rest[-1]!r}")
-    return 0 if SUBJECTS[subject]() else 1
+    parser = argparse.ArgumentParser("python -m full check", description=main.__doc__)
+    parser.add_argument("subject", nargs="?", choices=SUBJECTS, help="default: all")
+    parser.add_argument("--all", action="store_true", help="parallel: the slow rows too")
+    options = parser.parse_args(argv)
+    if options.all and options.subject != "parallel":
+        parser.error("--all is for check parallel")
+    if options.subject is None:
+        return max(subprocess.run([sys.executable, "-m", "full", "check", subject]).returncode
+                   for subject in SUBJECTS)  # fmt: skip
+    given = dict(every=True) if options.all else {}
+    return 0 if SUBJECTS[options.subject](**given) else 1

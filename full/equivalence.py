@@ -272,7 +272,7 @@ def do_steps(config, queue, trainer, found, last):
 # Comparison -------------------------------------------------------------------------------------
 
 
-def apart(found, truth) -> float:
+def relative_error(found, truth) -> float:
     """Return the largest difference of some tensors, relative to the largest entry of all."""
     scale = max(x.abs().max() for x in truth.values())
     worst = [(x - truth[name]).abs().max() for name, x in found.items()]
@@ -286,8 +286,8 @@ def errors(found, truth) -> dict:
     return {
         "tokens": 0.0 if same else math.inf,
         "metrics": np.max([abs(x - true) / max(1.0, abs(true)) for x, true in pairs]).item(),
-        "gradients": apart(found.gradients, truth.gradients),
-        "tensors": apart(found.tensors, truth.tensors),
+        "gradients": relative_error(found.gradients, truth.gradients),
+        "tensors": relative_error(found.tensors, truth.tensors),
     }
 
 
@@ -310,13 +310,13 @@ def row_errors(row, truth, device="cpu") -> dict | str:
     return {part: np.max([of_rank[part] for of_rank in of_ranks]).item() for part in of_ranks[0]}
 
 
-def truths(rows) -> dict:
+def references(rows) -> dict:
     """Return {(family, run): the Outcome of one process} of what some rows are compared with."""
     wanted = dict.fromkeys((row.family, row.run) for row in rows if not row.refused)
     return {key: outcome(Row("", 1, *key, "", ""), None) for key in wanted}
 
 
-def of_world(rows, true) -> dict:
+def rows_of_this_world(rows, true) -> dict:
     """Return {row's name: `row_errors`} of those rows that are for as many ranks as there are."""
     mine = [row for row in rows if row.ranks == dist.get_world_size()]
     return {row.name: row_errors(row, true.get((row.family, row.run))) for row in mine}
@@ -329,8 +329,8 @@ def is_right(row, found) -> bool:
     return not row.refused and all(x <= row.bound for x in found.values())
 
 
-def found_of(rows) -> dict:
+def run_rows(rows) -> dict:
     """Return {row's name: `row_errors`} of some rows, on new processes: once for each world."""
-    (true,) = launch(1, truths, rows)
-    worlds = [launch(world, of_world, rows, true)[0] for world in sorted({x.ranks for x in rows})]
+    (true,) = launch(1, references, rows)
+    worlds = [launch(world, rows_of_this_world, rows, true)[0] for world in sorted({x.ranks for x in rows})]
     return {name: found for of_one in worlds for name, found in of_one.items()}

@@ -223,7 +223,7 @@ SENDS = (
     r"dist\.(all_|reduce_scatter|broadcast|send|recv|batch_|barrier|new_)|\.full_tensor\("
     r"|weights\.broadcast\("
 )
-SENDERS = """ranks/plans ranks/places ranks/joining ranks/pipeline ranks/optimizer ranks/checkpoint
+SENDERS = """ranks/plans ranks/places ranks/joining ranks/optimizer ranks/checkpoint
     model/parallelize model/weights learn/packing"""
 
 

@@ -422,7 +422,7 @@ class Trainer:
     def load_checkpoint(self, path) -> dict:
         """Restore what save_checkpoint wrote, on any number of ranks; return its JSON values."""
         tensors = self.training_tensors()
-        state = read_checkpoint(path, tensors, counts=("step", *self.COUNTS))
+        state = read_checkpoint(path, tensors)
         for _, optimizer, _ in self.learners:
             if optimizer.has_masters:
                 optimizer.copy_to_model()

@@ -24,8 +24,9 @@ import parallel
 from full.model import lora
 from full.model.experts import CallsInStep
 from full.model.transformer import Critic, Transformer
-from full.ranks.pipeline import SCHEDULES, Pipeline, TorchPipeline, keep_stage_and_ends
-from full.ranks.places import Part, inner_width, part_of, place_of
+from full.ranks.places import (
+    SCHEDULES, Part, Pipeline, TorchPipeline, inner_width, keep_stage_and_ends, part_of, place_of,
+)  # fmt: skip
 from full.ranks.plans import Grid
 
 AC = "none", "full", "op"  # and memory_budget=X, see `memory_budget`

@@ -1,9 +1,8 @@
 """Write the state of a run under any plan, and read it back, verified, under any other.
 
-DCP
-(torch.distributed.checkpoint) writes safetensors files of each rank, which say where in each tensor
-its parts lie. Reading runs no code: there is no pickle. state.json is written last. It has the
-run's own state, size and checksum of each other file, and its own checksum, the seal.
+DCP (torch.distributed.checkpoint) writes safetensors files of each rank, which say where in each
+tensor its parts lie. Reading runs no code: there is no pickle. state.json is written last. It has
+the run's own state, size and checksum of each other file, and its own checksum, the seal.
 """
 
 import itertools
@@ -31,16 +30,12 @@ FILE = 64 << 20  # bytes
 def write_checkpoint(path, tensors, state) -> None:
     """Collective. Write `tensors` by DCP and `state` as JSON into the directory `path`.
 
-    tensors: {name: tensor}, DTensors where they are sharded. All or nothing: a temporary directory
-    is renamed once every byte and its checksum are written. Raises on every rank: ValueError for a
-    state that is not finite JSON, before anything is touched, and OSError if writing fails.
+    tensors: {name: tensor}, DTensors where they are sharded. state: JSON values. All or nothing: a
+    temporary directory is renamed once every byte and its checksum are written. Raises an OSError
+    on every rank if writing fails.
     """
     path = Path(path)
     partial = path.with_name(path.name + ".tmp")
-    try:
-        sealed(state)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"checkpoint {path}: its state is not finite JSON: {error}") from error
 
     def start():
         shutil.rmtree(partial, ignore_errors=True)  # a run that was cut short may have left it
@@ -104,10 +99,7 @@ def merged(function, alone=False) -> dict:
 
 
 def sealed(state) -> dict:
-    """Return a checkpoint's JSON state, checksums of its files included, with its own checksum.
-
-    ValueError for a number that is not finite: Python would write and read it, but it is not JSON.
-    """
+    """Return a checkpoint's JSON state, checksums of its files included, with its own checksum."""
     unsealed = {key: value for key, value in state.items() if key != "seal"}
     return unsealed | {"seal": zlib.crc32(json.dumps(unsealed, allow_nan=False).encode())}
 
@@ -134,12 +126,12 @@ def sealed_state(path) -> dict:
     return state
 
 
-def read_checkpoint(path, tensors, *, counts=(), only="", alone=False) -> dict:
+def read_checkpoint(path, tensors, *, only="", alone=False) -> dict:
     """Collective. Fill `tensors` in place from a checkpoint, and return its verified JSON state.
 
     The checkpoint has the same tensors by name and shape, in any sharding, or it is refused.
-    counts: names in the state that must be integers of 0 or more. only: a prefix of names, or a
-    tuple of prefixes; other stored tensors are ignored. "model." leaves out AdamW's state.
+    only: a prefix of names, or a tuple of prefixes; other stored tensors are ignored. "model."
+        leaves out AdamW's state.
     alone: this rank reads by itself, into whole tensors.
     An error on any rank is raised on every rank: a ValueError, `Damaged` if bytes are not as they
     were written, or an OSError. It leaves `tensors` half filled.
@@ -150,11 +142,6 @@ def read_checkpoint(path, tensors, *, counts=(), only="", alone=False) -> dict:
         for name, sums in found.items():
             if sums != state["files"][name]:
                 raise Damaged(f"checkpoint {path}: {name} is damaged (its checksum differs)")
-        for name in counts:
-            value = state.get(name)
-            if type(value) is not int or value < 0:  # True is an int, and not a count
-                raise ValueError(f"checkpoint {path}: expected {name} in state.json to be an "
-                                 f"integer of 0 or more, got {value!r:.80}")  # fmt: skip
         return state
 
     # Files are verified before any of them is loaded. Slow files do not end a run: each rank reads

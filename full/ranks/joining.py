@@ -1,4 +1,4 @@
-"""Let ranks join, agree and leave together, through restarts, lost ranks and signals.
+"""Connect ranks, and let them agree and leave together, through restarts, lost ranks and signals.
 
 Read this file if you write a training loop, or if a run does not start.
 """
@@ -14,6 +14,8 @@ import threading
 import time
 import uuid
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -80,22 +82,12 @@ def is_one_of_several() -> bool:
 
 def meet(patience):
     """Return the store in which the ranks meet, this rank, and how many ranks there are."""
-    number = ("a number", "[0-9]+")
-    wanted = dict(RANK=number, WORLD_SIZE=number, MASTER_ADDR=("an address", ".+"),
-                  MASTER_PORT=number)  # fmt: skip
-    for name, (expected, pattern) in wanted.items():
-        if not re.fullmatch(pattern, os.environ.get(name, "")):
-            raise ValueError(f"{name}: expected {expected}, as torchrun sets it, got "
-                             f"{os.environ.get(name)!r}")  # fmt: skip
-    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    if int(rank) >= int(world):
-        raise ValueError(f"RANK: expected less than WORLD_SIZE, {world}, got {rank}")
     try:
         return next(dist.rendezvous("env://", timeout=patience))
     except dist.DistNetworkError as error:
         if not is_rank_0():  # it waits for rank 0, see `naming_lost_ranks`
             raise
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ['MASTER_PORT']}"
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ConnectionError(f"expected a free port at {place}, where the ranks meet, got: "
                               f"{str(error).splitlines()[0][:160]}; set another MASTER_PORT"
                               ) from error  # fmt: skip
@@ -173,17 +165,16 @@ def errors_on_all_ranks(group=None, *, alone=False):
 
     The rank that found the error raises it as it is, and the others a copy. An error that is not
     about flags, files or numbers is a RuntimeError on the others. If all ranks raise it,
-    `error.finder` is the rank that found it, so that `exits.report` names it once.
+    `error.finder` is the rank that found it, so that `report` of __main__.py names it once.
     """
+    if alone or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        yield
+        return
     problem = None
     try:
         yield
     except (Exception, SystemExit) as error:  # a task may exit
         problem = error
-    if alone or not dist.is_initialized() or dist.get_world_size(group) == 1:
-        if problem is not None:
-            raise problem
-        return
 
     # COMM: an all-gather of an error or None. Each rank comes here once, whatever it met before.
     # Pinned by tests/full/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
@@ -297,6 +288,7 @@ class Stop:
         return int(number)
 
 
+@dataclass
 class Progress:
     """How far a program is, and what its user can do if another rank is lost.
 
@@ -304,9 +296,8 @@ class Progress:
     advice: str. What the user can do: the remaining ranks cannot save, so it names a checkpoint.
     """
 
-    def __init__(self):
-        self.where = lambda: "starting"
-        self.advice = "look at its error"
+    where: Callable = lambda: "starting"
+    advice: str = "look at its error"
 
 
 @contextlib.contextmanager

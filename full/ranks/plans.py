@@ -130,10 +130,6 @@ class Plan:
         return plan
 
     def __post_init__(self):
-        for name, letter in LETTERS.items():
-            degree = getattr(self, letter.axis)
-            if not (isinstance(degree, int) and degree > 0):
-                raise ValueError(f"expected {name} to be an integer of 1 or more, got {degree!r}")
         if self.etp not in (1, self.tp):
             raise ValueError(
                 f"plan {self}: expected ffn's t to be 1 or attn's t = {self.tp}, got {self.etp}")
@@ -273,8 +269,3 @@ class Grid(parallel.Grid):
             if length % t:
                 raise ValueError(f"plan {self.plan}: expected t = {t} to divide the tokens of a "
                                  f"rank, got {length}; pad rows")  # fmt: skip
-
-    @property
-    def dp_rank(self) -> int:
-        """Which of the d shares of the batch this rank works on."""
-        return self.group["d"].rank()

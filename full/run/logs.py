@@ -203,19 +203,16 @@ def replacing_characters():
     Standard error of Python does so by itself. A notebook's output takes every character.
     """
     stream = sys.stdout
-    before = getattr(stream, "errors", None)
-
-    def reconfigure(errors):
-        # A stream may be closed by now, its reader may have gone, or another file took its place.
-        with contextlib.suppress(OSError, ValueError):
-            if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors=errors)
-
-    reconfigure("replace")
+    if not hasattr(stream, "reconfigure"):
+        yield
+        return
+    before = stream.errors
+    stream.reconfigure(errors="replace")
     try:
         yield
     finally:
-        reconfigure(before)
+        with contextlib.suppress(OSError, ValueError):  # its reader may have gone
+            stream.reconfigure(errors=before)
 
 
 # Curves -----------------------------------------------------------------------------------------

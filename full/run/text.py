@@ -124,7 +124,7 @@ class Text:
 
     def variables(self, arguments) -> set:
         """Return the names that the chat template reads, and that a row or a flag may give."""
-        with named(f"the chat template of {self.directory} fails"):
+        with naming(f"the chat template of {self.directory} fails", Exception):
             template = self.tokenizer.get_chat_template(tools=arguments.get("tools"))
             return variables_of(template) - {"messages", "add_generation_prompt", "strftime_now"}
 
@@ -147,7 +147,7 @@ class Text:
             if message["role"] in self.parts else message
             for message in messages
         ]  # fmt: skip
-        with named(f"the chat template of {self.directory} fails"):
+        with naming(f"the chat template of {self.directory} fails", Exception):
             template = self.tokenizer.get_chat_template(tools=arguments.get("tools"))
             if "strftime_now" in template:
                 # The macro replaces one code after another, so %% is a mark of its own until the
@@ -316,24 +316,18 @@ def text_of(config) -> Text:
 
 
 @contextlib.contextmanager
-def naming(where):
-    """Put `where`, such as FILE.jsonl line N, before what a ValueError says."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+def naming(where, errors=ValueError):
+    """Turn an error of the body into a ValueError of one line, `where` first.
 
-
-@contextlib.contextmanager
-def named(what):
-    """Turn any error of a library into a ValueError of one line, `what` first."""
+    errors: Exception means those of a library, which are named by their class too.
+    """
     try:
         yield
     except ImportError:
         raise
-    except Exception as error:
-        said = " ".join(f"{error}".split())
-        raise ValueError(f"{what}: {type(error).__name__}: {said}") from error
+    except errors as error:
+        kind = f"{type(error).__name__}: " if errors is Exception else ""
+        raise ValueError(f"{where}: {kind}{' '.join(f'{error}'.split())}") from error
 
 
 def load_tokenizer(directory):
@@ -355,5 +349,5 @@ def load_tokenizer(directory):
     # tokenizer.json where it has a class for the model's family, and cuts text into words as this
     # class does. The class here takes the file as its authors wrote it.
     # Pinned by tests/full/test_text.py::test_a_tokenizer_is_the_one_of_its_file.
-    with named(f"{directory / 'tokenizer.json'} cannot be read"):
+    with naming(f"{directory / 'tokenizer.json'} cannot be read", Exception):
         return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)

@@ -173,7 +173,7 @@ def parallel_rows(device, few):
     if device == OTHER:  # it has no FSDP, and no checkpointing by torch
         rows = [row for row in rows if not re.search("fsdp|--ac", row.how)]
     rows = rows[:2] if few else rows
-    truths = equivalence.truths(rows)
+    truths = equivalence.references(rows)
     for row in rows:
         found = equivalence.row_errors(row, truths[row.family, row.run], device)
         yield row.name, max(found.values()), row.bound

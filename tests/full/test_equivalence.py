@@ -15,7 +15,7 @@ from test_ranks import ranks
 
 import train_grpo
 from full import equivalence
-from full.equivalence import ROWS, Outcome, errors, is_right, of_world, row_errors
+from full.equivalence import ROWS, Outcome, errors, is_right, row_errors, rows_of_this_world
 from full.learn import micro_batches, trainer
 from full.learn.rollouts import Sampler
 from full.learn.trainer import Trainer
@@ -30,11 +30,11 @@ EVERY = [pytest.param(row, marks=MARKS[row.mark], id=row.name) for row in ROWS]
 
 
 def _truths(rank, rows):
-    return equivalence.truths(rows)
+    return equivalence.references(rows)
 
 
 def _of_world(rank, rows, true):
-    return of_world(rows, pickle.loads(true))
+    return rows_of_this_world(rows, pickle.loads(true))
 
 
 @pytest.fixture(scope="module")

@@ -70,10 +70,6 @@ def whole(process_group, tmp_path_factory):
 STATES = {  # what state.json begins with, which has the seal that fits
     '{"step": NaN': "Out of range",
     '{"step": 1e999': "Out of range",
-    '{"step": -3': "step in state.json to be an integer of 0 or more, got -3",
-    '{"step": 3.0': "step in state.json to be an integer .*, got 3.0",
-    '{"step": true': "step in state.json to be an integer .*, got True",
-    '{"note": 1': "step in state.json to be an integer .*, got None",
 }
 FILE = "shard-00001-model-00001-of-00001.safetensors"  # of rank 0
 FILES = {  # what state.json lists
@@ -89,7 +85,7 @@ FILES = {  # what state.json lists
 @pytest.mark.quick
 @pytest.mark.parametrize("name", [*STATES, *FILES])
 def test_a_state_that_is_not_ours_is_refused(whole, tmp_path, name):
-    """Of improper counts, or of other files than those that are there."""
+    """Of numbers that are not JSON, or of other files than those that are there."""
     path, text = shutil.copytree(whole, tmp_path / "saved"), "(state.json|files|/dev/null|tensors)"
     state = json.loads((path / "state.json").read_text())
     if name in STATES:
@@ -100,14 +96,13 @@ def test_a_state_that_is_not_ours_is_refused(whole, tmp_path, name):
     state["seal"] = zlib.crc32(json.dumps(state).encode())
     (path / "state.json").write_text(json.dumps(state))
     with pytest.raises(ValueError, match=f"checkpoint {path}: .*{text}"):
-        read_checkpoint(path, tensors(), counts=("step",))
+        read_checkpoint(path, tensors())
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("step", [float("nan"), object()])
-def test_a_state_that_could_not_be_read_is_not_written(process_group, tmp_path, step):
-    with pytest.raises(ValueError, match="not finite JSON"):
-        write_checkpoint(tmp_path / "saved", tensors(), {"step": step})
+def test_a_state_that_could_not_be_read_is_not_written(process_group, tmp_path):
+    with pytest.raises(OSError, match="not written .Out of range"):
+        write_checkpoint(tmp_path / "saved", tensors(), {"step": float("nan")})
     assert not list(tmp_path.iterdir())
 
 
@@ -124,7 +119,7 @@ def test_a_checkpoint_stays_until_the_new_one_of_its_name_is_whole(
     monkeypatch.setattr(checkpoint.dcp, "save", full_disk)
     with pytest.raises(OSError, match="not written .no space left"):
         write_checkpoint(path, tensors(), {"step": 2})
-    assert read_checkpoint(path, tensors(), counts=("step",))["step"] == 1
+    assert read_checkpoint(path, tensors())["step"] == 1
 
 
 @pytest.mark.quick

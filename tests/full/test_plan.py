@@ -14,7 +14,7 @@ from full.ranks.joining import connect
 from full.ranks.optimizer import lr_factor
 from full.ranks.plans import LETTERS, Grid, Plan, letters_table
 from full.run.config import Config
-from full.run.conflicts import of_parts, require
+from full.run.conflicts import of_parts
 from full.run.flags import parse_config
 from full.tiny import tiny
 from parallel import Grid as SimpleGrid
@@ -158,10 +158,6 @@ PLANS += [
     ("(attn:d2t2|ffn:e4t2)", r"expected e to divide d \* c = 2, got 4"),
     ("d2|ffn:e2", "expected a plan such as d2t2"),
 ]
-FIELDS = [
-    (dict(cp=degree), "expected c to be an integer of 1 or more")
-    for degree in (0, -2, 1.5, "2", None)
-]
 DENSE, SIX = tiny("qwen3"), tiny("qwen3_moe", num_experts=6)
 FOURTEEN = tiny("qwen3", num_attention_heads=14, vocab_size=54)
 FITS = [
@@ -173,22 +169,23 @@ FITS = [
     ("d2e2", dict(config=DENSE), "expected a model with experts, got a dense one"),
     ("d4e4", dict(config=SIX), "expected experts divisible by e = 4, got 6"),
 ]
-SCHEDULES = [
-    (wrong, r"^expected .*, got ")
-    for wrong in (dict(decay="sqrt"), dict(warmup=11), dict(warmup=-1))
-]
 CALLS = [
     (SimpleGrid, [([text], f"expected a plan such as .*got '{text}'")
                   for text in ("d2 zero1", "d2x2", "t2sp", "d0", "")]),
     (Plan.parse, [([text], message) for text, message in PLANS]),
-    (lambda fields: Plan(**fields), [([fields], message) for fields, message in FIELDS]),
     (lambda text, given: Plan.parse(text).require_fits(**given),
      [([text, given], message) for text, given, message in FITS]),
-    (lambda plan: require(of_parts(Config(plan=plan, cp_method="ulysses"), None, FOURTEEN)),
-     [(["t2c2"], r"ulysses divides the 14 query heads of .* over t \* c = 4 ranks: use ring")]),
-    (lambda wrong: lr_factor(3, **dict(warmup=2, total=10) | wrong),
-     [([wrong], message) for wrong, message in SCHEDULES]),
 ]  # fmt: skip
+
+
+@pytest.mark.quick
+def test_ulysses_needs_heads_for_t_and_c():
+    text = "--cp-method ulysses divides the 14 query heads of the model of --layers and --hidden "
+    text += "over t * c = 4 ranks: use ring"
+    for plan, method, said in (("t2c2", "ulysses", [text]), ("t2c2", "ring", []),
+                               ("t2", "ulysses", [])):  # fmt: skip
+        pairs = of_parts(Config(plan=plan, cp_method=method), None, FOURTEEN)
+        assert [text for is_wrong, text in pairs if is_wrong] == said
 
 
 @pytest.mark.quick
@@ -199,8 +196,6 @@ def test_what_cannot_be_is_refused():
                 call(*given)
     Plan.parse("d2t2p2").require_fits(world=8, config=tiny("qwen3", vocab_size=54))
     Plan.parse("t2c2").require_fits(config=FOURTEEN)
-    require(of_parts(Config(plan="t2c2"), None, FOURTEEN))
-    require(of_parts(Config(plan="t2", cp_method="ulysses"), None, FOURTEEN))
     Plan.parse("d4").require_fits(shard=2)
 
 
