@@ -162,7 +162,14 @@ class ChunkBatches(TreeBatches):
         trie = TokenTrie(sequences)
         self.tokens_run = len(trie)
         model = PaddedTokens(self.model) if self.plan.tp > 1 else self.model
-        routing = self.routing_of_chunks(trie) if self.count else None
+        held_N = torch.bincount(trie.paths, minlength=len(trie))
+
+        @functools.cache  # a chunk that runs again fills in the same
+        def routing_of(chunk):
+            # The chunk as a row of its own, padded as PaddedTokens does.
+            size = chunk.stop - chunk.start
+            held_s = F.pad(held_N[chunk.start : chunk.stop], (0, -size % self.plan.tp))
+            return self.count(self.held_here(held_s, torch.arange(len(held_s))))
 
         def loss_of_chunk(ended, *scores):
             mask_BT = padded([masks[i] for i in ended], scores[0]).bool()
@@ -172,21 +179,8 @@ class ChunkBatches(TreeBatches):
         tree_backward(
             model, trie, loss_of_chunk, max_tokens=config.chunk_tokens, recompute=config.recompute,
             temperature=config.temperature, masks=masks, batched=True,
-            routing=routing,
+            routing=routing_of if self.count else None,
         )  # fmt: skip
-
-    def routing_of_chunks(self, trie):
-        """Return the `routing` of tree_backward: for a chunk the callback of the sparse layers."""
-        t = self.plan.tp
-        held_N = torch.bincount(trie.paths, minlength=len(trie))
-
-        @functools.cache  # a chunk that runs again fills in the same
-        def of_tokens(start, stop):
-            # The chunk as a row of its own, padded as PaddedTokens does.
-            held_s = F.pad(held_N[start:stop], (0, -(stop - start) % t))
-            return self.count(self.held_here(held_s, torch.arange(len(held_s))))
-
-        return lambda chunk: of_tokens(chunk.start, chunk.stop)
 
 
 BATCHES = {"disabled": RowBatches, "exact": ExactBatches, "sparse": TreeBatches,

@@ -39,7 +39,7 @@ from torch.nn.utils.rnn import pad_sequence
 from full.attention.attend import Attention, attend_short
 from full.model.deltanet import GatedDeltaNet
 from full.tree.forest import Forest
-from full.tree.trie import TreeChunk, partition_tree, scores_of, wanted_edges
+from full.tree.trie import partition_tree, scores_of, wanted_edges
 from tree_attention import depth_first, leaf_of
 
 
@@ -69,18 +69,13 @@ class WalkOptions(NamedTuple):
 # Depth first over the chunks --------------------------------------------------------------------
 
 
-class _Above(NamedTuple):
-    """A chunk that others are below: they read its leaves."""
-
-    chunk: TreeChunk
-    leaves: dict  # layer -> a leaf of each tensor that chunks below read
-
-
 class _ChunkAttention(Attention):
     """What the layers of a chunk call: they read leaves of the chunks above, and leave their own.
 
     A softmax layer leaves the keys and values of the tokens that chunks below see. A recurrent one
     leaves a few inputs of its convolution, and the states at the forks and at the end.
+
+    stack: a pair of each chunk above, from the root down: the `TreeChunk`, and its leaves by layer.
     """
 
     def __init__(self, walk, chunk, stack):
@@ -104,7 +99,7 @@ class _ChunkAttention(Attention):
         # The open tokens of a chunk have consecutive depths. Those whose depth is less than the
         # depth at which the next chunk of the path begins are on the path to this chunk. Chunks
         # that begin at the depths 0, 6 and 9 have 6 and 3 tokens on the path to the last one.
-        starts = [*(above.chunk.start for above in stack), chunk.start]
+        starts = [*(above.start for above, _ in stack), chunk.start]
         self.counts = trie.positions[starts].diff().tolist()
 
     def leave(self, key, make):
@@ -130,8 +125,8 @@ class _ChunkAttention(Attention):
         self.leave((layer, "keys"), lambda: [x[:, :, self.rows] for x in (k, v)])
         # The keys of the path, from the root down, and then the chunk's own.
         if self.stack:
-            above = [[x[:, :, :n] for x in above.leaves[layer, "keys"]]
-                     for above, n in zip(self.stack, self.counts, strict=True)]  # fmt: skip
+            above = [[x[:, :, :n] for x in leaves[layer, "keys"]]
+                     for (_, leaves), n in zip(self.stack, self.counts, strict=True)]  # fmt: skip
             k, v = (torch.cat(parts, 2) for parts in zip(*above, (k, v), strict=True))
         return attend_short(q, k, v, self.mask.with_window(window), scale=scale)[0]
 
@@ -142,7 +137,7 @@ class _ChunkAttention(Attention):
 
         start, stop, _ = self.chunk
         self.leave((layer, "inputs"), lambda: [x_1nX[:, read_of(self.chunk) - start]])
-        above = [(read_of(above.chunk), *above.leaves[layer, "inputs"]) for above in self.stack]
+        above = [(read_of(chunk), *leaves[layer, "inputs"]) for chunk, leaves in self.stack]
         return self.forest.inputs_at(x_1nX, np.arange(start, stop), above, kernel)
 
     def recurrence(self, *given, layer):
@@ -151,8 +146,8 @@ class _ChunkAttention(Attention):
             return self.forest.states_read_after(chunk.start, chunk.stop).tolist()
 
         states = {}
-        for above in self.stack:
-            states |= zip(read_of(above.chunk), above.leaves[layer, "states"], strict=True)
+        for chunk, leaves in self.stack:
+            states |= zip(read_of(chunk), leaves[layer, "states"], strict=True)
         out_1HnV = self.forest.run(given, self.chunk.start, self.chunk.stop, states)
         self.leave((layer, "states"), lambda: [states[token] for token in read_of(self.chunk)])
         return out_1HnV
@@ -208,7 +203,7 @@ class _TreeWalk:
             depth_first(self.visit(b, []))
 
     def visit(self, b, stack):
-        """Run a chunk forward, the chunks below it, and the chunk backward. stack: those above."""
+        """Run a chunk forward, the chunks below it, then the chunk backward."""
         # With recompute, a chunk that others are below keeps no graph while they run, only keys
         # and values. A chunk with none below goes backward next, and keeps its graph.
         chunk, below = self.chunks[b], self.below[b]
@@ -235,7 +230,7 @@ class _TreeWalk:
         if not keep_graph:
             del scores, own
         for child in below:
-            yield self.visit(child, [*stack, _Above(chunk, leaves)])
+            yield self.visit(child, [*stack, (chunk, leaves)])
         if not self.trains:
             return
         if not keep_graph:
