@@ -160,13 +160,6 @@ class Trainer:
             self.teacher = self.shard_model(teacher)
             first_weights(self.teacher, config.teacher)
 
-        # A batch without trajectories has the metrics of this run, too: those of no token.
-        none_BT = torch.zeros(1, 0)
-        others = OtherScores(ref_BT=None if self.reference is None else none_BT, entropy_BT=none_BT)
-        _, self.nothing = grpo_loss(none_BT, None, none_BT, none_BT.bool(), config, others, Z=1)
-        if self.critic is not None:
-            self.nothing["value/loss"] = torch.zeros((), dtype=torch.float64)
-
     def shard_model(self, model, compute_dtype=None):
         """Return this rank's part of a whole model; a model on the meta device gets memory."""
         # Each micro-batch has an attention of its own, which replaces the causal one.
@@ -209,7 +202,7 @@ class Trainer:
         if not num_global_valid_tokens > 0:
             raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
         Z = num_global_valid_tokens
-        measured = [self.nothing]
+        measured = []  # sums of each micro-batch
 
         # Ranks that run one forward together first get what all of them have played. On one device
         # that is the batch itself. With trees, sequences then move to where their prefixes are.
@@ -268,7 +261,7 @@ class Trainer:
             told["run"] = tokens_run
         # COMM: an all-gather of some names and numbers over all ranks. Pinned by
         # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        totals = merged_sums([{"run": 0}, *all_gather_objects(told)])
+        totals = merged_sums([{"run": 0, "tokens": 0.0}, *all_gather_objects(told)])
         trained = {"tokens/trained": totals["run"], "tokens/trained_flat": totals["flat"]}
         return loss_metrics(totals) | trained | self.experts.end()
 

@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -56,6 +57,8 @@ class WalkOptions(NamedTuple):
         (R, T) scores, 0 past a sequence's end. Faster for many short sequences.
     routing: routing(chunk) returns the on_routing= of `model.hidden` for the tokens chunk.start ..
         chunk.stop - 1. With recompute it is called twice for some chunks. None: no routing is told.
+    multiple: of which each call's number of tokens is one. Sequence parallelism gives each rank 1/t
+        of the tokens: 5 of them become 6 for t = 2.
     """
 
     max_tokens: int | None = None
@@ -64,6 +67,7 @@ class WalkOptions(NamedTuple):
     masks: list | None = None
     batched: bool = False
     routing: object = None
+    multiple: int = 1
 
 
 # Depth first over the chunks --------------------------------------------------------------------
@@ -151,6 +155,27 @@ class _ChunkAttention(Attention):
         out_1HnV = self.forest.run(given, self.chunk.start, self.chunk.stop, states)
         self.leave((layer, "states"), lambda: [states[token] for token in read_of(self.chunk)])
         return out_1HnV
+
+
+class _WithoutPadding(Attention):
+    """An attention for rows of `length` tokens and `pad` tokens of padding, whose outputs are 0."""
+
+    def __init__(self, attention, length, pad):
+        self.attention = attention
+        self.length = length
+        self.pad = pad
+
+    def attend(self, *qkv, **options):
+        out = self.attention(*(x[:, :, : self.length] for x in qkv), **options)
+        return F.pad(out, (0, 0, 0, self.pad))
+
+    def windows(self, x_1SX, /, **options):
+        x_1SXk = self.attention.windows(x_1SX[:, : self.length], **options)
+        return F.pad(x_1SXk, (0, 0, 0, 0, 0, self.pad))
+
+    def recurrence(self, *given, **options):
+        out = self.attention.recurrence(*(x[:, :, : self.length] for x in given), **options)
+        return F.pad(out, (0, 0, 0, self.pad))
 
 
 class _TreeWalk:
@@ -294,10 +319,14 @@ class _TreeWalk:
         # Positions are depths, so the keys of a path are right for every chunk below. A model of
         # the five knows no routing.
         routing = self.options.routing
-        tokens = slice(chunk.start, chunk.stop)
+        length = chunk.stop - chunk.start
+        pad = -length % self.options.multiple
+        tokens_1n, positions_1n = (
+            F.pad(x_N[chunk.start : chunk.stop], (0, pad))[None].to(self.device)
+            for x_N in (self.trie.tokens, self.trie.positions))  # fmt: skip
         hidden_1nM = self.model.hidden(
-            self.trie.tokens[tokens][None].to(self.device),
-            positions=self.trie.positions[tokens][None].to(self.device), attention=attention,
+            tokens_1n, positions=positions_1n,
+            attention=_WithoutPadding(attention, length, pad) if pad else attention,
             **({} if routing is None else {"on_routing": routing(chunk)}),
         )  # fmt: skip
         attention.in_forward = False
@@ -317,7 +346,7 @@ class _TreeWalk:
         run = chunk.run_of(self.parents)
         edges_e = self.edges[run]
         scores = ()
-        if len(edges_e) or chunk.stop - chunk.start == len(self.trie):
+        if len(edges_e) or length == len(self.trie):
             scored_eM = hidden_1nM[0, (self.parents[run] - chunk.start).to(self.device)]
             targets_e = self.trie.tokens[edges_e].to(self.device)
             scores = scores_of(self.model, scored_eM, targets_e, self.options.temperature)
