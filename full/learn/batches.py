@@ -6,7 +6,6 @@ Letters:  P groups of G rollouts each
 """
 
 import itertools
-import math
 import time
 from dataclasses import dataclass, field
 
@@ -138,10 +137,9 @@ class RolloutQueue:
 
     first_step: the first step that will be trained.
     pending: {number: SampledBatch} of the batches from first_step on that a checkpoint held.
-    last: the last batch that will be asked for. Default: the run has no end.
     """
 
-    def __init__(self, config, task, trainer, first_step=0, pending=None, last=math.inf):
+    def __init__(self, config, task, trainer, first_step=0, pending=None):
         self.config = config
         self.task = task
         self.trainer = trainer
@@ -149,7 +147,6 @@ class RolloutQueue:
         pending = pending or {}
         self.pending = {n: at_once(pending.get, n) for n in pending}  # batch number -> its Future
         self.next = first_step + len(self.pending)
-        self.last = last
         self.clock = StepClock(trainer.device)
         # A sampler's own `start` asks the task from another thread, where Python allows no signal
         # handler. A task that is for one thread is asked by this one, and the trainer waits.
@@ -174,7 +171,7 @@ class RolloutQueue:
         self.push()
         version = self.trainer.policy_version
         with timed(self.clock.seconds, "wait_rollout"):
-            while self.next <= min(step + self.config.staleness, self.last):
+            while self.next <= step + self.config.staleness:
                 self.pending[self.next] = self.start(self.sample, self.next, version)
                 self.next += 1
             batch = self.pending.pop(step).result()

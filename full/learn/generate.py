@@ -199,20 +199,17 @@ class Batch:
         origins = [b for b, _, _ in going]
         if origins != [*range(len(self.cache.lengths))]:
             self.cache.select(origins)
-            self.give_up_prompts()
+            # Give up the prompts with which no row of the batch and no waiting row begins.
+            used = set(self.cache.prompt_of)
+            kept = [r if r in used or self.waiting[p] else None for r, p in enumerate(self.held)]
+            if self.shares and None in kept:
+                kept = without_holes(kept)
+                self.prompts.select(kept)
+                self.held = [self.held[r] for r in kept]
+                self.cache.prompt_of = [kept.index(r) for r in self.cache.prompt_of]
         if going:
             last_B1 = torch.tensor([row.tokens[-1:] for _, row in self.rows], device=self.device)
             self.logits_BV = forward_with_cache(self.model, self.cache, last_B1)
-
-    def give_up_prompts(self):
-        """Give up the prompts with which no row of the batch and no waiting row begins."""
-        used = set(self.cache.prompt_of)
-        kept = [r if r in used or self.waiting[p] else None for r, p in enumerate(self.held)]
-        if self.shares and None in kept:
-            kept = without_holes(kept)
-            self.prompts.select(kept)
-            self.held = [self.held[r] for r in kept]
-            self.cache.prompt_of = [kept.index(r) for r in self.cache.prompt_of]
 
 
 def without_holes(entries):

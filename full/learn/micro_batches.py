@@ -10,13 +10,11 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from full.attention.attend import Attention, attend, attend_short
 from full.attention.ring import indices, ring_attention
 from full.learn.packing import PackedBatches, padded
 from full.model.exact import packed_attention
-from full.ranks.places import part_of
 from full.tree.chunks import tree_backward
 from full.tree.forest import Forest, SharedForest
 from full.tree.trie import TokenTrie, redistribute
@@ -104,55 +102,6 @@ class TreeBatches(RowBatches):
         return share
 
 
-class PaddedTokens(nn.Module):
-    """A model under sequence parallelism for callers that know nothing of it, such as trees.
-
-    It pads the tokens (1, S) to a multiple of t, runs the model, and drops the padding, which
-    attention never sees. `on_routing` gets what the layers see. The head is the model's.
-    """
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.config = model.config
-        self.logprobs = model.logprobs
-        self.values = getattr(model, "values", None)
-
-    def hidden(self, tokens_1S, /, *, positions, attention, **options):
-        # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
-        # rank without any still runs t, because the other ranks wait for it.
-        tp = part_of(self.model).plan.tp
-        length = tokens_1S.shape[1]
-        pad = -length % tp if length else tp
-
-        x_1SM = self.model.hidden(
-            F.pad(tokens_1S, (0, pad)), positions=F.pad(positions, (0, pad)),
-            attention=_WithoutPadding(attention, length, pad), **options,
-        )  # fmt: skip
-        return x_1SM[:, :length]
-
-
-class _WithoutPadding(Attention):
-    """An attention for rows of `length` tokens and `pad` tokens of padding, whose outputs are 0."""
-
-    def __init__(self, attention, length, pad):
-        self.attention = attention
-        self.length = length
-        self.pad = pad
-
-    def attend(self, *qkv, **options):
-        out = self.attention(*(x[:, :, : self.length] for x in qkv), **options)
-        return F.pad(out, (0, 0, 0, self.pad))
-
-    def windows(self, x_1SX, /, **options):
-        x_1SXk = self.attention.windows(x_1SX[:, : self.length], **options)
-        return F.pad(x_1SXk, (0, 0, 0, 0, 0, self.pad))
-
-    def recurrence(self, *given, **options):
-        out = self.attention.recurrence(*(x[:, :, : self.length] for x in given), **options)
-        return F.pad(out, (0, 0, 0, self.pad))
-
-
 class ChunkBatches(TreeBatches):
     """Train on one tree chunk by chunk, in memory for a path."""
 
@@ -161,8 +110,14 @@ class ChunkBatches(TreeBatches):
         self.require_batch(sequences, masks)
         trie = TokenTrie(sequences)
         self.tokens_run = len(trie)
-        model = PaddedTokens(self.model) if self.plan.tp > 1 else self.model
-        routing = self.routing_of_chunks(trie) if self.count else None
+        held_N = torch.bincount(trie.paths, minlength=len(trie))
+
+        @functools.cache  # a chunk that runs again fills in the same
+        def routing_of(chunk):
+            # The chunk as a row of its own, padded as the walk does.
+            size = chunk.stop - chunk.start
+            held_s = F.pad(held_N[chunk.start : chunk.stop], (0, -size % self.plan.tp))
+            return self.count(self.held_here(held_s, torch.arange(len(held_s))))
 
         def loss_of_chunk(ended, *scores):
             mask_BT = padded([masks[i] for i in ended], scores[0]).bool()
@@ -170,23 +125,10 @@ class ChunkBatches(TreeBatches):
 
         config = self.config
         tree_backward(
-            model, trie, loss_of_chunk, max_tokens=config.chunk_tokens, recompute=config.recompute,
-            temperature=config.temperature, masks=masks, batched=True,
-            routing=routing,
+            self.model, trie, loss_of_chunk, max_tokens=config.chunk_tokens,
+            recompute=config.recompute, temperature=config.temperature, masks=masks, batched=True,
+            routing=routing_of if self.count else None, multiple=self.plan.tp,
         )  # fmt: skip
-
-    def routing_of_chunks(self, trie):
-        """Return the `routing` of tree_backward: for a chunk the callback of the sparse layers."""
-        t = self.plan.tp
-        held_N = torch.bincount(trie.paths, minlength=len(trie))
-
-        @functools.cache  # a chunk that runs again fills in the same
-        def of_tokens(start, stop):
-            # The chunk as a row of its own, padded as PaddedTokens does.
-            held_s = F.pad(held_N[start:stop], (0, -(stop - start) % t))
-            return self.count(self.held_here(held_s, torch.arange(len(held_s))))
-
-        return lambda chunk: of_tokens(chunk.start, chunk.stop)
 
 
 BATCHES = {"disabled": RowBatches, "exact": ExactBatches, "sparse": TreeBatches,

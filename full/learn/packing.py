@@ -293,7 +293,15 @@ class PackedBatches:
         # Other ranks may need more micro-batches than this one has data for, and a pipeline pads
         # all rows to the longest. So micro-batches are cut as small as their number allows, which
         # makes them about equal.
-        count = self.agreed_micro_batches(len(pack(lengths, most, shared)))
+        count = self.part.pipeline.micro_batches(len(pack(lengths, most, shared)))
+        if self.part.mode == "fsdp" or self.plan.ep > 1:
+            # COMM: an all-reduce of one number over all ranks. A sharded forward gathers weights
+            # from all, and tokens go to all ranks' experts, so ranks run the same number of
+            # micro-batches. Pinned by
+            # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+            largest = torch.tensor(count, device=self.device)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            count = int(largest)
         high = min(most, len(forest))
         low = min(most, len(forest) // max(1, count))
         runs = pack_evenly(lengths, count, low, high, shared)
@@ -341,19 +349,6 @@ class PackedBatches:
             raise ValueError(
                 f"ranks {ranks} work on the same sequences in plan {self.plan}, but were given "
                 f"different ones or masks; gather_replica makes one batch of them")  # fmt: skip
-
-    def agreed_micro_batches(self, count) -> int:
-        """Return how many micro-batches a rank runs that has data for `count`. Collective."""
-        count = self.part.pipeline.micro_batches(count)
-        if self.part.mode == "fsdp" or self.plan.ep > 1:
-            # COMM: an all-reduce of one number over all ranks. A sharded forward gathers weights
-            # from all, and tokens go to all ranks' experts, so ranks run the same number of
-            # micro-batches. Pinned by
-            # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-            most = torch.tensor(count, device=self.device)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-            count = int(most)
-        return count
 
     def own_tokens(self, row):
         """Return the places of a row that this rank of c has, ascending: all of them without c."""

@@ -233,7 +233,7 @@ class Sampler:
 
     def push(self, model, optimizer, version):
         """Take a policy's weights, one tensor at a time, in this model's dtype. Collective."""
-        # What the two models hold in one memory needs no copy: see `shard_generator`.
+        # What the two models hold in one memory needs no copy: see `share_or_allocate`.
         copy_weights(model, self.model, optimizer)
 
     def generate(self, rows, /, *, max_new_tokens, ending=None, after=None, **how) -> list:

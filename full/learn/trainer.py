@@ -1,4 +1,4 @@
-"""Train a policy under any plan, precision and tree, with a critic, a teacher or a reference.
+"""Trains a policy under any plan, precision and tree, with a critic, a teacher or a reference.
 
 What `train_grpo.train` calls, and what it needs. Before it stands what a trainer is made of: which
 plan and which precision a model has, its first weights, its optimizer.
@@ -62,19 +62,6 @@ def empty_critic(config, shape) -> Critic:
 def plan_of(config) -> Plan:
     """Return the trainer's plan. By default every rank has all of the model."""
     return Plan.parse(config.plan or f"d{dist.get_world_size()}")
-
-
-def shard_generator(generator, device, *, policy, grid):
-    """Turn a whole generator into this rank's part of it, with memory but without weights.
-
-    policy, grid: weights that the policy holds in the same dtype and layout are shared, not copied.
-        Its Grid serves the generator too if the plans are equal.
-    """
-    plan = grid.plan.for_sampling
-    if plan != grid.plan:
-        grid = Grid(plan, device.type)
-    split_for_decoding(generator, grid)
-    share_or_allocate(policy, generator, device)
 
 
 @torch.no_grad()
@@ -157,8 +144,13 @@ class Trainer:
         self.sampler = generator
         if isinstance(generator, Transformer):
             self.sampler = self.sampler_class(generator)
+            # Another one gets memory, but for weights that the policy holds in the same dtype and
+            # layout. Its plan may be the policy's, and so its groups.
             if next(generator.parameters()).is_meta:
-                shard_generator(generator, self.device, policy=self.model, grid=self.grid)
+                plan = self.plan.for_sampling
+                grid = self.grid if plan == self.plan else Grid(plan, self.device.type)
+                split_for_decoding(generator, grid)
+                share_or_allocate(self.model, generator, self.device)
         # The reference of a model with factors is its base.
         self.reference = None if reference is None else self.shard_model(reference)
         if config.kl_coef and config.lora_rank:
@@ -167,13 +159,6 @@ class Trainer:
         if teacher is not None:
             self.teacher = self.shard_model(teacher)
             first_weights(self.teacher, config.teacher)
-
-        # A batch without trajectories has the metrics of this run, too: those of no token.
-        none_BT = torch.zeros(1, 0)
-        others = OtherScores(ref_BT=None if self.reference is None else none_BT, entropy_BT=none_BT)
-        _, self.nothing = grpo_loss(none_BT, None, none_BT, none_BT.bool(), config, others, Z=1)
-        if self.critic is not None:
-            self.nothing["value/loss"] = torch.zeros((), dtype=torch.float64)
 
     def shard_model(self, model, compute_dtype=None):
         """Return this rank's part of a whole model; a model on the meta device gets memory."""
@@ -217,7 +202,7 @@ class Trainer:
         if not num_global_valid_tokens > 0:
             raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
         Z = num_global_valid_tokens
-        measured = [self.nothing]
+        measured = []  # sums of each micro-batch
 
         # Ranks that run one forward together first get what all of them have played. On one device
         # that is the batch itself. With trees, sequences then move to where their prefixes are.
@@ -276,7 +261,7 @@ class Trainer:
             told["run"] = tokens_run
         # COMM: an all-gather of some names and numbers over all ranks. Pinned by
         # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        totals = merged_sums([{"run": 0}, *all_gather_objects(told)])
+        totals = merged_sums([{"run": 0, "tokens": 0.0}, *all_gather_objects(told)])
         trained = {"tokens/trained": totals["run"], "tokens/trained_flat": totals["flat"]}
         return loss_metrics(totals) | trained | self.experts.end()
 
@@ -377,7 +362,16 @@ class Trainer:
         else:
             named = [name_suspects(model, suspect, prefix) for (model, _, prefix), suspect, norm
                      in zip(self.learners, suspects, norms) if not np.isfinite(norm)]  # fmt: skip
-            metrics["nonfinite"] = self.skip_step(", ".join(named))
+            metrics["nonfinite"] = text = ", ".join(named)
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+            # Several in a row are not an accident: the weights or the data are broken.
+            if self.skipped_in_a_row >= self.MOST_SKIPPED:
+                raise FloatingPointError(
+                    f"{self.skipped_in_a_row} optimizer steps in a row had a non-finite gradient, "
+                    f"first in {text}; lower lr or look at that tensor's inputs")
+            # Said at once, since the next update may end the run.
+            warn(f"{self.where}: skipped, non-finite gradient first in {text}")
         for _, optimizer, _ in self.learners:
             optimizer.zero_grad()
         self.experts.counts_LE.zero_()
@@ -389,20 +383,6 @@ class Trainer:
         if self.critic is None:
             return {"lr": lr}
         return {"lr": lr, "critic/lr": self.config.critic_lr * (lr / self.config.lr)}
-
-    def skip_step(self, text) -> str:
-        """Count a skipped step. text: which rank and parameter had it first, on all ranks."""
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-        # Several in a row are not an accident: the weights or the data are broken.
-        if self.skipped_in_a_row >= self.MOST_SKIPPED:
-            raise FloatingPointError(
-                f"{self.skipped_in_a_row} optimizer steps in a row had a non-finite gradient, "
-                f"first in {text}; lower lr or look at that tensor's inputs"
-            )
-        # Said at once, since the next update may end the run.
-        warn(f"{self.where}: skipped, non-finite gradient first in {text}")
-        return text
 
     def push_weights(self) -> int:
         """Give the sampler the weights of now; return their version. Collective."""

@@ -33,13 +33,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from full.attention.attend import Attention, attend_short
 from full.model.deltanet import GatedDeltaNet
 from full.tree.forest import Forest
-from full.tree.trie import TreeChunk, partition_tree, scores_of, wanted_edges
+from full.tree.trie import partition_tree, scores_of, wanted_edges
 from tree_attention import depth_first, leaf_of
 
 
@@ -56,6 +57,8 @@ class WalkOptions(NamedTuple):
         (R, T) scores, 0 past a sequence's end. Faster for many short sequences.
     routing: routing(chunk) returns the on_routing= of `model.hidden` for the tokens chunk.start ..
         chunk.stop - 1. With recompute it is called twice for some chunks. None: no routing is told.
+    multiple: of which each call's number of tokens is one. Sequence parallelism gives each rank 1/t
+        of the tokens: 5 of them become 6 for t = 2.
     """
 
     max_tokens: int | None = None
@@ -64,16 +67,10 @@ class WalkOptions(NamedTuple):
     masks: list | None = None
     batched: bool = False
     routing: object = None
+    multiple: int = 1
 
 
 # Depth first over the chunks --------------------------------------------------------------------
-
-
-class _Above(NamedTuple):
-    """A chunk that others are below: they read its leaves."""
-
-    chunk: TreeChunk
-    leaves: dict  # layer -> a leaf of each tensor that chunks below read
 
 
 class _ChunkAttention(Attention):
@@ -81,6 +78,8 @@ class _ChunkAttention(Attention):
 
     A softmax layer leaves the keys and values of the tokens that chunks below see. A recurrent one
     leaves a few inputs of its convolution, and the states at the forks and at the end.
+
+    stack: a pair of each chunk above, from the root down: the `TreeChunk`, and its leaves by layer.
     """
 
     def __init__(self, walk, chunk, stack):
@@ -104,7 +103,7 @@ class _ChunkAttention(Attention):
         # The open tokens of a chunk have consecutive depths. Those whose depth is less than the
         # depth at which the next chunk of the path begins are on the path to this chunk. Chunks
         # that begin at the depths 0, 6 and 9 have 6 and 3 tokens on the path to the last one.
-        starts = [*(above.chunk.start for above in stack), chunk.start]
+        starts = [*(above.start for above, _ in stack), chunk.start]
         self.counts = trie.positions[starts].diff().tolist()
 
     def leave(self, key, make):
@@ -130,8 +129,8 @@ class _ChunkAttention(Attention):
         self.leave((layer, "keys"), lambda: [x[:, :, self.rows] for x in (k, v)])
         # The keys of the path, from the root down, and then the chunk's own.
         if self.stack:
-            above = [[x[:, :, :n] for x in above.leaves[layer, "keys"]]
-                     for above, n in zip(self.stack, self.counts, strict=True)]  # fmt: skip
+            above = [[x[:, :, :n] for x in leaves[layer, "keys"]]
+                     for (_, leaves), n in zip(self.stack, self.counts, strict=True)]  # fmt: skip
             k, v = (torch.cat(parts, 2) for parts in zip(*above, (k, v), strict=True))
         return attend_short(q, k, v, self.mask.with_window(window), scale=scale)[0]
 
@@ -142,7 +141,7 @@ class _ChunkAttention(Attention):
 
         start, stop, _ = self.chunk
         self.leave((layer, "inputs"), lambda: [x_1nX[:, read_of(self.chunk) - start]])
-        above = [(read_of(above.chunk), *above.leaves[layer, "inputs"]) for above in self.stack]
+        above = [(read_of(chunk), *leaves[layer, "inputs"]) for chunk, leaves in self.stack]
         return self.forest.inputs_at(x_1nX, np.arange(start, stop), above, kernel)
 
     def recurrence(self, *given, layer):
@@ -151,11 +150,32 @@ class _ChunkAttention(Attention):
             return self.forest.states_read_after(chunk.start, chunk.stop).tolist()
 
         states = {}
-        for above in self.stack:
-            states |= zip(read_of(above.chunk), above.leaves[layer, "states"], strict=True)
+        for chunk, leaves in self.stack:
+            states |= zip(read_of(chunk), leaves[layer, "states"], strict=True)
         out_1HnV = self.forest.run(given, self.chunk.start, self.chunk.stop, states)
         self.leave((layer, "states"), lambda: [states[token] for token in read_of(self.chunk)])
         return out_1HnV
+
+
+class _WithoutPadding(Attention):
+    """An attention for rows of `length` tokens and `pad` tokens of padding, whose outputs are 0."""
+
+    def __init__(self, attention, length, pad):
+        self.attention = attention
+        self.length = length
+        self.pad = pad
+
+    def attend(self, *qkv, **options):
+        out = self.attention(*(x[:, :, : self.length] for x in qkv), **options)
+        return F.pad(out, (0, 0, 0, self.pad))
+
+    def windows(self, x_1SX, /, **options):
+        x_1SXk = self.attention.windows(x_1SX[:, : self.length], **options)
+        return F.pad(x_1SXk, (0, 0, 0, 0, 0, self.pad))
+
+    def recurrence(self, *given, **options):
+        out = self.attention.recurrence(*(x[:, :, : self.length] for x in given), **options)
+        return F.pad(out, (0, 0, 0, self.pad))
 
 
 class _TreeWalk:
@@ -208,7 +228,7 @@ class _TreeWalk:
             depth_first(self.visit(b, []))
 
     def visit(self, b, stack):
-        """Run a chunk forward, the chunks below it, and the chunk backward. stack: those above."""
+        """Run a chunk forward, the chunks below it, then the chunk backward."""
         # With recompute, a chunk that others are below keeps no graph while they run, only keys
         # and values. A chunk with none below goes backward next, and keeps its graph.
         chunk, below = self.chunks[b], self.below[b]
@@ -235,7 +255,7 @@ class _TreeWalk:
         if not keep_graph:
             del scores, own
         for child in below:
-            yield self.visit(child, [*stack, _Above(chunk, leaves)])
+            yield self.visit(child, [*stack, (chunk, leaves)])
         if not self.trains:
             return
         if not keep_graph:
@@ -299,10 +319,14 @@ class _TreeWalk:
         # Positions are depths, so the keys of a path are right for every chunk below. A model of
         # the five knows no routing.
         routing = self.options.routing
-        tokens = slice(chunk.start, chunk.stop)
+        length = chunk.stop - chunk.start
+        pad = -length % self.options.multiple
+        tokens_1n, positions_1n = (
+            F.pad(x_N[chunk.start : chunk.stop], (0, pad))[None].to(self.device)
+            for x_N in (self.trie.tokens, self.trie.positions))  # fmt: skip
         hidden_1nM = self.model.hidden(
-            self.trie.tokens[tokens][None].to(self.device),
-            positions=self.trie.positions[tokens][None].to(self.device), attention=attention,
+            tokens_1n, positions=positions_1n,
+            attention=_WithoutPadding(attention, length, pad) if pad else attention,
             **({} if routing is None else {"on_routing": routing(chunk)}),
         )  # fmt: skip
         attention.in_forward = False
@@ -322,7 +346,7 @@ class _TreeWalk:
         run = chunk.run_of(self.parents)
         edges_e = self.edges[run]
         scores = ()
-        if len(edges_e) or chunk.stop - chunk.start == len(self.trie):
+        if len(edges_e) or length == len(self.trie):
             scored_eM = hidden_1nM[0, (self.parents[run] - chunk.start).to(self.device)]
             targets_e = self.trie.tokens[edges_e].to(self.device)
             scores = scores_of(self.model, scored_eM, targets_e, self.options.temperature)
