@@ -332,5 +332,7 @@ def is_right(row, found) -> bool:
 def run_rows(rows) -> dict:
     """Return {row's name: `row_errors`} of some rows, on new processes: once for each world."""
     (true,) = launch(1, references, rows)
-    worlds = [launch(world, rows_of_this_world, rows, true)[0] for world in sorted({x.ranks for x in rows})]
-    return {name: found for of_one in worlds for name, found in of_one.items()}
+    errors_of = {}
+    for world in sorted({row.ranks for row in rows}):
+        errors_of |= launch(world, rows_of_this_world, rows, true)[0]
+    return errors_of

@@ -145,7 +145,8 @@ class ModelConfig(models.ModelConfig):
         raw = {name: x for name, x in vars(self).items() if name in defaults and name not in below}
         raw |= dict(
             model_type=self.model_type, architectures=[name], attention_bias=self.o_bias,
-            attention_dropout=0.0, initializer_range=self.initializer_range, eos_token_id=list(self.eos_token_id) or None,
+            attention_dropout=0.0, initializer_range=self.initializer_range,
+            eos_token_id=list(self.eos_token_id) or None,
             rope_parameters=full, rope_theta=full["rope_theta"],
             rope_scaling=None if full["rope_type"] == "default" else full,
         )  # fmt: skip

@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import json
 import math
-import re
 import shutil
 from functools import reduce
 from pathlib import Path

@@ -212,6 +212,9 @@ class Config(train_grpo.Config):
         if self.proximal is None:
             is_fresh = self.minibatches > 1 and not self.staleness
             self.proximal = self.sampler_rounds_differently and is_fresh
+        chosen = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if choices_of(f)}
+        if wrong := wrong_values(chosen):
+            raise ValueError("; ".join(wrong))
 
     @classmethod
     def from_file(cls, path, **given) -> "Config":

@@ -51,7 +51,8 @@ def adapted(family="qwen3_moe", dtype=torch.float64, targets=ALL, **shape):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("family, dtype", [*((name, torch.float64) for name in TINY),
-                                           ("qwen3", torch.bfloat16), ("gemma3_text", torch.bfloat16)])
+                                           ("qwen3", torch.bfloat16),
+                                           ("gemma3_text", torch.bfloat16)])
 def test_factors_have_the_gradients_of_a_merged_matrix(family, dtype):
     """Log-probs are those of a model with W + 2 B A, and dA = 2 B^T dW, dB = 2 dW A^T.
 

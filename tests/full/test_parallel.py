@@ -180,7 +180,8 @@ def test_a_forward_before_the_step_loses_no_gradient_of_fsdp(tmp_path):
 def _bf16_errors(rank):
     """{plan: squared errors of gradients in bfloat16: under the plan, and on one process}."""
     found, whole = {}, batch(is_packed=False)
-    cases = read_cases("d2 dense fsdp, t2 dense, t2 deep, t2 bias, t2 tied, c2 dense, p2 deep, d2e2 moe")
+    cases = read_cases("d2 dense fsdp, t2 dense, t2 deep, t2 bias, t2 tied, c2 dense, p2 deep, "
+                       "d2e2 moe")
     for text, kind, options in cases.values():
         model = build(kind, torch.bfloat16)
         gradients = []
