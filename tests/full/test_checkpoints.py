@@ -30,7 +30,7 @@ from full.model.hf import load_hf, save_hf
 from full.model.logprobs import token_logprobs
 from full.model.parallelize import parallelize
 from full.model.transformer import Critic, Transformer
-from full.model.weights import gather_weights
+from full.model.parallelize import gather_weights
 from full.ranks.places import full, local
 from full.ranks.plans import Grid, Plan
 from full.run.directory import read_json_lines

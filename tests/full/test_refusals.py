@@ -29,14 +29,10 @@ from full.attention import attend, masks, ring
 from full.learn import generate as generation
 from full.learn.advantages import advantages  # noqa: F401, of a row
 from full.learn.objectives import LossSettings, grpo_loss  # noqa: F401, of a row
-<<<<<<< HEAD
-from full.model import experts, logprobs, lora, weights
+from full.model import experts, logprobs, lora, parallelize
 from full.model.config import Lora  # noqa: F401, of a row
 from full.model.hf import save_factors  # noqa: F401, of a row
 from full.model.lora import add_factors  # noqa: F401, of a row
-=======
-from full.model import experts, hf, logprobs, lora, weights
->>>>>>> 8d1f430 (Logits of a split vocabulary are gathered by parallel.py; no target without an owner)
 from full.ranks.joining import connect  # noqa: F401, of a row
 from full.run.flags import parse_config
 from full.tiny import tiny_model
@@ -493,8 +489,8 @@ CALLS = {  # a call, and what its ValueError says
     "Mask.causal(4).slice([1, 1], ALL)": "ascending",
     "Mask.causal(4).slice(ALL, slice(None, None, -1))": "ascending",
 }  # fmt: skip
-MODULES = (attend, check_attention, chunks, experts, generation, hf, logprobs, lora, masks, ring,
-           trie, weights)  # fmt: skip
+MODULES = (attend, check_attention, chunks, experts, generation, logprobs, lora, masks,
+           parallelize, ring, trie)  # fmt: skip
 NAMES = globals() | {name: x for module in MODULES for name, x in vars(module).items()}
 
 
