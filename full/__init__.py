@@ -33,11 +33,10 @@ Models:
 
 Parallel:
     full/ranks/plans.py: Plan, Grid
-    full/model/parallelize.py: parallelize, materialise
+    full/model/parallelize.py: parallelize, materialise, copy_weights
     full/ranks/optimizer.py: reduce_gradients, clip_grad_norm, LocalOptimizer, training_tensors,
         lr_factor, name_suspects
     full/learn/packing.py: PackedBatches, Micro, states_like, run_micro_batches, run_forwards
-    full/model/weights.py: copy_weights
     full/ranks/joining.py: connect, agree
     full/ranks/places.py: full
     full/ranks/checkpoint.py: write_checkpoint, read_checkpoint, checkpoints

@@ -224,7 +224,7 @@ SENDS = (
     r"|weights\.broadcast\("
 )
 SENDERS = """ranks/plans ranks/places ranks/joining ranks/optimizer ranks/checkpoint
-    model/parallelize model/weights learn/packing"""
+    model/parallelize learn/packing"""
 
 
 @pytest.mark.parametrize("name", SENDERS.split())

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from full.learn.generate import Turns
 from full.model.hf import save_hf
-from full.model.weights import gather_weights
+from full.model.parallelize import gather_weights
 from full.ranks.joining import agree, errors_on_all_ranks, warn
 
 THREADS = 256  # turns that a rank asks for at a time; vLLM and SGLang decode about as many

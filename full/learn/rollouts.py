@@ -22,7 +22,7 @@ import train_grpo
 from full.learn.generate import Turns, decode
 from full.learn.packing import gather_replica
 from full.model.experts import end_together
-from full.model.weights import copy_weights
+from full.model.parallelize import copy_weights
 from full.ranks.joining import ReplyTimeout, Stop, errors_on_all_ranks, summed
 from train_grpo import EVALUATION
 

@@ -25,9 +25,8 @@ from full.model import lora
 from full.model.deltanet import Documents
 from full.model.experts import ExpertLoads
 from full.model.hf import load_hf
-from full.model.parallelize import materialise, parallelize, split_for_decoding
+from full.model.parallelize import materialise, parallelize, share_or_allocate, split_for_decoding
 from full.model.transformer import Critic, Transformer, causal_attention, drawn_weights
-from full.model.weights import share_or_allocate
 from full.ranks.checkpoint import read_checkpoint, write_checkpoint
 from full.ranks.joining import all_gather_objects, current_device, summed, warn
 from full.ranks.optimizer import (

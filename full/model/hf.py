@@ -16,7 +16,6 @@ import math
 import shutil
 from functools import reduce
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import safetensors.torch
@@ -110,11 +109,13 @@ def sources_of(name, shape, stored, config) -> list[Source]:
     return [Source(f"{path}.{e}.{leaf}.weight", (rows, M), e) for e in range(E)]
 
 
-def in_file_order(x, rows):
-    """Return the rows of our tensor x as a file has them. rows: of `rows_in_file`."""
-    return torch.empty_like(x).index_copy_(0, rows.to(x.device), x)
+def in_file_order(name, x, config):
+    """Return the rows of our parameter x, or of its factor B, as a file has them."""
+    rows = rows_in_file(name, config)
+    return x if rows is None else torch.empty_like(x).index_copy_(0, rows.to(x.device), x)
 
 
+@torch.no_grad()
 def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
     """Load a Hugging Face checkpoint directory, strictly: every tensor has a place and the reverse.
 
@@ -130,59 +131,54 @@ def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
     """
     if model is not None and (dtype or device):
         raise ValueError("give load_hf a model to fill, or dtype and device of a new one, not both")
+    directory = Path(directory)
     with errors_on_all_ranks(alone=getattr(model, "part", None) is None):
-        return _load(Path(directory), model, dtype, device)
+        config = ModelConfig.from_hf(directory)
+        stored = open_checkpoint(directory)
+        # Some writers store the head of a tied model next to the embedding.
+        head = stored.pop("lm_head.weight", None) if config.tie_word_embeddings else None
 
+        # A model on the meta device has shapes and no memory. Whatever sizes a damaged config asks
+        # for, they are compared with the stored tensors before anything is allocated. A given model
+        # may be a stage of a pipeline, have factors, or be a critic that starts from a policy.
+        with torch.device("meta"):
+            whole = Transformer(config)
+        if model is not None:
+            as_stored = dict(router_bias_rate=0.0)
+            if isinstance(model, Critic):  # it leaves the head out
+                as_stored["tie_word_embeddings"] = config.tie_word_embeddings
+            require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
+        sources = {name: sources_of(name, p.shape, stored, config)
+                   for name, p in whole.named_parameters()}  # fmt: skip
+        wanted = {source.name: source.shape for some in sources.values() for source in some}
+        found = {name: tuple(x.part.get_shape()) for name, x in stored.items()}
+        wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+        if wrong:
+            told = [f"{name} {found.get(name, 'missing')} for {wanted.get(name, 'no parameter')}"
+                    for name in wrong[:8]]  # fmt: skip
+            raise ValueError(f"{directory}: {len(wrong)} tensors do not fit its config.json: "
+                             f"{'; '.join(told)}")  # fmt: skip
 
-@torch.no_grad()
-def _load(directory, model, dtype, device) -> Transformer:
-    """`load_hf` on this rank."""
-    config = ModelConfig.from_hf(directory)
-    stored = open_checkpoint(directory)
-    # Some writers store the head of a tied model next to the embedding.
-    head = stored.pop("lm_head.weight", None) if config.tie_word_embeddings else None
-
-    # A model on the meta device has shapes and no memory. Whatever sizes a damaged config asks for,
-    # they are compared with the stored tensors before anything is allocated. A given model may be
-    # a stage of a pipeline, have factors, or be a critic that starts from a policy.
-    with torch.device("meta"):
-        whole = Transformer(config)
-    if model is not None:
-        as_stored = dict(router_bias_rate=0.0)
-        if isinstance(model, Critic):  # it leaves the head out
-            as_stored["tie_word_embeddings"] = config.tie_word_embeddings
-        require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
-    sources = {name: sources_of(name, p.shape, stored, config)
-               for name, p in whole.named_parameters()}  # fmt: skip
-    wanted = {source.name: source.shape for some in sources.values() for source in some}
-    found = {name: tuple(x.part.get_shape()) for name, x in stored.items()}
-    wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
-    if wrong:
-        told = [f"{name} {found.get(name, 'missing')} for {wanted.get(name, 'no parameter')}"
-                for name in wrong[:8]]  # fmt: skip
-        raise ValueError(f"{directory}: {len(wrong)} tensors do not fit its config.json: "
-                         f"{'; '.join(told)}")  # fmt: skip
-
-    # Quantized weights mean something only together with their scales, and integers are not
-    # weights at all. A cast would train them all the same.
-    for name, (path, part) in stored.items():
-        if part.get_dtype() not in DTYPES:
-            raise ValueError(f"{path}: {name} is stored as {part.get_dtype()}; expected one of "
-                             f"{', '.join(DTYPES)}: convert the checkpoint")  # fmt: skip
-    if head is not None:
-        require_tied(head, stored[TIED])
-    if model is None:
-        kept = dtype or _checkpoint_dtype(directory, stored)
-        model = whole.to(kept).to_empty(device=device or "cpu")
-    places = part_of(model).places
-    for name, parameter in model.named_parameters():
-        if name in sources:
-            _copy_in(local(parameter), places[name].region, sources[name], stored)
-        else:
-            parameter.zero_()
-    for buffer in model.buffers():
-        buffer.zero_()
-    return model
+        # Quantized weights mean something only together with their scales, and integers are not
+        # weights at all. A cast would train them all the same.
+        for name, (path, part) in stored.items():
+            if part.get_dtype() not in DTYPES:
+                raise ValueError(f"{path}: {name} is stored as {part.get_dtype()}; expected one of "
+                                 f"{', '.join(DTYPES)}: convert the checkpoint")  # fmt: skip
+        if head is not None:
+            require_tied(head, stored[TIED])
+        if model is None:
+            kept = dtype or _checkpoint_dtype(directory, stored)
+            model = whole.to(kept).to_empty(device=device or "cpu")
+        places = part_of(model).places
+        for name, parameter in model.named_parameters():
+            if name in sources:
+                _copy_in(local(parameter), places[name].region, sources[name], stored)
+            else:
+                parameter.zero_()
+        for buffer in model.buffers():
+            buffer.zero_()
+        return model
 
 
 def require_tied(head, embedding) -> None:
@@ -281,8 +277,7 @@ def save_hf(
         place = f"-{n + 1:05}-of-{len(files):05}" if len(files) > 1 else ""
         held = {}
         for name, whole in itertools.islice(tensors, len(names)):
-            rows = rows_in_file(name, model.config)
-            stored = models.stored(name, whole if rows is None else in_file_order(whole, rows))
+            stored = models.stored(name, in_file_order(name, whole, model.config))
             stored |= {copies[name]: whole} if name in copies else {}
             weight_map |= dict.fromkeys(stored, f"model{place}.safetensors")
             if n % writers == rank and problem is None:
@@ -356,10 +351,9 @@ def save_factors(model, directory, base) -> None:
     ValueError if experts have factors: their stacks have no name there.
     """
     tensors = {name: p.detach() for name, p in model.named_parameters() if is_factor(name)}
-    for name in tensors:  # the rows of B are those of its matrix
-        rows = rows_in_file(matrix_of(name), model.config) if name.endswith("lora_B") else None
-        if rows is not None:
-            tensors[name] = in_file_order(tensors[name], rows)
+    for name, x in tensors.items():
+        if name.endswith("lora_B"):  # its rows are those of its matrix
+            tensors[name] = in_file_order(matrix_of(name), x, model.config)
     if any(".experts." in name for name in tensors):
         raise ValueError("PEFT's format has no factors of experts: write merged weights")
     # In a multimodal model the language model is a part.
@@ -387,26 +381,22 @@ def save_factors(model, directory, base) -> None:
 
 
 class BiasedDefinition(models.Definition):
-    """`models.Definition` with a bias of the router, which acts on the choice alone, (6')."""
+    """`models.Definition` with YaRN's factor, and a router's bias, which acts on the choice, (6').
+    """
 
-    def __init__(self, model, votes):
+    def __init__(self, model):
         super().__init__(model)
-        self.votes = votes  # name of a sparse MLP -> (E,)
+        (self.factor,) = {factor for _, factor in model.rope.frequencies.values()}
+        self.votes = {name.removesuffix("votes"): x_E for name, x_E in model.named_buffers()}
+
+    def heads(self, name, x, angle_d):
+        return self.factor * super().heads(name, x, angle_d)
 
     def choose(self, name, p):
         return super().choose(name, p + self.config.router_bias_rate * self.votes.get(name, 0))
 
 
 def full_definition(model, tokens, /):
-    """Return the logits (S, V) of `models.Definition`, with a router's bias."""
-    config = model.config
-    if config.attn_output_gate:
-        return deltanet.HybridDefinition(model).logits(tokens)
-
-    # A factor on cos and sin multiplies q and k, so their product by its square: as a scale does.
-    (factor,) = {factor for _, factor in model.rope.frequencies.values()}
-    scalar = (config.query_pre_attn_scalar or config.head_dim) / factor**4
-    config_alike = dataclasses.replace(config, query_pre_attn_scalar=scalar)
-    alike = SimpleNamespace(config=config_alike, named_parameters=model.named_parameters)
-    votes = {name.removesuffix("votes"): votes_E for name, votes_E in model.named_buffers()}
-    return BiasedDefinition(alike, votes).logits(tokens)
+    """Return the logits (S, V) of the model token by token."""
+    is_hybrid = model.config.attn_output_gate
+    return (deltanet.HybridDefinition if is_hybrid else BiasedDefinition)(model).logits(tokens)

@@ -1,4 +1,4 @@
-"""Computes log-probs and entropies in chunks, by ranks that may share the vocabulary.
+"""Computes log-probs and entropies in chunks, on ranks that may share the vocabulary.
 
 Sums are in float32 or better. The five's log-probs, by autograd, take 1.3 times as long with
 their backward for V = 4096, and 1.8 times for V = 32768.
@@ -8,12 +8,10 @@ Equations (8) and (9) are in models.py.
 Letters:  N tokens   M width   V words, v on this rank
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 
 def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None:
@@ -68,7 +66,7 @@ def token_logprobs(
         with its rows of the weight. Every rank gets the same results, the whole gradient of
         hidden, and its rows' gradient of the weight.
     vocab_start: this rank has the v rows of the vocabulary from there on.
-    vocab_size: V, for the ranks of a group. Without it a target in no rank's rows gives -inf.
+    vocab_size: V, for the ranks of a group.
     """
     if hidden_NM.dim() != 2 or targets_N.shape != hidden_NM.shape[:1]:
         found = f"{tuple(hidden_NM.shape)} and {tuple(targets_N.shape)}"
@@ -76,8 +74,7 @@ def token_logprobs(
     if not temperature > 0 or chunk is not None and chunk < 1:
         raise ValueError(f"temperature and chunk: expected positive, got {temperature} and {chunk}")
     v = len(weight_vM)
-    if vocab_size is not None or group is None:
-        require_tokens_in_vocabulary(targets_N, vocab_size or v, what="target")
+    require_tokens_in_vocabulary(targets_N, vocab_size or v, what="target")
 
     # On a CPU the logits of a chunk are to stay in the core's cache while they are passed over. At
     # least two chunks, so that less than all is held.
@@ -100,11 +97,11 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_NM, weight_vM, targets_N, options):
-        # A chunk's logits z become five numbers a token: the largest, m; the target's; the sums
-        # total = sum e^(z - m) and weighted = sum (z - m) e^(z - m); and how many ranks own the
-        # target. Both results come from these, and the backward needs only lse and the mean of z.
+        # A chunk's logits z become four numbers a token: the largest, m; the target's; and the sums
+        # total = sum e^(z - m) and weighted = sum (z - m) e^(z - m). Both results come from these,
+        # and the backward needs only lse and the mean of z.
         dtype = torch.promote_types(hidden_NM.dtype, torch.float32)
-        sums_4N = torch.zeros(4, len(targets_N), dtype=dtype, device=hidden_NM.device)
+        sums_3N = torch.zeros(3, len(targets_N), dtype=dtype, device=hidden_NM.device)
         largest_N = torch.empty(len(targets_N), dtype=dtype, device=hidden_NM.device)
         ctx.exponentials = {}  # first token of a chunk -> e^(z - m), and its m
         starts = range(0, len(targets_N), options.chunk)
@@ -112,7 +109,7 @@ class TokenLogprobs(torch.autograd.Function):
         # Memory for one chunk after the other: new pages would cost as much as what fills them.
         size = min(options.chunk, len(targets_N)), len(weight_vM)
         product_nv = hidden_NM.new_empty(size)
-        exponential_nv = sums_4N.new_empty(size)
+        exponential_nv = sums_3N.new_empty(size)
         for n in starts:
             rows = slice(n, n + options.chunk)
             count = min(options.chunk, len(targets_N) - n)
@@ -126,17 +123,16 @@ class TokenLogprobs(torch.autograd.Function):
             keep = n in starts[len(starts) - options.kept :]
             e_nv = torch.exp(shifted_nv, out=None if keep else exponential_nv[:count])
             weighted_n = shifted_nv.mul_(e_nv).sum(-1)
-            sums_4N[:, rows] = torch.stack([target_n, e_nv.sum(-1), weighted_n, owned_n1[:, 0]])
+            sums_3N[:, rows] = torch.stack([target_n, e_nv.sum(-1), weighted_n])
             if keep:
                 ctx.exponentials[n] = e_nv, largest_N[rows, None]
         if options.group is not None:
-            largest_N, sums_4N = combine_over_ranks(largest_N, sums_4N, options.group)
+            largest_N, sums_3N = combine_over_ranks(largest_N, sums_3N, options.group)
 
-        # log p = z - m - log total, so that -sum p log p = log total - weighted / total. A target
-        # that no rank owns has no logit.
-        target_N, total_N, weighted_N, owners_N = sums_4N
+        # log p = z - m - log total, so that -sum p log p = log total - weighted / total.
+        target_N, total_N, weighted_N = sums_3N
         lse_N = largest_N + total_N.log()
-        logprobs_N = (target_N - lse_N).masked_fill(owners_N == 0, -math.inf)  # (8)
+        logprobs_N = target_N - lse_N  # (8)
         shift_N = weighted_N / total_N
         entropy_N = total_N.log() - shift_N  # (9)
         ctx.save_for_backward(hidden_NM, weight_vM, targets_N, lse_N, largest_N + shift_N)
@@ -217,7 +213,7 @@ def local_targets(targets_N, rows, options):
     return torch.where(owned_N1, local_N1, 0), owned_N1
 
 
-def combine_over_ranks(largest_N, sums_4N, group):
+def combine_over_ranks(largest_N, sums_3N, group):
     """Return the largest logit and the sums around it, over the vocabulary rows of all ranks."""
     # COMM: two messages whatever the chunks, which may differ: shards of a vocabulary are uneven.
     # Pinned by tests/full/test_checkpoints.py::test_vocabulary_parallel_equals_one_process.
@@ -226,28 +222,10 @@ def combine_over_ranks(largest_N, sums_4N, group):
 
     # Sums around this rank's largest logit m become sums around the largest of all, m': each term
     # shrinks by e^(m - m'), and (z - m') is (z - m) + (m - m').
-    target_N, total_N, weighted_N, owners_N = sums_4N
+    target_N, total_N, weighted_N = sums_3N
     lower_N = largest_N - all_N
     weighted_N = weighted_N + lower_N * total_N
     shrink_N = lower_N.exp()
-    sums_4N = torch.stack([target_N, total_N * shrink_N, weighted_N * shrink_N, owners_N])
-    dist.all_reduce(sums_4N, group=group)
-    return all_N, sums_4N
-
-
-def all_gather_logits(z_Xv, group, vocab_size):
-    """Return the logits (.., V) of all rows of the head on every rank, given its own (.., v).
-
-    Without a gradient, for sampling. Training asks for log-probs, which need no whole row.
-    """
-    if z_Xv.requires_grad:
-        raise ValueError("logits of a split vocabulary have no gradient; `logprobs` have one")
-    # Ranks have ceil(V / t) rows each, and the last ones the rest, which is padded for the message.
-    # COMM: an all-gather of equal parts. Pinned by
-    # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-    world = dist.get_world_size(group)
-    v = -(-vocab_size // world)
-    own_Xv = F.pad(z_Xv, (0, v - z_Xv.shape[-1])).contiguous()
-    parts = [torch.empty_like(own_Xv) for _ in range(world)]
-    dist.all_gather(parts, own_Xv, group)
-    return torch.cat(parts, -1)[..., :vocab_size]
+    sums_3N = torch.stack([target_N, total_N * shrink_N, weighted_N * shrink_N])
+    dist.all_reduce(sums_3N, group=group)
+    return all_N, sums_3N

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import models
+import parallel
 from full.model import deltanet
 from full.model.config import LINEAR, ModelConfig, rope_frequencies
 from full.model.experts import SparseMLP
-from full.model.logprobs import all_gather_logits, require_tokens_in_vocabulary, token_logprobs
+from full.model.logprobs import require_tokens_in_vocabulary, token_logprobs
 
 
 class RMSNorm(models.RMSNorm):
@@ -127,6 +128,41 @@ class Layer(models.Layer):
         return y_BSM + self.post_feedforward_layernorm(h_BSM)
 
 
+def drawn_weights(model, seed: int):
+    """Yield the name and the first weights of each parameter of a whole model, on the CPU.
+
+    Matrices are normal(0, initializer_range), norms are 1, biases are 0; A and dt of recurrent
+    layers are as transformers draws them. A critic's head is 0 too, so that the first values are 0.
+    The seed decides all, alike in every dtype and under every plan.
+    """
+    # One tensor at a time: the draws of a tensor follow the draws of the tensor before it. In
+    # float32 on the CPU, so that dtype and device do not change the draw.
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        if name.endswith("norm.weight"):
+            is_offset = model.config.norm_offset and "linear_attn" not in name
+            yield name, torch.full(p.shape, 0.0 if is_offset else 1.0)
+        elif name.endswith("dt_bias"):
+            yield name, torch.ones(p.shape)
+        elif name.endswith("A_log"):  # decay slow and fast: a of (2) at rest is e^-0.01 to e^-21
+            yield name, torch.empty(p.shape).uniform_(0.01, 16, generator=generator).log()
+        elif name.endswith("bias") or name == "score.weight":
+            yield name, torch.zeros(p.shape)
+        else:
+            drawn = torch.randn(p.shape, generator=generator, dtype=torch.float32)
+            yield name, drawn.mul_(model.config.initializer_range)
+
+
+@torch.no_grad()
+def draw_weights(model, seed: int):
+    """Fill a whole model with `drawn_weights`, and its buffers with 0, and return it."""
+    for name, weight in drawn_weights(model, seed):
+        model.get_parameter(name).copy_(weight)
+    for buffer in model.buffers():
+        buffer.zero_()
+    return model
+
+
 class Transformer(models.Transformer):
     """A causal language model: `models.Transformer` with the layers above.
 
@@ -213,7 +249,11 @@ class Transformer(models.Transformer):
         z = F.linear(*self.head(hidden))
         if not self.shard:
             return z
-        return all_gather_logits(z, self.shard["group"], self.config.vocab_size)
+        if z.requires_grad:  # training asks for log-probs, which need no whole row
+            raise ValueError("logits of a split vocabulary have no gradient; `logprobs` have one")
+        # COMM: an all-gather over the t ranks. Pinned by
+        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+        return parallel.all_gather(z, self.shard["group"], -1, self.config.vocab_size)
 
     def forward(self, tokens_BS, /, **options):
         """Return the logits (B, S, V) in the model's dtype. The options are those of `hidden`."""
@@ -227,9 +267,7 @@ class Transformer(models.Transformer):
             **self.shard,
         )  # fmt: skip
 
-    def init_weights(self, seed: int) -> "Transformer":
-        """Draw all weights from a seed, the same ones in every dtype; see `drawn_weights`."""
-        return draw_weights(self, seed)
+    init_weights = draw_weights  # init_weights(seed)
 
 
 class Critic(Transformer):
@@ -249,38 +287,3 @@ class Critic(Transformer):
         """Return the value of each state, (..., M) -> (...), in float32 or better."""
         value = self.score(hidden)[..., 0]
         return value.to(torch.promote_types(value.dtype, torch.float32))
-
-
-def drawn_weights(model, seed: int):
-    """Yield the name and the first weights of each parameter of a whole model, on the CPU.
-
-    Matrices are normal(0, initializer_range), norms are 1, biases are 0; A and dt of recurrent
-    layers are as transformers draws them. A critic's head is 0 too, so that the first values are 0.
-    The seed decides all, alike in every dtype and under every plan.
-    """
-    # One tensor at a time: the draws of a tensor follow the draws of the tensor before it. In
-    # float32 on the CPU, so that dtype and device do not change the draw.
-    generator = torch.Generator().manual_seed(seed)
-    for name, p in model.named_parameters():
-        if name.endswith("norm.weight"):
-            is_offset = model.config.norm_offset and "linear_attn" not in name
-            yield name, torch.full(p.shape, 0.0 if is_offset else 1.0)
-        elif name.endswith("dt_bias"):
-            yield name, torch.ones(p.shape)
-        elif name.endswith("A_log"):  # decay slow and fast: a of (2) at rest is e^-0.01 to e^-21
-            yield name, torch.empty(p.shape).uniform_(0.01, 16, generator=generator).log()
-        elif name.endswith("bias") or name == "score.weight":
-            yield name, torch.zeros(p.shape)
-        else:
-            drawn = torch.randn(p.shape, generator=generator, dtype=torch.float32)
-            yield name, drawn.mul_(model.config.initializer_range)
-
-
-@torch.no_grad()
-def draw_weights(model, seed: int):
-    """Fill a whole model with `drawn_weights`, and its buffers with 0, and return it."""
-    for name, weight in drawn_weights(model, seed):
-        model.get_parameter(name).copy_(weight)
-    for buffer in model.buffers():
-        buffer.zero_()
-    return model

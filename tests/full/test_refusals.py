@@ -29,7 +29,7 @@ from full.attention import attend, masks, ring
 from full.learn import generate as generation
 from full.learn.advantages import advantages  # noqa: F401, of a row
 from full.learn.objectives import LossSettings, grpo_loss  # noqa: F401, of a row
-from full.model import experts, logprobs, lora, weights
+from full.model import experts, logprobs, lora, parallelize
 from full.model.config import Lora  # noqa: F401, of a row
 from full.model.hf import save_factors  # noqa: F401, of a row
 from full.model.lora import add_factors  # noqa: F401, of a row
@@ -332,6 +332,12 @@ def small(**shape):
     return tiny_model("qwen3", dtype=torch.float32, **shape)
 
 
+def logits_of_a_share():
+    model = tiny_model("qwen3")
+    model.shard = dict(group=None, vocab_start=0)
+    model(torch.tensor([[0, 1]]))
+
+
 def decoded(*prompts, **options):
     how = dict(max_new_tokens=2, temperature=0.0) | options
     return generation.generate(small(), prompts, **how)
@@ -449,7 +455,7 @@ CALLS = {  # a call, and what its ValueError says
         f"^target id 1099511627776 at place 1 {OUTSIDE}",
     "token_logprobs(torch.ones(1, 24), small().head_weight, torch.tensor([-1]))":
         f"^target id -1 at place 0 {OUTSIDE}",
-    "all_gather_logits(small().head_weight, None, 53)": "logits of a split vocabulary",
+    "logits_of_a_share()": "logits of a split vocabulary",
     "decoded([53])": "ids are 0..52", "decoded([])": "at least one token",
     "decoded([1], max_new_tokens=0)": "max_new_tokens", "decoded([1], slots=0)": "slots",
     "decoded(models.Row([1], [0.5]), temperature=1.0)": "needs 2 draws",
@@ -483,8 +489,8 @@ CALLS = {  # a call, and what its ValueError says
     "Mask.causal(4).slice([1, 1], ALL)": "ascending",
     "Mask.causal(4).slice(ALL, slice(None, None, -1))": "ascending",
 }  # fmt: skip
-MODULES = (attend, check_attention, chunks, experts, generation, logprobs, lora, masks, ring, trie,
-           weights)  # fmt: skip
+MODULES = (attend, check_attention, chunks, experts, generation, logprobs, lora, masks,
+           parallelize, ring, trie)  # fmt: skip
 NAMES = globals() | {name: x for module in MODULES for name, x in vars(module).items()}
 
 

@@ -169,7 +169,7 @@ def test_a_push_goes_tensor_by_tensor_from_any_layout(tmp_path, name):
 
 
 ASKING = "full.learn.rollouts.Sampler._ask_once"
-DECODING = "full.model.transformer.all_gather_logits"
+DECODING = "parallel.all_gather"
 
 
 @pytest.mark.parametrize("where", shortened([ASKING, DECODING], ASKING))
