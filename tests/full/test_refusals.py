@@ -135,15 +135,15 @@ COMMANDS = {  # a command, and what its line must say
     "eval run/hf": "say what to ask it: --task NAME",
     "eval run/hf --task guess --step 3": "--step is of a run",
     "eval run/hf --task guess": "the task has 11 tokens, ",
-    "eval run/step-00000002": "expected the directory of a run, or of a checkpoint",
+    "eval run/step-00000002": "run/step-00000002 is not a run, so say what to ask it: --task",
     "eval run --task echo.py:Echo": "echo.py: no such file",
     "eval run --dtype float8": "argument --dtype: invalid choice",
     **{command: "no nowhere; expected the config" for command in ("eval lost", "export lost new")},
     "export run new --task echo.py:Echo": "needs none",
     "export run run": "is not empty", "export run run/lock": "is not empty",
-    "export run/hf new": "is not a run",
+    "export run/hf new": "expected the directory of a run, got run/hf\n",
     "export run new --step 1": "those that it holds are of: 3, 4",
-    "export nothing new": "no nothing/config.json; expected",
+    "export nothing new": "expected the directory of a run, got nothing\n",
     "export run old": "old.tmp is there",
     "audit run --step 9": "expected one of the 4 steps of metrics.jsonl",
     "audit nothing": "the directory of a run, got nothing: it holds no config.json",
@@ -210,8 +210,8 @@ ENVIRONMENTS = [  # what the environment says, a command, and its line
     (dict(RANK="1", WORLD_SIZE="2"), "eval run", TORCHRUN),
     (dict(RANK="1", WORLD_SIZE="2"), "export run new", TORCHRUN),
     (dict(RANK="1", WORLD_SIZE="2"), "audit run", TORCHRUN),
-    (dict(RANK=""), "export nothing new", "error: no nothing"),  # as one that is not set
-    (dict(WORLD_SIZE=""), "export nothing new", "error: no nothing"),
+    (dict(RANK=""), "export nothing new", "error: expected the directory of a run"),  # as one that is not set
+    (dict(WORLD_SIZE=""), "export nothing new", "error: expected the directory of a run"),
 ]  # fmt: skip
 
 
