@@ -404,11 +404,9 @@ def read_settings(path, given=()) -> dict:
 
     given: names of the fields that the caller sets. The file's values of these do not count.
 
-    ValueError for a file that is not there, a key that is not a field, or a value of another type.
+    ValueError for a key that is not a field, or a value of another type.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"--config {path}: no such file")
     try:
         is_toml = path.suffix == ".toml"
         found = tomllib.loads(path.read_text(encoding="utf-8")) if is_toml else read_json(path)

@@ -686,7 +686,7 @@ def test_no_rank_leaves_while_another_joins(tmp_path, name, late):
 
 
 def test_no_rank_leaves_while_another_ends_its_run(tmp_path):
-    hold = [(1, "torch.distributed.barrier", 1, is_there, tmp_path / "let go")]
+    hold = [(1, "torch.distributed.new_group", 1, is_there, tmp_path / "let go")]
     processes, log = begin(tmp_path, f"{TINY} --out run --steps 1", 2, hold)
     wait_for_steps(tmp_path / "run", 1)
     processes[0].join(2)

