@@ -13,22 +13,19 @@ import signal
 import sys
 import traceback
 
-if __name__ == "__main__" and __package__ != "full":
-    sys.exit("error: start it from the repository's root, as python -m full ..")
+import torch.distributed as dist
 
-import torch.distributed as dist  # noqa: E402
-
-from full import check, evaluate  # noqa: E402
-from full.audit import audit  # noqa: E402
-from full.ranks.joining import (  # noqa: E402
+from full import check, evaluate
+from full.audit import audit
+from full.ranks.joining import (
     ERRORS, Progress, connect, errors_on_all_ranks, is_one_of_several, naming_lost_ranks,
 )  # fmt: skip
-from full.run.config import Config  # noqa: E402
-from full.run.flags import parse_config  # noqa: E402
-from full.run.logs import plot, replacing_characters  # noqa: E402
-from full.run.questions import require_task  # noqa: E402
-from full.run.run import start_run  # noqa: E402
-from full.run.tasks import place_in_users_file  # noqa: E402
+from full.run.config import Config
+from full.run.flags import parse_config
+from full.run.logs import plot, replacing_characters
+from full.run.questions import require_task
+from full.run.run import start_run
+from full.run.tasks import place_in_users_file
 
 # Commands read a run, or measure. They are one process, and none of them trains.
 COMMANDS = {
@@ -140,8 +137,8 @@ def main(argv) -> int:
     except KeyboardInterrupt:  # a Ctrl-C before the first step; from there on Stop has it
         print("interrupted, with nothing to save", file=sys.stderr, flush=True)
         return leave(128 + signal.SIGINT)
-    # Rank 0 of several ranks may write for long. The others leave their group as it is, because to
-    # destroy it might wait for rank 0. A thread may still wait for a task, and it is left alone.
+    # Of several ranks each leaves its group as it is. A thread may still wait for a task, and it is
+    # left alone.
     if dist.get_world_size() == 1 and not code:
         dist.destroy_process_group()
     return leave(code)

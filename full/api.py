@@ -28,6 +28,7 @@ from full.run.logs import replacing_characters
 from full.run.questions import Jsonl, make_task, require_task, require_usable
 from full.run.run import start_run
 from full.run.tasks import Task
+from full.run.text import naming
 
 __all__ = "Config", "Interrupted", "Report", "Result", "Task", "audit", "run"
 
@@ -145,10 +146,8 @@ def rows_of(dataset, name) -> list:
     """Return the rows of a dataset as they would be read from a file of JSON lines."""
     rows = []
     for number, row in enumerate(dataset, 1):
-        try:
+        with naming(f"{name} row {number}", Exception):
             row = json.loads(json.dumps(row))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{name} row {number} cannot be a line of JSON: {error}") from error
         if not isinstance(row, dict):
             raise ValueError(f"expected {name} row {number} to be a dict, got {row!r}")
         rows.append(row)

@@ -44,8 +44,8 @@ from full.tiny import tiny_model
 from parallel import ADAMW, PLANS
 
 # Plans ------------------------------------------------------------------------------------------
-# The plans of parallel.py by its functions and by those of the folder, and every plan with a whole
-# model.
+# The plans of parallel.py by the folder's functions, and whole runs by every plan. `parallel.py`
+# checks its own.
 
 
 class FullTraining:
@@ -80,14 +80,10 @@ def check_parallel(every=False) -> bool:
 
     every: bool. The slow rows of equivalence.py too, of up to 8 ranks.
     """
-    # parallel.py comes first: its ranks are forks, which need a process where autograd has not run.
-    model = parallel.check_model()
-    minimal = parallel.check_plans(PLANS, parallel.Training, model)
-    errors = {f"parallel.py, {name}": x for name, x in minimal.items()}
+    # These ranks are forks, which need a process where autograd has not run, so they come first.
     plans = {world: [f"{plan} {mode}" for plan in dict.fromkeys(x.split()[0] for x in PLANS[world])
                      for mode in MODES] for world in PLANS}  # fmt: skip
-    minimal = parallel.check_plans(plans, FullTraining, model)
-    errors |= {f"folder, {name}": x for name, x in minimal.items()}
+    errors = parallel.check_plans(plans, FullTraining, parallel.check_model())
     for name, error in errors.items():
         print(f"{error:.1e}  {'ok' if error <= 1e-10 else 'FAILED'}  {name}")
     ok = all(error <= 1e-10 for error in errors.values())

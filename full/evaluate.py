@@ -28,13 +28,6 @@ from full.run.tasks import TASKS
 from full.run.text import text_of
 
 
-def is_run(directory) -> bool:
-    """Return whether a directory is a run's, else a checkpoint's: both hold a config.json."""
-    path = Path(directory) / "config.json"
-    what = "the directory of a run, or of a checkpoint in Hugging Face's format"
-    return "advantage" in read_json(path, what=what)
-
-
 def settings_of_run(run, given=None, imported=()) -> Config:
     """Return what a run was started with, under the settings that are given: {field: value}.
 
@@ -59,7 +52,7 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=
     merged: bool. Whether the factors of --lora-rank are added to their matrices.
     base: str. Of the matrices that they are added to. Default: as in the run.
     """
-    if not is_run(source):
+    if not RunDirectory(source).holds_run:
         if step is not None:
             raise ValueError(f"--step is of a run, and {source} is a checkpoint in another format")
         stored = getattr(torch, dtype) if dtype else None
@@ -168,12 +161,12 @@ def settings_of_evaluation(source, given) -> Config:
         given = {"eval_data": ""} | given
 
     # A run's device may be gone, and its plan needs other processes.
-    if is_run(source):
+    if RunDirectory(source).holds_run:
         elsewhere = ONE_PROCESS | {"device": ""}
         return settings_of_run(source, elsewhere | given, imported=("task", "reward")).check()
     if "task" not in given:
-        raise ValueError(f"{source} is a checkpoint, so say what to ask it: --task NAME, with "
-                         f"--data FILE for --task jsonl")  # fmt: skip
+        raise ValueError(f"{source} is not a run, so say what to ask it: --task NAME, with --data "
+                         f"FILE for --task jsonl")  # fmt: skip
     if "eval_data" in given:  # no line is trained on, so no other file is needed
         given = {"data": given["eval_data"]} | given
     return Config(**given | {"model": f"{source}"}).check()
@@ -254,8 +247,8 @@ def export(argv) -> int:
         raise ValueError(f"{directory} is not empty: give a directory that is, or a new one")
     if partial.exists():
         raise ValueError(f"{partial} is there, where the files are first written: remove it")
-    if not is_run(options.run):
-        raise ValueError(f"{options.run} is not a run: it is in Hugging Face's format already")
+    if not RunDirectory(options.run).holds_run:
+        raise ValueError(f"expected the directory of a run, got {options.run}")
 
     # A run without --model has a shape with its task's tokens. A task's file that only the run's
     # directory names is asked for and not imported.

@@ -30,7 +30,6 @@ Overlong = Literal["keep", "filter"]
 Ratio = Literal["token", "sequence", "geometric"]
 Decay = Literal["constant", "linear", "cosine"]
 Mode = Literal["ddp", "zero1", "fsdp", "fsdp-offload"]
-Method = Literal["ring", "allgather", "ulysses"]
 Schedule = Literal["1f1b", "interleaved1f1b", "zbv"]
 Tree = Literal["disabled", "sparse", "dta"]
 Logged = Literal["all", "some", "none"]
@@ -133,7 +132,7 @@ class Config(train_grpo.Config):
     plan: str = flag("", "the letters below, such as d2t2 or p2c2", "parallelism")
     data_parallel: Mode = flag("ddp", "zero1: sharded moments; fsdp-offload: shards on the CPU")
     shard_ranks: int = flag(0, "fsdp: how many of the d ranks share the weights (HSDP); 0: all")
-    cp_method: Method = flag("ring", "of the c ranks of --plan")
+    cp_method: Literal["ring", "allgather", "ulysses"] = flag("ring", "of the c ranks of --plan")
     pp_schedule: Schedule = flag("1f1b", "of the p ranks of --plan")
     timeout: int = flag(60, "seconds that a rank waits for another; for an engine ten times")
 
@@ -405,11 +404,9 @@ def read_settings(path, given=()) -> dict:
 
     given: names of the fields that the caller sets. The file's values of these do not count.
 
-    ValueError for a file that is not there, a key that is not a field, or a value of another type.
+    ValueError for a key that is not a field, or a value of another type.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"--config {path}: no such file")
     try:
         is_toml = path.suffix == ".toml"
         found = tomllib.loads(path.read_text(encoding="utf-8")) if is_toml else read_json(path)

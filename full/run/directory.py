@@ -16,7 +16,6 @@ whole gets its name last: until then it is NAME.tmp, which is never read.
 import codecs
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -58,13 +57,8 @@ def read_json_lines(path, *, skip_torn_last=False) -> list:
     ValueError names a line that holds anything else. skip_torn_last: leave out the last line if it
     is damaged and no newline ends it, as a kill or a full disk leaves a file.
     """
-    try:
-        # JSON strings may hold other line breaks.
-        lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
-    except FileNotFoundError as error:
-        raise ValueError(f"no {path}; expected a file of JSON lines") from error
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    # JSON strings may hold other line breaks.
+    lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -212,18 +206,6 @@ class RunDirectory:
                 partial.replace(self.path / name)
 
     # Checkpoints ---------------------------------------------------------------------------------
-
-    def save(self, step, keep, write):
-        """Write a checkpoint by `write(path)`, and delete what it supersedes. Collective."""
-        # An older checkpoint goes only now that the new one is whole. So a disk that is full loses
-        # nothing: the error says what there is, and how to go on from it.
-        try:
-            write(f"{self}/step-{step:08d}")
-        except OSError as error:
-            kept = "older ones are whole" if self.newest() else "nothing was saved yet"
-            raise OSError(f"{error}; {kept}: {MEND}, then {self.advice}") from error
-        for old in agree(lambda: self.superseded(step, keep)):
-            shutil.rmtree(old, ignore_errors=True)
 
     def superseded(self, step, keep) -> list:
         """Return the checkpoints to delete once `step` is saved, in the order of their steps.
@@ -439,8 +421,15 @@ class Checkpointer:
             return False
         pending = self.source.stored()
         extra = {"pending": pending} if pending else {}
-        save = functools.partial(self.trainer.save_checkpoint, step=step, **extra)
-        self.directory.save(step, self.config.keep, save)
+        directory = self.directory
+        try:
+            self.trainer.save_checkpoint(f"{directory}/step-{step:08d}", step=step, **extra)
+        except OSError as error:
+            kept = "older ones are whole" if directory.newest() else "nothing was saved yet"
+            raise OSError(f"{error}; {kept}: {MEND}, then {directory.advice}") from error
+        # An older checkpoint goes only now that the new one is whole.
+        for old in agree(lambda: directory.superseded(step, self.config.keep)):
+            shutil.rmtree(old, ignore_errors=True)
         return True
 
 

@@ -45,8 +45,7 @@ def start_run(config, progress=None, *, make=make_task, log=None, returns_to_cal
     make: a function that makes the task of a Config. Default: of the one that --task names.
     log: a function that gets each line of metrics.jsonl, a dict, on rank 0. Default: none.
     returns_to_caller: bool. The process goes on after the run. Then signals get back their
-        handlers, and all ranks return when rank 0 has written everything. Otherwise they leave
-        before.
+        handlers, and groups are destroyed.
     """
     progress = progress or Progress()
     progress.where = lambda: "setting up"
@@ -78,31 +77,18 @@ def start_run(config, progress=None, *, make=make_task, log=None, returns_to_cal
             stack.callback(close_groups, trainer)
         ended = run(config, task, trainer, directory, progress, stop, log)
 
-        # COMM: ranks wait for each other for the last time. Then no rank needs another one: rank 0
-        # may write for longer than --timeout, and the others leave. Pinned by
-        # tests/full/test_faults.py::test_a_fault_ends_a_run_as_its_row_says.
+        # COMM: ranks wait for each other for the last time, and then for the export of rank 0, in a
+        # group without a limit of its own: it may take longer than --timeout. Pinned by
+        # tests/full/test_api.py::test_ranks_return_when_the_export_is_written.
         progress.where = lambda: "finished"
         progress.advice = "what the run saved is whole"
-        dist.barrier()
-
-        def finish():
-            if not ended.signal:
-                export_last(config, task, directory)
-
-        if returns_to_caller:
-            # COMM: ranks that go on wait for rank 0, in a group without a limit of its own. Pinned
-            # by tests/full/test_api.py::test_ranks_return_when_the_export_is_written.
-            year = datetime.timedelta(seconds=config.YEAR)
-            group = dist.new_group(backend="gloo", timeout=year)
-            agree(finish, group)
-            dist.destroy_process_group(group)
-
-            # A signal in or after the last step does not end the run. It is the program's then.
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=config.YEAR))
+        agree(lambda: None if ended.signal else export_last(config, task, directory), group)
+        dist.destroy_process_group(group)
+        if returns_to_caller:  # a signal in or after the last step is the program's
             stop.close()
             if stop.number and not ended.signal:
                 signal.raise_signal(stop.number)
-        elif dist.get_rank() == 0:
-            finish()
         return ended
 
 

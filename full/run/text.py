@@ -136,8 +136,6 @@ class Text:
         add_generation_prompt: end with the text that precedes an answer of the assistant.
         ValueError without a template, or with the template's own complaint.
         """
-        if self.template is None:
-            raise ValueError(f"{self.directory} has no chat template")
         # A template is a program, written by somebody else: any error may come out of it. That
         # jinja2 is not installed is not its fault.
         arguments = self.arguments | (arguments or {})

@@ -700,10 +700,11 @@ def test_a_json_file_that_cannot_be_read_is_named(tmp_path):
     loop.symlink_to(loop)
     said = complaint_of(read_json, no, what="a run's config")
     assert said == f"no {no}; expected a run's config"
-    for read in (read_json, read_json_lines):
-        assert complaint_of(read, no).startswith(f"no {no}; expected ")
-        assert complaint_of(read, tmp_path) == f"cannot read {tmp_path}: Is a directory"
-        assert complaint_of(read, loop).startswith(f"cannot read {loop}: ")
+    assert complaint_of(read_json, no).startswith(f"no {no}; expected ")
+    assert complaint_of(read_json, tmp_path) == f"cannot read {tmp_path}: Is a directory"
+    assert complaint_of(read_json, loop).startswith(f"cannot read {loop}: ")
+    for path in (no, tmp_path, loop):
+        assert f"{path}" in complaint_of(read_json_lines, path, error=OSError)
     good = {"a": "é \U0001f600 \u2028", "b": [1.5, None, True], "c": {"d": 10**30}}
     (tmp_path / "good").write_text(json.dumps(good))
     assert read_json(tmp_path / "good") == good

@@ -118,8 +118,8 @@ COMMANDS = {  # a command, and what its line must say
     **{f"{TINY} --out {name} --steps 2{resume}": f"error: {name}"
        for name in ("thesis", "model") for resume in ("", " --resume")},
     "--confg settings.toml": "did you mean --config?",
-    "--config setings.toml": "error: --config setings.toml: no such file\n",
-    "--config other": "error: --config other: no such file\n",
+    "--config setings.toml": "error: [Errno 2] No such file or directory: 'setings.toml'\n",
+    "--config other": "error: no other; expected",
     "--config settings.toml --resume --out run":
         "--resume cannot change --group 8 (the run has 4)",
     "--resume": "--resume needs --out DIR", "--resume --out run --seed 1": "1 (the run has 0)",
@@ -135,15 +135,15 @@ COMMANDS = {  # a command, and what its line must say
     "eval run/hf": "say what to ask it: --task NAME",
     "eval run/hf --task guess --step 3": "--step is of a run",
     "eval run/hf --task guess": "the task has 11 tokens, ",
-    "eval run/step-00000002": "expected the directory of a run, or of a checkpoint",
+    "eval run/step-00000002": "run/step-00000002 is not a run, so say what to ask it: --task",
     "eval run --task echo.py:Echo": "echo.py: no such file",
     "eval run --dtype float8": "argument --dtype: invalid choice",
     **{command: "no nowhere; expected the config" for command in ("eval lost", "export lost new")},
     "export run new --task echo.py:Echo": "needs none",
     "export run run": "is not empty", "export run run/lock": "is not empty",
-    "export run/hf new": "is not a run",
+    "export run/hf new": "expected the directory of a run, got run/hf\n",
     "export run new --step 1": "those that it holds are of: 3, 4",
-    "export nothing new": "no nothing/config.json; expected",
+    "export nothing new": "expected the directory of a run, got nothing\n",
     "export run old": "old.tmp is there",
     "audit run --step 9": "expected one of the 4 steps of metrics.jsonl",
     "audit nothing": "the directory of a run, got nothing: it holds no config.json",
@@ -210,8 +210,8 @@ ENVIRONMENTS = [  # what the environment says, a command, and its line
     (dict(RANK="1", WORLD_SIZE="2"), "eval run", TORCHRUN),
     (dict(RANK="1", WORLD_SIZE="2"), "export run new", TORCHRUN),
     (dict(RANK="1", WORLD_SIZE="2"), "audit run", TORCHRUN),
-    (dict(RANK=""), "export nothing new", "error: no nothing"),  # as one that is not set
-    (dict(WORLD_SIZE=""), "export nothing new", "error: no nothing"),
+    (dict(RANK=""), "export nothing new", "error: expected the directory of a run"),  # as one that is not set
+    (dict(WORLD_SIZE=""), "export nothing new", "error: expected the directory of a run"),
 ]  # fmt: skip
 
 
@@ -392,7 +392,7 @@ CALLS = {  # a call, and what its ValueError says
     "run(given(), task=Sort(given()), reward=max)": "gives its own",
     "run(given(), dataset='rows.jsonl')": "expected dataset row 1 to be a dict, got 'r'",
     "run(given(), dataset=['2 + 2?'])": "expected dataset row 1 to be a dict",
-    "run(given(), dataset=[{}, {'a': {1}}])": "dataset row 2 cannot be a line",
+    "run(given(), dataset=[{}, {'a': {1}}])": "dataset row 2: TypeError: Object of type set is not JSON",
     f"run({JSONL}, dataset=[{{}}])": r"expected one data, got Config\(data='rows",
     "run(given(), dataset=[{}])": "--task jsonl needs --model DIR",
     # Devices, losses, and the kit of parallelisms.

@@ -167,7 +167,7 @@ def test_a_checkpoint_may_have_no_template(tmp_path):
     directory = released.make("qwen2", tmp_path, layers=1, width=8, template=False)
     text = Text(directory)
     assert text.template is None and text.end == (text.encode("<|endoftext|>")[0],)
-    assert complaint_of(text.prompt, HELLO) == f"{directory} has no chat template"
+    assert "chat_template is not set" in complaint_of(text.prompt, HELLO)
 
 
 MARKED = {  # what a tokenizer writes around a text, and what a prompt begins with
