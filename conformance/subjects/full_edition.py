@@ -14,14 +14,13 @@ import torch
 
 from full.attention.masks import Mask
 from full.attention.ring import indices
-from full.learn.micro_batches import MaskedAttention
 from full.learn.packing import PackedBatches
 from full.model.parallelize import parallelize
 from full.ranks.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradients
 from full.ranks.places import full
 from full.ranks.plans import Grid, Plan
 from full.tiny import tiny_model
-from full.tree.forest import parents_in
+from full.tree.forest import MaskedAttention, parents_in
 
 MODEL, PLAN = os.environ.get("MODEL", "gemma3_text"), os.environ.get("PLAN")
 PLANS = {1: "d1", 2: "t2", 4: "d2c2"}

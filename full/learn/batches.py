@@ -1,6 +1,6 @@
 """Chooses which rollouts a step samples and trains on: dynamic sampling and staleness.
 
-micro_batches.py says how a model runs them.
+packing.py says how a model runs them.
 
 Letters:  P groups of G rollouts each
 """

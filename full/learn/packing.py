@@ -1,4 +1,4 @@
-"""Packs unequal sequences into rows, and runs them forward and backward under any plan.
+"""Packs unequal sequences into rows or trees, and runs them forward and backward under any plan.
 
 In a loop over unequal sequences plans want different things: t a number of tokens that it divides,
 c this rank's tokens of each sequence, p all micro-batches at once and the loss on one stage. With
@@ -9,6 +9,7 @@ Letters:  B sequences   S tokens of one, s of this rank   T targets   N scored t
 """
 
 import contextlib
+import functools
 import zlib
 from typing import NamedTuple
 
@@ -18,10 +19,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import parallel
+from full.attention.attend import attend, attend_short
+from full.attention.ring import indices
+from full.model.exact import packed_attention
 from full.model.logprobs import require_tokens_in_vocabulary
 from full.ranks.joining import all_gather_objects, errors_on_all_ranks, is_lost_rank
-from full.ranks.places import part_of, reshard
-from full.tree.trie import FlatTokens, pack, pack_evenly, scores_of, wanted_edges
+from full.ranks.places import is_replica_leader, part_of, reshard
+from full.tree.chunks import tree_backward
+from full.tree.forest import MaskedAttention
+from full.tree.trie import (
+    FlatTokens, TokenTrie, pack, pack_evenly, redistribute, scores_of, wanted_edges,
+)  # fmt: skip
 
 
 class PackedRow(NamedTuple):
@@ -140,8 +148,7 @@ def run_forwards(model, forward, number, like=None) -> None:
 
 @contextlib.contextmanager
 def errors_on_all_stages(model, forward, like):
-    """Give a forward that never raises, and at the end raise its error on all ranks of a replica.
-    """
+    """Give a forward that never raises; at the end raise its error on all ranks of a replica."""
     part = part_of(model)
     if part.plan.pp == 1:
         yield forward
@@ -422,31 +429,86 @@ class PackedBatches:
         return scores
 
 
-def is_replica_leader(model) -> bool:
-    """Return whether this rank's measurements count, among ranks with the same sequences."""
-    part = part_of(model)
-    if part.grid is None:
-        return True
-    # The first rank of its tensor group that is also the first of its context.
-    #
-    #     plan t2c2: tensor groups 0 1 | 2 3, contexts 0 2 | 1 3   ->   rank 0 alone
-    first = all(part.grid.group[letter].rank() == 0 for letter in "ct")
-    return first and part.pipeline.has_head()
+# The ways of a run ------------------------------------------------------------------------------
+# A class for each value of `tree`, and for `exact`. Without these settings read `RowBatches` alone.
 
 
-def gather_replica(model, items):
-    """Return a list of the items of all ranks of this rank's replica, and where its own begin.
+class RowBatches(PackedBatches):
+    """Run micro-batches that are rows of sequences end to end."""
 
-    Data is often distributed over all ranks, but the ranks of one c, t or p group run the same
-    forward.
-    items: list of anything that can be pickled. The parts are in the order of the ranks.
-    """
-    part = part_of(model)
-    if part.plan.world == part.plan.dp:
-        return items, 0
-    # COMM: an all-gather over the c, t and p ranks of one data share. Pinned by
-    # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-    replica = part.grid.group["pct"]
-    parts = all_gather_objects(items, replica)
-    first = sum(len(part) for part in parts[: replica.rank()])
-    return [item for part in parts for item in part], first
+    attend_alone = staticmethod(attend)
+
+    def __init__(self, model, config, experts):
+        super().__init__(
+            model, attention=None, indices=indices,
+            count=experts.of_micro_batch if experts and experts.layers else None,
+            micro_tokens=config.micro_tokens, temperature=config.temperature,
+        )  # fmt: skip
+        self.config = config
+        self.experts = experts
+
+    def share_out(self, batch):
+        """Distribute the data-parallel ranks' trajectories: prefixes together, equal times."""
+        # Context ranks share one tree's tokens, and only a tree has prefixes.
+        if self.forest_class is FlatTokens or self.plan.cp > 1 or self.plan.dp == 1:
+            return batch
+        sequences = [t.tokens for t in batch]
+        _, share = redistribute(sequences, batch, group=self.part.grid.group["dc"])
+        return share
+
+    def attention_of(self, row, group):
+        """Return the attention of a row, in which tokens see earlier ones of their own sequence."""
+        # Tiles between sequences cost nothing. On a ring a rank holds some of the tokens, while the
+        # mask is about indices of the whole row, and is cut to what each pair of ranks needs. So a
+        # tree crosses ranks like any sequence: keys and values travel, queries stay.
+        length = row.tokens_1S.shape[1]
+        parent_N = F.pad(row.forest.parent, (0, length - len(row.forest)), value=-1)
+        how = self.config.cp_method, self.attend_alone
+        return MaskedAttention(row.forest.row_mask(length), parent_N, group, *how)
+
+
+class ExactBatches(RowBatches):
+    """Run micro-batches that are rows in the order of sums that the sampler has."""
+
+    def attention_of(self, row, group):
+        return packed_attention(row.forest.document_ids(row.tokens_1S.shape[1]))
+
+
+class TreeBatches(RowBatches):
+    """Run micro-batches that are packed trees of the sequences' prefixes."""
+
+    forest_class = TokenTrie
+    attend_alone = staticmethod(attend_short)
+
+
+class ChunkBatches(TreeBatches):
+    """Train on one tree chunk by chunk, in memory for a path."""
+
+    def forward_backward(self, sequences, masks, loss_fn):
+        """Add the loss's gradient to .grad. loss_fn gets sequences that end in a chunk."""
+        self.require_batch(sequences, masks)
+        trie = TokenTrie(sequences)
+        self.tokens_run = len(trie)
+        held_N = torch.bincount(trie.paths, minlength=len(trie))
+
+        @functools.cache  # a chunk that runs again fills in the same
+        def routing_of(chunk):
+            # The chunk as a row of its own, padded as the walk does.
+            size = chunk.stop - chunk.start
+            held_s = F.pad(held_N[chunk.start : chunk.stop], (0, -size % self.plan.tp))
+            return self.count(self.held_here(held_s, torch.arange(len(held_s))))
+
+        def loss_of_chunk(ended, *scores):
+            mask_BT = padded([masks[i] for i in ended], scores[0]).bool()
+            return loss_fn(ended, mask_BT, *scores)
+
+        config = self.config
+        tree_backward(
+            self.model, trie, loss_of_chunk, max_tokens=config.chunk_tokens,
+            recompute=config.recompute, temperature=config.temperature, masks=masks, batched=True,
+            routing=routing_of if self.count else None, multiple=self.plan.tp,
+        )  # fmt: skip
+
+
+BATCHES = {"disabled": RowBatches, "exact": ExactBatches, "sparse": TreeBatches,
+           "dta": ChunkBatches}  # fmt: skip

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 import train_grpo
 from full.learn.generate import Turns, decode
-from full.learn.packing import gather_replica
 from full.model.experts import end_together
 from full.model.parallelize import copy_weights
 from full.ranks.joining import ReplyTimeout, Stop, errors_on_all_ranks, summed
+from full.ranks.places import gather_replica
 from train_grpo import EVALUATION
 
 

@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 from full.learn.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
 from full.learn.metrics import loss_metrics, merged_sums
-from full.learn.micro_batches import BATCHES
 from full.learn.objectives import OtherScores, critic_loss, grpo_loss, loss_denominator
-from full.learn.packing import gather_replica, padded, is_replica_leader
+from full.learn.packing import BATCHES, padded
 from full.learn.rollouts import Sampler
 from full.model import lora
 from full.model.deltanet import Documents
@@ -33,7 +32,7 @@ from full.ranks.optimizer import (
     LocalOptimizer, clip_grad_norm, lr_factor, name_suspects, reduce_gradients,
     training_tensors,
 )  # fmt: skip
-from full.ranks.places import local, part_of
+from full.ranks.places import gather_replica, is_replica_leader, local, part_of
 from full.ranks.plans import Grid, Plan
 
 CRITIC = "critic."  # how names of the critic begin in a checkpoint

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import parallel
+from full.ranks.joining import all_gather_objects
 from full.ranks.plans import Plan
 
 
@@ -440,3 +441,33 @@ def inner_width(name) -> int:
     """Return the dimension of the inner width in a weight of a layer's experts."""
     # Weights are (E, inner, M), except for down_proj, which is (E, M, inner).
     return 2 if name.endswith("down_proj") else 1
+
+
+def is_replica_leader(model) -> bool:
+    """Return whether this rank's measurements count, among ranks with the same sequences."""
+    part = part_of(model)
+    if part.grid is None:
+        return True
+    # The first rank of its tensor group that is also the first of its context.
+    #
+    #     plan t2c2: tensor groups 0 1 | 2 3, contexts 0 2 | 1 3   ->   rank 0 alone
+    first = all(part.grid.group[letter].rank() == 0 for letter in "ct")
+    return first and part.pipeline.has_head()
+
+
+def gather_replica(model, items):
+    """Return a list of the items of all ranks of this rank's replica, and where its own begin.
+
+    Data is often distributed over all ranks, but the ranks of one c, t or p group run the same
+    forward.
+    items: list of anything that can be pickled. The parts are in the order of the ranks.
+    """
+    part = part_of(model)
+    if part.plan.world == part.plan.dp:
+        return items, 0
+    # COMM: an all-gather over the c, t and p ranks of one data share. Pinned by
+    # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+    replica = part.grid.group["pct"]
+    parts = all_gather_objects(items, replica)
+    first = sum(len(part) for part in parts[: replica.rank()])
+    return [item for part in parts for item in part], first

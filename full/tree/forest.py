@@ -1,4 +1,4 @@
-"""Recurrent layers on packed rows, trees and ranks: a token goes on where its parent has stopped.
+"""Runs recurrent layers on packed rows, trees and ranks: a token goes on where its parent stopped.
 
 Attention asks which tokens a token sees. A gated DeltaNet (deltanet.py) asks for less: the last
 inputs of its convolution, and the state before the token. Both are found at its parent, the token
@@ -31,7 +31,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from full.attention.attend import not_compiled
+from full.attention.attend import Attention, attend, not_compiled
+from full.attention.ring import ring_attention
 from full.model.deltanet import by_chunk
 from parallel import Communicate, all_gather, reduce_scatter
 
@@ -220,3 +221,33 @@ class SharedForest(Forest):
         outs = [out[..., :V] + out[..., V:] @ states_mHKV[number[origin]]
                 for (_, _, origin), out in parts]  # fmt: skip
         return torch.cat(outs, 2)
+
+
+class MaskedAttention(Attention):
+    """Attention under a mask of the whole row, by a group or alone.
+
+    parent_N: which token comes before which, for recurrent layers; see `Forest`.
+    method: how the ranks of the group share the keys, as in `ring_attention`.
+    attend_alone: `attend`, or `attend_short` for trees, whose paths are often short.
+    """
+
+    def __init__(self, mask, parent_N, group, method="ring", attend_alone=attend):
+        self.forest = Forest(parent_N) if group is None else SharedForest(parent_N, group)
+        self.mask = mask
+        self.group = group
+        self.method = method
+        self.attend_alone = attend_alone
+
+    def windows(self, x_1SX, /, **options):
+        return self.forest.windows(x_1SX, **options)
+
+    def recurrence(self, *given, layer):
+        return self.forest.recurrence(*given, layer=layer)
+
+    def attend(self, q, k, v, /, *, layer, scale, window=None):
+        # A layer with a window narrows the mask further.
+        mask = self.mask.with_window(window)
+        if self.group is None:
+            return self.attend_alone(q, k, v, mask, scale=scale)[0]
+        options = dict(group=self.group, mask=mask, method=self.method, scale=scale)
+        return ring_attention(q, k, v, **options)

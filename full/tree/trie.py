@@ -6,7 +6,7 @@ it takes a fifth of their time. Equations (1) to (5) are in tree_attention.py. I
     (6)  log softmax(W h / temperature) in (2), entropies of the same distribution, and the values
          of a critic; f_i may depend on all of them
 
-In one call of the model (micro_batches.py) attention has sum_t (depth_t + 1) pairs, where the flat
+In one call of the model (packing.py) attention has sum_t (depth_t + 1) pairs, where the flat
 batch has sum_i L_i (L_i + 1) / 2.
 
 Letters:  N tokens of the tree   R sequences, of L_i tokens   e edges to score; an edge has its

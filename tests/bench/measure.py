@@ -48,7 +48,6 @@ from full.attention.attend import attend
 from full.attention.masks import Mask
 from full.attention.ring import METHODS, indices, ring_attention
 from full.learn.generate import generate
-from full.learn.micro_batches import MaskedAttention
 from full.learn.objectives import OBJECTIVES
 from full.learn.packing import PackedBatches
 from full.model import experts, transformer
@@ -62,7 +61,7 @@ from full.model.transformer import Transformer
 from full.ranks.plans import Grid, Plan
 from full.tiny import TINY, tiny, tiny_model
 from full.tree.chunks import tree_backward
-from full.tree.forest import parents_in
+from full.tree.forest import MaskedAttention, parents_in
 from full.tree.trie import TokenTrie
 from ring_attention import launch
 from tree_attention import definition

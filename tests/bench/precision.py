@@ -30,14 +30,13 @@ from full.attention import ring as full_ring
 from full.attention.masks import Mask
 from full.check import FullTraining
 from full.learn import generate as full_generate
-from full.learn.micro_batches import MaskedAttention
 from full.model import logprobs
 from full.model.hf import load_hf
 from full.model.parallelize import parallelize
 from full.model.transformer import causal_attention
 from full.ranks import optimizer, plans
 from full.tree.chunks import tree_backward as by_chunks, tree_scores
-from full.tree.forest import parents_in
+from full.tree.forest import MaskedAttention, parents_in
 from full.tree.trie import TokenTrie
 from released import make
 

@@ -16,7 +16,7 @@ from test_ranks import ranks
 import train_grpo
 from full import equivalence
 from full.equivalence import ROWS, Outcome, errors, is_right, row_errors, rows_of_this_world
-from full.learn import micro_batches, trainer
+from full.learn import packing, trainer
 from full.learn.rollouts import Sampler
 from full.learn.trainer import Trainer
 from full.model import experts, lora, parallelize
@@ -209,7 +209,7 @@ SLIPS = {  # name -> a patch, and the row of two ranks that finds it
     "experts are not summed": (experts_of_each_rank, "routers", "biased", "--plan d2"),
     "factors of each rank of t": (factors_of_each_rank, "routers", "lora-all", T2),
     "a leaf of the tree is dropped": (
-        lambda: after(micro_batches.TreeBatches, "share_out", lambda share: share[:-1]),
+        lambda: after(packing.RowBatches, "share_out", lambda share: share[:-1]),
         "tied", "forks", "--tree dta --chunk-tokens 16"),
     "a rank does not update": (lambda: nothing(LocalOptimizer, "step"), "dense", "reward",
                                "--plan d2"),
