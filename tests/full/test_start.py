@@ -92,18 +92,6 @@ def test_it_is_evaluated_once_and_again_only_with_line_0(straight, tmp_path):
 # What is printed --------------------------------------------------------------------------------
 
 
-def test_the_first_screen_is_five_lines(tmp_path):
-    out, err = good(tmp_path, f"{TINY} --out run --steps 1 --dtype float64")
-    lines = out.splitlines()
-    assert re.fullmatch(r"guess: [\d,]+ parameters, random of seed 0", lines[0])
-    assert lines[1] == ("from step 0 of 1: 3 groups of 4 a step, 1 rank(s), plan d1, ddp, cpu, "
-                        "float64")  # fmt: skip
-    assert lines[2] == ("out run: `python -m full plot run` draws it; Ctrl-C saves, "
-                        "--resume --out run goes on")  # fmt: skip
-    assert lines[3].split()[:2] == ["step", "reward"] and lines[4].startswith("before")
-    assert err == "" and max(map(len, lines)) <= 100 and '"minibatches"' not in out
-
-
 def test_weights_that_are_too_coarse_for_a_step_are_said(tmp_path, monkeypatch, capsys):
     """As many as AdamW's first step leaves as they are. Masters are fine enough."""
     model = torch.nn.Linear(64, 64).bfloat16()
@@ -167,19 +155,6 @@ def test_it_warns_once_of_what_cannot_be_learned_from(process_group, capsys, con
     assert len(lines) == len(said)
     for line, pattern in zip(lines, said, strict=True):
         assert re.match(f"warning: {pattern}", line), line
-
-
-def test_a_run_whose_rollouts_are_cut_off_warns_once_and_shows_it(tmp_path):
-    out, err = good(tmp_path, f"{TINY} --max-new-tokens 1 --steps 3 --out run")
-    shares = [x["tokens/truncated_fraction"] for x in read_metrics(tmp_path / "run")]
-    assert all(0.5 < share < 1 for share in shares)  # one token may also be an end
-    warning, idle = err.splitlines()
-    assert warning.startswith(f"warning: step 0: {shares[0]:.0%} of the rollouts were cut off")
-    assert idle.startswith("warning: steps 0 to 2: ")
-    lines = [line for line in out.splitlines() if re.match(" +([0-9]+|step) ", line)]
-    assert lines[0].split()[:5] == ["step", "reward", "solved", "eval", "truncated"]
-    shown = {int(line.split()[0]): line.split()[-6] for line in lines[1:]}
-    assert shown == {step: f"{shares[step]:.3g}" for step in shown} and len(shown) == 3
 
 
 # A model that starts in parts -------------------------------------------------------------------

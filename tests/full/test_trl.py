@@ -6,12 +6,9 @@ trl_loss_golden.json has the loss and gradient of TRL 1.16 for every setting tha
 import importlib.util
 import json
 import shutil
-from types import SimpleNamespace
 
-import adapters
 import pytest
 import torch
-from conformance import loss as kit
 from conftest import ROOT, installed
 from test_loss import label, tensor
 from test_ranks import as_script
@@ -46,72 +43,6 @@ def test_loss_and_gradient_are_trls(case):
     assert abs(loss.item() - case["loss"]) <= 1e-12 and expected.norm() > 1e-3
     assert (lp.grad - expected).abs().max() <= 1e-12
     assert sums["tokens"] == mask.sum() and 0 <= sums["ratio/clipped_fraction"] <= mask.sum()
-
-
-@pytest.mark.slow
-@needs_trl
-@pytest.mark.parametrize("how", ["dapo token_mean", "grpo sequence_mean"])
-def test_trls_trainer_adds_micro_batches_up_as_its_adapter_says(tmp_path, how):
-    """The gradient in each step of a real run, with two micro-batches, is the definition's."""
-    import bench_trl
-    import datasets
-    import transformers
-    import trl
-
-    # A tiny model in float64. Answers end at many tokens, so that the two counts differ.
-    loss_type, aggregation = how.split()
-    options = SimpleNamespace(model="", prompts=1, prompt=4)
-    _, model, tokenizer, _ = bench_trl.build(options, str(tmp_path))
-    model.resize_token_embeddings(258)
-    model.double().generation_config.eos_token_id = list(range(40))
-    batches, log_probs, gradients, errors, ratios = [], [], [], [], []
-
-    # Wrapped functions of the trainer note what it trains on, and its gradient in the log-probs.
-    def forward(*args, **options):
-        found = trainers_forward(*args, **options)
-        if found[0].requires_grad:
-            log_probs.append(found[0].detach())
-            found[0].register_hook(gradients.append)
-        return found
-
-    def compute(model, inputs):
-        batches.append(inputs)
-        return compute_loss(model, inputs)
-
-    class Compare(transformers.TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **options):
-            sequences = []
-            for inputs, lp in zip(batches, log_probs, strict=True):
-                old, mask = inputs["old_per_token_logps"], inputs["completion_mask"]
-                rows = zip(inputs["advantages"], lp, old, mask)
-                sequences += [kit.Sequence(*(x.tolist() for x in row)) for row in rows]
-                ratios.append(float((lp - old).abs().max()))
-            c = kit.settings_of(adapters.trl, dict(aggregation=aggregation))
-            want = torch.tensor(kit.definition(c, sequences)[1][:-1])
-            errors.append(float((torch.cat(gradients) - want).norm() / want.norm()))
-            counts = {int(inputs["completion_mask"].sum()) for inputs in batches}
-            assert len(batches) == len(counts) == 2
-            for noted in (batches, log_probs, gradients):
-                noted.clear()
-
-    text = [{"prompt": f"w{i} w{i + 50}"} for i in range(16)]
-    trainer = trl.GRPOTrainer(
-        model, lambda completions, **_: [float(sum(map(ord, x)) % 7) for x in completions],
-        trl.GRPOConfig(
-            output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4,
-            gradient_accumulation_steps=2, max_completion_length=6, max_steps=2, num_iterations=2,
-            learning_rate=2e-2, beta=0.0, loss_type=loss_type, epsilon=0.2, epsilon_high=0.28,
-            max_grad_norm=0, lr_scheduler_type="constant", gradient_checkpointing=False, bf16=False,
-            report_to=[], save_strategy="no", logging_strategy="no", use_cpu=True,
-            disable_tqdm=True,
-        ),
-        datasets.Dataset.from_list(text), processing_class=tokenizer, callbacks=[Compare()],
-    )  # fmt: skip
-    trainers_forward = trainer._get_per_token_logps_and_entropies
-    compute_loss = trainer._compute_loss
-    trainer._get_per_token_logps_and_entropies, trainer._compute_loss = forward, compute
-    trainer.train()
-    assert max(errors) < 1e-5 and max(ratios) > 0.3  # advantages are float32
 
 
 def summary_of(*words, cwd):
