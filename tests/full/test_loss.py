@@ -17,7 +17,9 @@ from conformance.definition import DEFAULTS, Sequence, definition
 from full.audit import audit
 from full.learn.batches import collect
 from full.learn.metrics import METRICS, Metric
-from full.learn.objectives import AGGREGATIONS, LossSettings, critic_loss, grpo_loss
+from full.learn.objectives import (
+    AGGREGATIONS, LossSettings, critic_loss, grpo_loss, loss_denominator,
+)  # fmt: skip
 from full.learn.packing import pack
 from full.learn.rollouts import Trajectory
 from full.learn.trainer import Trainer
@@ -51,6 +53,20 @@ def test_a_log_ratio_is_clamped_to_ten_before_exp():
             l.backward()
             assert not lp.grad.any()
             assert objective == "sapo" or l.item() == pytest.approx(loss)
+
+
+def test_without_a_sampler_the_old_policy_has_sampled():
+    lp, old, A = torch.randn(3, 2, 5, dtype=torch.float64)
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    plain, sums = grpo_loss(lp, old, A, mask)
+    capped, more = grpo_loss(lp, old, A, mask, LossSettings(importance_cap=1.5))
+    assert torch.equal(capped, plain) and sums.items() <= more.items()
+
+
+def test_denominators_count_sampled_tokens():
+    rows = [torch.tensor(m, dtype=torch.bool) for m in ([1, 1, 0, 1], [1], [0, 0])]
+    for aggregation, Z in {"token_mean": 4.0, "sequence_mean": 2.0, "constant": 30.0}.items():
+        assert loss_denominator(rows, aggregation=aggregation, max_new_tokens=10) == Z
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

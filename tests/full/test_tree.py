@@ -320,6 +320,39 @@ def test_chunks_hold_each_token_once_and_joined_ones_hold_no_more(size):
     assert total <= HELD[size]
 
 
+SPINE = np.arange(128)
+TWO_ENDS = [[1, 2, 3] + [4] * 10, [1, 2, 3, 5, 5]]
+CUTS = {  # sequences, max_tokens, and of each chunk its length, its parent, its depth
+    "sibling subtrees are packed together": (
+        [[1] * 10 + [k] * 5 for k in range(8)], np.int64(20),
+        [20, 20, 10], [-1, 0, 0], [0, 10, 10]),
+    "the whole tree": ([[1] * 10 + [k] * 5 for k in range(8)], None, [50], [-1], [0]),
+    # A spine with a small branch every 8 tokens: chunks are full, and no fork ends a path. Twelve
+    # branches of three chunks' forks are one more chunk, below the last fork of them all.
+    "a path runs past forks while what is below it fits": (
+        [np.append(SPINE[:k], np.full(4, 500 + k)) for k in range(8, 129, 8)], 48,
+        [48] * 4, [-1, 0, 1, 1], [0, 48, 96, 96]),
+    # Other branches that fill the chunk end a path too: none of the largest branch would fit.
+    "others fill the chunk": (TWO_ENDS, 5, [3, 5, 5, 2], [-1, 0, 1, 0], [0, 3, 8, 3]),
+    "others leave room": (TWO_ENDS, 6, [6, 6, 3], [-1, 0, 1], [0, 6, 12]),
+    # A branch that does not fit next to the path ends it, and gets a chunk of its own.
+    "a branch does not fit": (
+        [SPINE, np.append(SPINE[:40], np.full(20, 500))], 48,
+        [40, 48, 40, 20], [-1, 0, 1, 0], [0, 40, 88, 40]),
+}  # fmt: skip
+
+
+@quick
+@pytest.mark.parametrize("name", CUTS)
+def test_where_a_tree_is_cut(name):
+    sequences, size, *expected = CUTS[name]
+    trie = TokenTrie(sequences)
+    chunks = partition_tree(trie, size)
+    depths = trie.positions[[x.start for x in chunks]].tolist()
+    lengths = [x.stop - x.start for x in chunks]
+    assert [lengths, [x.parent for x in chunks], depths] == expected
+
+
 class Windowed(TinyModel):
     """All layers have one window."""
 
