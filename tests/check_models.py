@@ -15,8 +15,8 @@ from full.model.config import LINEAR
 from full.model.deltanet import Documents
 from full.model.hf import full_definition
 from full.model.logprobs import token_logprobs
-from full.tiny import HYBRID, TINY, tiny_model
-from models import CHECK_FAMILIES, FULL, SLIDING
+from full.tiny import HYBRID, TINY
+from models import FULL, SLIDING
 
 CASES = {
     **{model_type: (model_type, {}) for model_type in TINY | HYBRID},
@@ -54,16 +54,6 @@ def worst_gradient(mine, got, model, want):
         for m, x in ((mine, got), (model, want))
     ]
     return max(map(relative_error, *grads))
-
-
-def check_models(cases) -> bool:
-    """Return whether models.py, and each path of some of CASES, is its definition to 1e-12."""
-    torch.manual_seed(0)
-    errors = [models.check_family(family, tau).item()
-              for family in CHECK_FAMILIES for tau in (0.0, 0.8)]  # fmt: skip
-    for model_type, changes in cases.values():
-        errors += [error for _, error in path_errors(tiny_model(model_type, **changes))]
-    return all(error <= 1e-12 for error in errors)
 
 
 def path_errors(model, mine=None):

@@ -5,7 +5,6 @@ Other code bases: their losses, and ours in their trainers. Whole steps of TRL's
 
 import importlib.util
 import math
-import os
 import re
 import sys
 from functools import partial
@@ -17,7 +16,6 @@ import torch
 from conformance import advantages
 from conformance import loss as kit
 from conftest import ROOT
-from test_ranks import as_script
 
 CLIP = dict(objective="clip", clip_low=0.2, clip_high=0.28)
 GSPO, GMPO = CLIP | dict(objective="gspo"), CLIP | dict(objective="gmpo")
@@ -287,85 +285,6 @@ def test_the_losses_of_other_code_bases_are_what_the_table_says(adapter, setting
     assert failed.keys() == failures.keys()
     for name, words in failures.items():
         assert words in failed[name]
-
-
-MEASURED = {"value", "gradient"}
-SUBJECTS = [  # file, package, environment, settings, and the properties that fail
-    ("skyrl_losses", "skyrl", {}, [], set()),
-    ("skyrl_losses", "skyrl", dict(COV="clip_cov"), [], set()),
-    ("skyrl_losses", "skyrl", dict(COV="kl_cov"), [],
-     MEASURED | {"clip edges, signs", "global count"}),
-    ("areal_losses", "areal", {}, ["objective=gspo"], set()),
-    ("areal_losses", "areal", dict(M2PO="0.04"), [],
-     MEASURED | {"micro-batches", "clip edges, signs"}),
-    ("ms_swift_losses", "swift", {}, [], set()),
-    ("ms_swift_losses", "swift", dict(GENERATION="2"), [], MEASURED),
-    ("torchtitan_losses", "torchtitan", {}, [], set()),
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("file, package, environment, settings, failed", [
-    pytest.param(*row, marks=needs(row[1])) for row in SUBJECTS
-])  # fmt: skip
-def test_a_loss_of_the_subjects_is_what_the_table_says(
-    file, package, environment, settings, failed, tmp_path
-):
-    """Of SkyRL 0.3.0, AReaL 1.0.4, ms-swift 4.6.0 and torchtitan 0.3.0, on the Python path."""
-    target = f"{ROOT}/conformance/subjects/{file}.py:loss"
-    code, out, err = as_script(
-        ROOT / "conformance" / "loss.py", target, *settings, cwd=tmp_path, **environment
-    )
-    assert {name for name in kit.PROPERTIES if re.search(f"{name} +failed", out)} == failed, err
-    assert code == bool(failed)
-
-
-SOURCES = [  # kit, subject, environment, settings, the properties that fail, of notes
-    ("loss", "nemo_rl:loss", {}, ["importance_cap=2", "kl_coef=0.1"], set()),
-    ("loss", "nemo_rl:loss", {}, ["importance_cap=2", "importance=mask", "importance_low=0.5"],
-     set()),
-    ("loss", "nemo_rl:loss", {}, ["nll_coef=0.1"], {"micro-batches"}),
-    ("loss", "open_instruct:loss", {}, ["kl_coef=0.1"], set()),
-    ("loss", "open_instruct:loss", {}, ["aggregation=number", "loss_denominator=50"], set()),
-    ("loss", "unsloth:loss", {}, [], set()),
-    ("loss", "unsloth:loss", dict(CHUNKS="1"), [], {"upstream factor"}),
-    ("loss", "unsloth:loss", {}, ["aggregation=sequence_sum"], {"value", "gradient", "padding"}),
-    ("loss", "prime_rl:loss", {}, [], set()),
-    ("loss", "slime:loss", {}, ["importance_cap=2", "kl_coef=0.1", "entropy_coef=0.1"], set()),
-    ("loss", "slime:loss", dict(PER_TOKEN="1"), [], {"empty sequence"}),
-    ("loss", "slime:value_loss", {}, [], set()),
-    ("advantages", "slime:advantages", {}, [], set()),
-    ("loss", "megatron_lm:loss", {}, [], {"empty sequence"}),
-    ("loss", "megatron_lm:loss", dict(MEAN="1"), [], {"micro-batches"}),
-    ("loss", "roll:loss", {}, ["sample_weights=1", "importance_cap=2"], set()),
-    ("loss", "roll:loss", {}, ["aggregation=sequence_sum", "kl_coef=0.1"], set()),
-    ("loss", "roll:loss", dict(FILTER="1"), [], {"value", "gradient", "padding"}),
-    ("loss", "torchtune:loss", dict(KIND="GRPOSimpleLoss"), [], set()),
-    ("loss", "torchtune:loss", {}, [], {"micro-batches"}),
-    ("loss", "nanochat:loss", {}, [], {"micro-batches"}),
-    ("loss", "grpo_zero:loss", {}, [], set()),
-    ("advantages", "grpo_zero:advantages", {}, [], set()),
-    ("advantages", "grpo_zero:advantages", {}, ["std=unbiased"], {"value"}),
-    ("loss", "nano_aha:loss", {}, ["kl_coef=0.1"], set()),
-    ("loss", "verl_terms:kl_cov", {}, [], {"micro-batches"}),
-    ("loss", "verl_terms:clip_cov", {}, [], {"micro-batches"}),
-    ("advantages", "verl_terms:advantages", {}, [], set()),
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("SOURCES" not in os.environ, reason="SOURCES: a folder with clones")
-@pytest.mark.parametrize("name, target, environment, settings, failed", SOURCES)
-def test_a_loss_of_a_clone_is_what_the_table_says(
-    name, target, environment, settings, failed, tmp_path
-):
-    """At the commits that conformance/README.md names."""
-    file, function = target.split(":")
-    target = f"{ROOT}/conformance/subjects/{file}.py:{function}"
-    code, out, err = as_script(
-        ROOT / "conformance" / f"{name}.py", target, *settings, cwd=tmp_path, **environment)
-    assert set(re.findall(r"^ *\d+  (.+?) +failed", out, re.M)) == failed, out + err
-    assert code == bool(failed), err
 
 
 # Our loss in other code bases ------------------------------------------------------------------
@@ -657,18 +576,6 @@ def test_one_cause_is_one_finding_and_is_named():
     assert "the first token's advantage is used for all" in rows["token advantages"]["why"]
     rows = {row["property"]: row for row in kit.conformance(surrogate, CLIP)}
     assert rows["value"]["why"].startswith("gradient right, the value is another surrogate")
-
-
-def test_a_row_of_the_clip_is_shown_with_the_unit_alone():
-    """The search begins there: it has 400 rows, and is over in as many calls."""
-    calls = []
-
-    def loss(batch):
-        calls.append(batch)
-        return clip(batch, low=0.3)
-
-    rows = {row["property"]: row for row in kit.conformance(loss, CLIP)}
-    assert len(rows["clip edges, signs"]["example"]) == 2 and len(calls) < 300
 
 
 def test_a_micro_step_counts_its_tokens_on_all_ranks():

@@ -13,7 +13,7 @@ from oracles import rms, worst
 from test_run import call
 
 from full.model import deltanet
-from check_models import CASES, check_models, relative_error as relative
+from check_models import relative_error as relative
 from full.model.deltanet import Documents, by_chunk, by_token
 from full.model.hf import save_hf
 from full.model.transformer import Transformer, causal_attention
@@ -119,11 +119,6 @@ def test_an_attention_without_states_is_refused():
     model = tiny_model("qwen3_5_text")
     with pytest.raises(ValueError, match="layer 0 is a gated DeltaNet: .*got causal_attention"):
         model(torch.arange(5)[None], attention=causal_attention)
-
-
-def test_a_model_is_its_definition():
-    """Values, gradients, packed rows, the cache, log-probs, and rows that come and go."""
-    assert check_models({"qwen3_5_text": CASES["qwen3_5_text"]})
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import math
 import os
 import re
 import threading
-import time
 from signal import SIGKILL
 
 import numpy as np
@@ -423,60 +422,12 @@ def test_a_wrong_answer_is_named_and_a_later_right_one_is_taken(
     assert len(lines) == waits and all(line.startswith("waiting for the ") for line in lines)
 
 
-def test_a_slow_answer_is_waited_for(spoiled, monkeypatch):
-    engine, server, truth = spoiled
-
-    def slowly(handler, answer):
-        time.sleep(1)
-        handler.good(answer)
-
-    monkeypatch.setattr(server, "spoil", slowly)
-    assert same_turn(sampled(engine, end=truth[0][-1:]), truth)
-
-
 def test_a_log_prob_of_minus_infinity_is_taken_and_will_leave_the_loss(spoiled, monkeypatch):
     engine, server, (tokens, logprobs) = spoiled
     monkeypatch.setattr(server, "spoil", first_logprob(-math.inf))
     found, taken = sampled(engine, end=tokens[-1:])
     assert found == tokens and taken[0] == -math.inf and same_turn((found[1:], taken[1:]),
                                                                    (tokens[1:], logprobs[1:]))
-
-
-def spoil_once():
-    """Return a function that spoils the first answer of each turn, and the turns.
-
-    The faults take turns. The first time that a cache shall be emptied it says that it cannot.
-    """
-    # A turn that ends by its limit may have any token before the last.
-    left_out = *ENDS_A_RUN, "a hang", "an end before the last"
-    names = [name for name in FAULTS if name not in left_out]
-    turns, resets = {}, []
-
-    def spoil(handler, answer):
-        if handler.path == VLLM.path:
-            (choice,) = answer["choices"]
-            logprobs = [round(entry["logprob"], 6) for entry in choice["logprobs"]["content"]]
-            key, name = (*choice["token_ids"], *logprobs), names[len(turns) % len(names)]
-            if turns.setdefault(key, handler) is handler:
-                return FAULTS[name][0](handler, answer)
-        if handler.path == "/reset_prefix_cache" and not resets:
-            resets.append(answer)
-            answer = {"success": False}
-        handler.good(answer)
-
-    return spoil, turns, names
-
-
-def test_a_run_with_every_passing_fault_is_the_run_without(
-    run_of, directory, tmp_path,  # noqa: F811
-):  # fmt: skip
-    server = serve(directory)
-    server.spoil, turns, names = spoil_once()
-    found = trained(tmp_path, 1, f"{RUN} --engine {server.url}")
-    server.shutdown()
-    truth = run_of(RUN)
-    assert learns_something(truth) and largest_difference(found, truth) < 1e-12
-    assert len(turns) >= len(names)
 
 
 # The dialects: recorded shapes -------------------------------------------------------------------

@@ -733,8 +733,10 @@ def _agreed(rank, errors):
     began = time.monotonic()
     texts = []
     for error in errors:
+        function = Mock(side_effect=error)
         with pytest.raises(Exception) as caught:
-            agree(Mock(side_effect=error))
+            agree(function)
+        assert function.called == (rank == 0)
         texts.append(f"{caught.type.__name__}: {caught.value}")
     return texts, time.monotonic() - began
 

@@ -230,28 +230,6 @@ def test_boxes_are_few_and_waste_little(mask, tile, most_boxes, most_work):
     assert len(boxes(mask, sizes_of(tile))) <= most_boxes
 
 
-def test_long_structures_are_one_square_each():
-    """Zigzag shards, long documents, a tree's paths, windows that hide nothing; and none of PAD."""
-
-    def squares(mask, tile=16):
-        found = sorted(box[1:3] for box in boxes(mask, sizes_of(tile)) if box.kind == CAUSAL)
-        return [(q.start, q.stop, k.start, k.stop) for q, k in found]
-
-    shard = indices(256, 1, 4).numpy()
-    assert squares(Mask.causal(256).slice(shard, shard)) == [(0, 64, 0, 64)]
-    assert squares(Mask.causal(256).slice(shard, ALL)) == [(1, 33, 33, 65), (33, 64, 193, 224)]
-    documents = Mask.documents(doc_ids=[0] * 100 + [1] * 60 + [-1] * 16)
-    assert squares(documents) == [(0, 100, 0, 100), (100, 160, 100, 160)]
-
-    # A prompt of 40 with answers of 50 and 30: a square each.
-    end = [120] * 40 + [90] * 50 + [120] * 30
-    assert squares(Mask.tree(end)) == [(0, 40, 0, 40), (40, 90, 40, 90), (90, 120, 90, 120)]
-    assert len(squares(Mask.causal(256, window=256))) == 1
-    assert len(squares(Mask.causal(256, window=40))) == 7  # 6 of 40, and the last 16
-    assert squares(Mask.blocks([0] * 64)) == squares(Mask.full(64)) == []
-    assert len(boxes(Mask.causal(4096), sizes_of(128, square=256))) == 2 * 16 - 1
-
-
 def test_memory_is_linear_and_boxes_are_kept():
     mask = Mask.causal(1000)
     assert sum(x.nbytes for x in (mask.keys.start, mask.keys.end)) == 2 * 8 * 1000

@@ -6,17 +6,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import slow
-from oracles import Watch, draw, plain_attention, worst
+from oracles import Watch, worst
 
 from check_models import relative_error as relative
 from full.learn.generate import generate
 from full.model.cache import KVCache, forward_with_cache, prefill
-from full.model.hf import load_hf, save_hf
 from full.model.logprobs import require_tokens_in_vocabulary, token_logprobs
-from full.model.transformer import Critic, RMSNorm, Transformer, causal_attention
-from full.tiny import TINY, tiny, tiny_model
+from full.model.transformer import RMSNorm, Transformer
+from full.tiny import tiny, tiny_model
 from models import (
-    FULL, Row, forward_with_cache as simple_forward_with_cache, packed_attention, sample,
+    FULL, Row, sample,
 )  # fmt: skip
 
 pytestmark = pytest.mark.quick
@@ -29,54 +28,6 @@ def model_of(model_type="qwen3", dtype=torch.float64, **changes):
 
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
-
-
-LENGTHS = [(name, (7, 1, 6, 12, 6)) for name in TINY]
-LENGTHS += [("qwen3", (6, 6, 6)), ("gemma3_text", (13, 2, 9, 9, 1, 1, 4, 11, 1)), ("qwen3", (5,))]
-
-
-@pytest.mark.parametrize("model_type, lengths", LENGTHS)
-def test_packed_documents_equal_separate_documents(model_type, lengths):
-    model, generator = model_of(model_type), seeded()
-    documents = [torch.randint(53, (n,), generator=generator) for n in lengths]
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-    options = dict(positions=positions, attention=packed_attention(ids))
-    packed = model(torch.cat(documents)[None], **options)[0]
-    separate = [model(document[None])[0] for document in documents]
-    assert worst(packed.split(list(lengths)), separate) < 1e-12
-
-    truth, parameters = torch.cat(separate), list(model.parameters())
-    upstream = torch.randn(truth.shape, generator=generator, dtype=torch.float64)
-    ours, theirs = (torch.autograd.grad(x, parameters, upstream) for x in (packed, truth))
-    assert worst(ours, theirs) < 1e-12 and all(grad.any() for grad in theirs)
-
-
-def visible(ids, window):
-    """(B, S, S) bool: j <= i, same number, less than `window` tokens back."""
-    place = torch.arange(ids.shape[1])
-    back = place[:, None] - place
-    return (ids[:, :, None] == ids[:, None]) & (back >= 0) & (back < (window or len(place)))
-
-
-def some_ids(seed):
-    """Up to six documents a row, some of which are PAD."""
-    runs = torch.randint(6, (1 + seed % 3, 17), generator=seeded(seed)).sort(dim=1).values
-    return runs.masked_fill((runs + seed) % 4 == 0, -1)
-
-
-ATTENDED = [(some_ids(seed), window) for seed in range(4) for window in (None, 3, 40)]
-ATTENDED += [(torch.zeros(2, 300).long(), n) for n in (1, 2, 5, 127, 128, 129, 300, 1000)]
-
-
-@pytest.mark.parametrize("ids, window", ATTENDED)
-def test_attention_is_dense_attention_under_its_rule(ids, window):
-    attention = packed_attention(ids) if ids.any() else causal_attention
-    qkv, upstream = draw(ids.shape[1], batch=len(ids), width=4)
-    got = attention(*qkv, layer=0, scale=0.5, window=window)
-    truth, _ = plain_attention(*qkv, visible(ids, window)[:, None], scale=0.5)
-    assert relative(got, truth) < 1e-14
-    assert worst(*(torch.autograd.grad(out, qkv, upstream) for out in (got, truth))) < 1e-13
 
 
 def plain_logprobs(hidden, weight, targets, *, temperature=1.0):
@@ -92,23 +43,6 @@ def logprob_case(dtype=torch.float64, n=11, width=6, vocab=17):
     targets = torch.randint(vocab, (n,), generator=generator)
     upstream = torch.randn(2, n, generator=generator).double()
     return hidden, weight, targets, upstream
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 11, 100, None])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_chunked_logprobs_have_plain_values_and_gradients(chunk, temperature):
-    hidden, weight, targets, upstream = logprob_case()
-    options = dict(temperature=temperature)
-    got = token_logprobs(hidden, weight, targets, chunk=chunk, **options)
-    truth = plain_logprobs(hidden, weight, targets, **options)
-    assert worst(got, truth) < 1e-13
-
-    # Both, the entropies alone, the log-probs alone, and these again: what the first backward of
-    # log-probs finds kept, the second has to compute.
-    for used in ([0, 1], [1], [0], [0]):
-        sums = [sum((upstream[n] * x[n]).sum() for n in used) for x in (got, truth)]
-        grads = [torch.autograd.grad(x, (hidden, weight), retain_graph=True) for x in sums]
-        assert worst(*grads) < 1e-13
 
 
 def test_logprobs_never_hold_all_the_logits():
@@ -228,20 +162,6 @@ def test_any_series_of_prompts_chunks_and_selections_equals_the_full_forward(see
     for layer, window in rows.cache.window_of.items() if share else ():
         if window is None:  # rows hold what follows their prompts, and room for 32 tokens more
             assert rows.cache.layers[layer].shape[3] <= 6 * (3 + 1) + 32
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
-def test_the_cores_forward_takes_the_cache_too(name):
-    """It gives it no counts. Sliding layers forget a part of a prompt."""
-    model, cache = model_of(name), KVCache(3)
-    tokens = torch.randint(53, (3, 30), generator=seeded())
-    with torch.no_grad():
-        simple_forward_with_cache(model, cache, tokens[:, :25], [25] * 3)
-        cache.select([2, 0])
-        found = [simple_forward_with_cache(model, cache, tokens[[2, 0], n : n + 1], [1] * 2)
-                 for n in range(25, 30)]  # fmt: skip
-        truth = model(tokens[[2, 0]])[:, 25:]
-    assert relative(torch.stack(found, 1), truth) < 1e-12
 
 
 def test_bfloat16_shared_prompts_are_as_exact_as_copies():
@@ -390,15 +310,3 @@ def test_off_the_cpu_the_refusal_is_an_assertion_that_waits_for_nothing(monkeypa
     ((condition, message),) = asserted
     assert condition.shape == () and condition.dtype == torch.bool
     assert message == "a token id is outside of 0..52"
-
-
-def test_a_critic_begins_with_a_policys_weights_and_values_of_zero(tmp_path):
-    model = model_of()
-    save_hf(model, tmp_path)
-    critic = load_hf(tmp_path, model=Critic(model.config).double())
-    tokens = torch.tensor([[1, 2, 3]])
-    states = critic.hidden(tokens)
-    assert states.equal(model.hidden(tokens)) and critic.values(states).eq(0).all()
-    critic.score.weight.data.normal_()
-    assert torch.allclose(critic.values(states), states @ critic.score.weight[0])
-    assert not hasattr(critic, "lm_head") and hasattr(model, "lm_head")

@@ -106,34 +106,6 @@ def test_a_state_that_could_not_be_read_is_not_written(process_group, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.quick
-def test_a_checkpoint_stays_until_the_new_one_of_its_name_is_whole(
-    process_group, tmp_path, monkeypatch
-):
-    path = tmp_path / "saved"
-    write_checkpoint(path, tensors(), {"step": 1})
-
-    def full_disk(*given, **how):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(checkpoint.dcp, "save", full_disk)
-    with pytest.raises(OSError, match="not written .no space left"):
-        write_checkpoint(path, tensors(), {"step": 2})
-    assert read_checkpoint(path, tensors())["step"] == 1
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "step, keep, gone", [(6, 2, "28"), (8, 2, "24"), (6, 9, "8"), (2, 1, "468")]
-)
-def test_superseded_checkpoints_are_old_or_later(tmp_path, step, keep, gone):
-    """Of steps 2, 4, 6 and 8."""
-    for saved in "2468":
-        (tmp_path / f"step-0000000{saved}").mkdir()
-    old = RunDirectory(tmp_path).superseded(step, keep)
-    assert "".join(path.name[-1] for path in old) == gone
-
-
 def _rows_of(rank, value, rows=4):
     """Tensors of 2 * rows KiB, half of them on each of two ranks."""
     mesh = init_device_mesh("cpu", (2,))

@@ -1,6 +1,5 @@
 """parallel.py's plans (grammar, groups, what is refused and how), and the rates of a schedule."""
 
-import dataclasses
 import itertools
 import re
 
@@ -12,12 +11,12 @@ from test_ranks import ranks
 from full.model.config import ModelConfig
 from full.ranks.joining import connect
 from full.ranks.optimizer import lr_factor
-from full.ranks.plans import LETTERS, Grid, Plan, letters_table
+from full.ranks.plans import Grid, Plan
 from full.run.config import Config
 from full.run.conflicts import of_parts
-from full.run.flags import parse_config
 from full.tiny import tiny
 from parallel import Grid as SimpleGrid
+
 # The grammar -----------------------------------------------------------------------------------
 
 GOOD = {
@@ -104,22 +103,6 @@ def test_ranks_are_laid_out_pp_dp_cp_tp_and_the_experts_regroup_a_stage(tmp_path
         for text, kinds in GROUPS.items():
             for kind, groups in kinds.items():
                 assert [found[text][kind]] == [x for x in groups if rank in x], (text, kind)
-
-
-@pytest.mark.quick
-def test_one_table_of_letters_is_the_plan_and_the_help(capsys):
-    fields = [field.name for field in dataclasses.fields(Plan)]
-    assert {letter.axis for letter in LETTERS.values()} == {*fields}
-    said = "".join(letters_table().split())
-    for name, letter in LETTERS.items():
-        for text in (f"{name}{letter.splits}", *letter[2:]):
-            assert "".join(text.split()) in said
-        if len(name) == 1:
-            plan = Plan.parse(f"{name}2") if name != "e" else Plan.parse("d2e2")
-            assert getattr(plan, letter.axis) == 2
-    with pytest.raises(SystemExit):
-        parse_config(["--help"])
-    assert letters_table() in capsys.readouterr().out
 
 
 @pytest.mark.quick

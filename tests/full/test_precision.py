@@ -13,7 +13,6 @@ import warnings
 
 import numpy as np
 import pytest
-import test_run
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,7 +20,7 @@ from conftest import shortened, slow
 from test_audit import edit_line
 from test_audit import honest  # noqa: F401, a fixture
 from test_ranks import TASK, ranks, read_metrics
-from test_run import begin, end, good
+from test_run import good
 from torch.distributed import fsdp
 
 from full.audit.audit import audited
@@ -34,7 +33,7 @@ from full.learn.trainer import keep_wide
 from full.model.hf import load_hf
 from full.model.parallelize import parallelize
 from full.model.transformer import Transformer
-from full.ranks.optimizer import LocalOptimizer, reduce_gradients, training_tensors
+from full.ranks.optimizer import LocalOptimizer, reduce_gradients
 from full.ranks.places import full, part_of
 from full.ranks.plans import Grid, Plan
 from full.run.config import Config
@@ -285,50 +284,6 @@ def test_runs_in_mixed_precision_are_audited(honest, process_group, name):  # no
         assert 0 < rows["parameters"].difference <= rows["parameters"].allowed
 
 
-def _masters_are_rounded():
-    """To bfloat16, as if they were the model's weights: by up to a 20th of lr or so."""
-    step = LocalOptimizer.step
-
-    def rounded(self):
-        step(self)
-        for master in self.mine.values():
-            master.data.copy_(master.bfloat16())
-
-    LocalOptimizer.step = rounded
-
-
-def _coarse_gradients():
-    clip = trainer.clip_grad_norm
-
-    def wrong(model, most):
-        for p in model.parameters():
-            p.grad *= 1.05
-        return clip(model, most)
-
-    trainer.clip_grad_norm = wrong
-
-
-FAULTS = {  # what is wrong -> the row that the audit names, and more flags
-    _masters_are_rounded: ("parameters", "--minibatches 1 --dtype float64"),
-    _coarse_gradients: ("grad_norm", "--minibatches 1"),
-}
-
-
-def _faulty(rank, world, port, cwd, log, flags, fault):
-    """`main` with a fault planted in its process."""
-    fault()
-    test_run._main(rank, world, port, cwd, log, flags, None)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_audit_names_a_fault(tmp_path, process_group, fault):
-    row, more = FAULTS[fault]
-    flags = f"{TINY} {BF16} --steps 3 {more}"
-    codes, _, errors = end(*begin(tmp_path, flags, faults=fault, main=_faulty))
-    assert codes == [0], errors
-    assert audited(tmp_path / "run", 2).wrong == row
-
-
 # What cannot be --------------------------------------------------------------------------------
 
 
@@ -337,15 +292,6 @@ def test_products_finer_than_the_weights_are_refused(process_group):
     for dtype in (torch.float32, torch.float64):
         with pytest.raises(ValueError, match="expected a coarser dtype than the weights'"):
             mixed_model(tiny_model(dtype=torch.float32), dtype)
-
-
-@pytest.mark.quick
-def test_frozen_parameters_have_no_moments():
-    model = torch.nn.Linear(3, 7)
-    model.weight.requires_grad_(False)
-    stored = training_tensors(model, LocalOptimizer(model, torch.optim.AdamW))
-    kinds = {"exp_avg", "exp_avg_sq", "step"}
-    assert {*stored} == {"model.weight", "model.bias", *(f"optimizer.bias.{x}" for x in kinds)}
 
 
 @pytest.mark.quick

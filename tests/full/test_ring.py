@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -15,7 +14,7 @@ from torch.autograd import grad as grad_of
 
 import ring_attention as ra
 from full.attention.attend import DTYPES, attend
-from check_attention import by_way, compare, examples
+from check_attention import compare, examples
 from full.attention.masks import Mask
 from full.attention.ring import Ring, indices, ring_attention, shard, unshard
 from full.ranks.plans import Grid, Plan
@@ -86,13 +85,6 @@ def _errors(rank, lengths, names=None):
 def test_messages_name_the_global_rank(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 12)
     assert (Ring("a group", 2, 3).name, Ring(None, 0, 1).name) == ("rank 12", "rank 0")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("world, methods", [(1, METHODS), (4, METHODS), (5, METHODS[:2])])
-def test_check_has_a_column_for_each_method_that_can_share_12_heads(world, methods, monkeypatch):
-    monkeypatch.setattr("check_attention.ring_of", lambda group: SimpleNamespace(world=world))
-    assert [*by_way(None, lambda method: method).values()] == [*methods]
 
 
 # On two ranks: nothing, less than a token each, and an uneven zigzag.

@@ -511,14 +511,6 @@ def test_a_late_reply_is_named_by_its_line_and_ends_nothing_else(monkeypatch):
     assert (t.tokens, t.reward) == ([0, 0, 5, END], 0.2)
 
 
-def test_a_reward_may_be_an_array_of_one_number():
-    task = Chat()
-    for one in (np.array([0.5]), np.array([[0.5]]), torch.tensor([0.5])):
-        task.reply = lambda state, answer, one=one: (state, None, one)
-        [[t]] = play(task, Script([0, 0, 5, END]), groups=[0], group=1, temperature=0)
-        assert t.reward == 0.5 and isinstance(t.reward, float)
-
-
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_function_of_a_file_reaches_its_workers_and_a_file_next_to_it(
     tmp_path, monkeypatch, method

@@ -90,18 +90,6 @@ def test_it_is_evaluated_once_and_again_only_with_line_0(straight, tmp_path):
 # What is printed --------------------------------------------------------------------------------
 
 
-def test_the_first_screen_is_five_lines(tmp_path):
-    out, err = good(tmp_path, f"{TINY} --out run --steps 1 --dtype float64")
-    lines = out.splitlines()
-    assert re.fullmatch(r"guess: [\d,]+ parameters, random of seed 0", lines[0])
-    assert lines[1] == ("from step 0 of 1: 3 groups of 4 a step, 1 rank(s), plan d1, ddp, cpu, "
-                        "float64")  # fmt: skip
-    assert lines[2] == ("out run: `python -m full plot run` draws it; Ctrl-C saves, "
-                        "--resume --out run goes on")  # fmt: skip
-    assert lines[3].split()[:2] == ["step", "reward"] and lines[4].startswith("before")
-    assert err == "" and max(map(len, lines)) <= 100 and '"minibatches"' not in out
-
-
 def test_weights_that_are_too_coarse_for_a_step_are_said(tmp_path, monkeypatch, capsys):
     """As many as AdamW's first step leaves as they are. Masters are fine enough."""
     model = torch.nn.Linear(64, 64).bfloat16()

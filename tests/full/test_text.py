@@ -281,44 +281,10 @@ def test_the_date_of_a_template_is_the_one_that_is_given(changed, monkeypatch, l
     assert Text(directory, date=date).note.endswith("gets the date 2024-02-29")
 
 
-def test_a_template_gets_its_arguments(checkpoints):
-    directory = checkpoints["qwen3"]
-    text = Text(directory, arguments={"enable_thinking": False})
-    how = dict(add_generation_prompt=True, tokenize=False)
-    for messages in (HELLO, CONVERSATIONS["two turns"]):
-        want = tokenizer_of(directory).apply_chat_template(messages, enable_thinking=False, **how)
-        assert text.render(messages) == want != Text(directory).render(messages)
-    assert text.note == f"the chat template of {directory} gets enable_thinking = false"
-    assert Text(directory).note == ""
-    for name in ("enable_thinkin", "messages", "add_generation_prompt"):
-        found = complaint_of(lambda: Text(directory, arguments={name: 1}))
-        assert found.endswith(f"{directory} has no argument {name}")
-
-
 # Turns -----------------------------------------------------------------------------------------
 
 
 TALKERS = "llama", "qwen2", "qwen3", "gemma3"  # the text of Qwen3-MoE is that of Qwen3
-
-
-def row_of(text, messages):
-    """The row that a policy makes which gives these answers, turn by turn."""
-    first = 2 if messages[0]["role"] == "system" else 1
-    row = text.prompt(messages[:first])
-    for n in range(first, len(messages) - 1, 2):
-        row += [*text.encode(messages[n]["content"]), text.end[0]]
-        row += text.next_turn(messages[: n + 2], text.end[0])
-    return row
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("family", TALKERS)
-def test_turns_one_by_one_are_the_whole_conversation(texts, family):
-    text = texts[family]
-    for name in ("short", "code", "marks of Gemma", "two turns", "six turns"):
-        # The templates of Llama and Gemma trim the content.
-        messages = [x | {"content": x["content"].strip()} for x in CONVERSATIONS[name]]
-        assert row_of(text, messages) == text.prompt(messages), name
 
 
 @pytest.mark.quick
@@ -485,19 +451,6 @@ def test_code_that_a_directory_brings_is_never_run(changed):
 
 
 # Copies ----------------------------------------------------------------------------------------
-
-
-def test_a_copy_of_the_text_files_is_the_same_tokenizer(checkpoints, tmp_path):
-    messages = CONVERSATIONS["six turns"]
-    for family, directory in checkpoints.items():
-        target = tmp_path / family
-        names = copy_text_files(directory, target)
-        assert names == ["tokenizer.json", SETTINGS, GENERATION]
-        assert sorted(path.name for path in target.iterdir()) == sorted(names)
-        assert all((target / x).read_bytes() == (directory / x).read_bytes() for x in names)
-        (target / "config.json").write_bytes((directory / "config.json").read_bytes())
-        prompts = [tokenizer_of(x).apply_chat_template(messages) for x in (target, directory)]
-        assert prompts[0] == prompts[1]
 
 
 def test_templates_for_other_uses_are_copied(changed, tmp_path):

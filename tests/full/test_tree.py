@@ -352,48 +352,6 @@ def test_where_a_tree_is_cut(name):
     assert [lengths, [x.parent for x in chunks], depths] == expected
 
 
-# A conversation that is trained on at each turn is one path. At a fork the walk goes down the
-# largest branch first: chunks of 10, 10, 10, 10 and 2 tokens.
-CHAIN = [torch.arange(n) % 11 for n in range(5, 41, 5)]
-FORK = [torch.arange(30) % 11, torch.cat([torch.arange(10), torch.full((12,), 5)])]
-CALLS = {  # name: (sequences, options of the walk, [(tokens of a call, with a graph or without)])
-    "kept, whole": (CHAIN, dict(max_tokens=None), [(40, True)]),
-    "kept, 10": (CHAIN, dict(max_tokens=10), [(40, True)]),
-    "kept, 3": (CHAIN, dict(max_tokens=3), [(40, True)]),
-    # Four chunks: three without a graph, then each with its own, from the last one up.
-    "again, 10": (
-        CHAIN, dict(max_tokens=10, recompute=True), [(10, False)] * 3 + [(10, True)] * 4),
-    "again, 4": (CHAIN, dict(max_tokens=4, recompute=True), [(4, False)] * 9 + [(4, True)] * 10),
-    "again, a fork": (
-        FORK, dict(max_tokens=10, recompute=True),
-        [(10, False), (10, False), (10, True), (10, True),  # down the long branch, and back
-         (10, False), (2, True), (10, True),  # the other branch
-         (10, True)]),  # the chunk above both
-    # A scoring pass has no graph: there a chunk is all that bounds what a call holds.
-    "scores": (CHAIN, None, [(10, False)] * 4),
-}  # fmt: skip
-
-
-@quick
-@pytest.mark.parametrize("name", CALLS)
-def test_a_path_is_one_call_or_chunks_that_run_again_where_others_are_below(name):
-    sequences, options, expected = CALLS[name]
-    model, calls = TinyModel(), []
-    hidden = model.hidden
-
-    def counted(tokens, /, *, positions, attention):
-        calls.append((tokens.shape[1], torch.is_grad_enabled()))
-        return hidden(tokens, positions=positions, attention=attention)
-
-    model.hidden = counted
-    if options is None:
-        with torch.no_grad():
-            tree_scores(model, TokenTrie(sequences), max_tokens=10)
-    else:
-        tree_backward(model, TokenTrie(sequences), example_loss, **options)
-    assert calls == expected
-
-
 class Windowed(TinyModel):
     """All layers have one window."""
 
@@ -464,24 +422,6 @@ def test_masks_score_what_a_loss_uses_and_nothing_else(size, recompute):
     for mask, few, every in zip(masks, *given, strict=True):
         assert (few - every)[torch.from_numpy(mask)].abs().sum() < 1e-10
         assert len(few) == len(mask)
-
-
-def test_an_entropy_that_no_loss_uses_costs_no_second_head():
-    """The head's backward gets nothing for it, not even a zero gradient."""
-    model, trie, got = TinyModel(), TokenTrie(random_forest(0)), []
-    real = model.logprobs
-
-    def watched(*given, **options):
-        logprobs, entropies = real(*given, **options)
-        if entropies.requires_grad:
-            entropies.register_hook(got.append)
-        return logprobs, entropies
-
-    model.logprobs = watched
-    tree_backward(model, trie, linear_loss, max_tokens=4)
-    assert not got
-    tree_backward(model, trie, example_loss)
-    assert len(got) == 1
 
 
 def test_the_loss_is_summed_in_the_models_precision():
@@ -706,14 +646,3 @@ def test_dfs_partition_is_the_best_of_all_contiguous_ones(seed, monkeypatch):
         assert sum(shares, []) == order and len(shares) == world
         best = min(largest(x) for x in contiguous(order, world))
         assert largest(shares) <= best * (1 + 1e-6)
-
-
-def test_a_row_shows_where_a_gradient_is_wrong(monkeypatch):
-    def slightly_wrong(model, *given, **options):
-        result = tree_backward(model, *given, **options)
-        next(model.parameters()).grad *= 1 + 1e-8
-        return result
-
-    monkeypatch.setattr("check_attention.tree_backward", slightly_wrong)
-    ((_, line),) = tree_rows(TinyModel(), {"a star": SHAPES["star"]})
-    assert max(line.values()) > 1e-10
