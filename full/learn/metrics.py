@@ -119,6 +119,13 @@ def measured(t) -> dict:
     for name, metric in METRICS.items():
         x_N = metric.of(t) if metric.of else None
         if x_N is not None:
+            if metric.over_tokens not in ("mean", "sum", "max") or not metric.over_updates:
+                raise ValueError(f"metric {name}: expected over_tokens of mean, sum or max, and "
+                                 f"over_updates, got {metric.over_tokens!r}, "
+                                 f"{metric.over_updates!r}")  # fmt: skip
+            if x_N.shape != t.lp_N.shape:
+                raise ValueError(f"metric {name}: expected a value of shape "
+                                 f"{tuple(t.lp_N.shape)}, got {tuple(x_N.shape)}")  # fmt: skip
             x_N = x_N.double()
             sums[name] = x_N.sum()
             if metric.over_tokens == "max":  # of no token it is 0

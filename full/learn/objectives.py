@@ -319,6 +319,9 @@ def grpo_loss(
     t.ratio_N = ratio_of(mean(d_N) if c.objective == "gspo" else d_N)  # (2)
     l_of = entry_of(OBJECTIVES, c.objective, "objective")
     l_N, t.clipped_N = l_of(c, d_N, t.A_N, t.lp_N, mean)  # (3)
+    if not l_N.shape == t.clipped_N.shape == d_N.shape:  # another shape may broadcast
+        raise ValueError(f"objective {c.objective}: expected (l_N, clipped_N) of shape "
+                         f"{tuple(d_N.shape)}, got {tuple(l_N.shape)}, {tuple(t.clipped_N.shape)}")
     if c.importance_cap:
         t.x_N = sampler_weights(c, t.old_N - t.smp_N, tokens)
         l_N = l_N * t.x_N  # (4)

@@ -332,6 +332,12 @@ def play(config, task, sampler, starts, key) -> list:
     groups = {number: [] for number, _, _ in starts}
     for episode in sorted(ended, key=lambda episode: episode.number):
         groups[episode.group] += episode.trajectories()
+    # A rollout that a sampler left out would count as one of reward 0.
+    with errors_on_all_ranks(getattr(sampler, "group", None)):
+        for number, group in groups.items():
+            if len(group) != config.group:
+                raise ValueError(f"expected {config.group} rollouts of group {number} from "
+                                 f"{type(sampler).__name__}.generate, got {len(group)}")
     return list(groups.values())
 
 

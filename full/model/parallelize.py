@@ -29,10 +29,10 @@ from full.model.transformer import Critic, Transformer
 from full.ranks.joining import all_gather_objects
 from full.ranks.optimizer import persistent_buffers, weights_and_places
 from full.ranks.places import (
-    SCHEDULES, Part, Pipeline, TorchPipeline, inner_width, keep_stage_and_ends, local, part_of,
+    Part, Pipeline, TorchPipeline, inner_width, keep_stage_and_ends, local, part_of,
     place_of, set_tensor, whole_place,
 )  # fmt: skip
-from full.ranks.plans import Grid
+from full.ranks.plans import SCHEDULES, Grid
 
 AC = "none", "full", "op"  # and memory_budget=X, see `memory_budget`
 KNOWN_AC = f"expected {', '.join(AC)} or memory_budget=X with X from 0 to 1"

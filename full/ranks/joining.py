@@ -316,8 +316,9 @@ def naming_lost_ranks(progress):
             raise
         reason = str(error).splitlines()[0][:160]
         raise ConnectionError(
-            f"{progress.where()}: another rank is gone or silent for too long ({reason}); this "
-            f"rank leaves without saving; {progress.advice}") from error  # fmt: skip
+            f"{progress.where()}: another rank is gone or silent for too long ({reason}); if "
+            f"it printed an error, that is the cause; this rank leaves without saving; "
+            f"{progress.advice}") from error  # fmt: skip
 
 
 def is_lost_rank(error) -> bool:

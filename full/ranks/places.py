@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import parallel
 from full.ranks.joining import all_gather_objects
-from full.ranks.plans import Plan
+from full.ranks.plans import SCHEDULES, Plan
 
 
 class Place(NamedTuple):
@@ -175,10 +175,6 @@ TIED = "model.embed_tokens.weight"  # of a tied model, on the first stage and on
 #     rank 0   F0a F1a F0c F1c ..
 #     rank 1   ... F0b F1b F0d ..
 
-SCHEDULES = {"1f1b": (None, 1),  # torch's class, and how many stages a rank has
-             "interleaved1f1b": (pipelining.ScheduleInterleaved1F1B, 2),
-             "zbv": (pipelining.ScheduleZBVZeroBubble, 2)}  # fmt: skip
-
 
 class Pipeline:
     """The stages of a model over ranks, one a rank, by `parallel.run_1f1b`. A whole model is one.
@@ -253,9 +249,9 @@ class TorchPipeline(Pipeline):
     def __init__(self, model, group, schedule, is_tied):
         super().__init__(group)
         p = group.size()
-        self.schedule, _ = SCHEDULES[schedule]
+        self.schedule, stages = SCHEDULES[schedule]
         # Which rank has each stage. 4 stages on 2 ranks: 0 1 0 1 interleaved, 0 1 1 0 as a V.
-        self.rank_of = [*range(p)] * 2
+        self.rank_of = [*range(p)] * stages
         if schedule == "zbv":
             self.rank_of = [*range(p), *reversed(range(p))]
         count = len(self.rank_of)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
 import parallel
@@ -29,9 +30,15 @@ class Letter(NamedTuple):
     gradients: str  # over which ranks they are summed once a step
 
 
-# The one table of letters. The order is the order of the grids, outermost first: p d c t of a
-# stage's ranks, and e and ffn's t of the same ranks for experts. SP is sequence parallelism, which
-# is on by default.
+# Schedules of a pipeline; places.py runs them.
+SCHEDULES = {"1f1b": (None, 1),  # torch's class, and how many stages a rank has
+             "interleaved1f1b": (pipelining.ScheduleInterleaved1F1B, 2),
+             "zbv": (pipelining.ScheduleZBVZeroBubble, 2)}  # fmt: skip
+
+
+# What each letter means; `Plan` has a field for each. The order is the order of the grids,
+# outermost first: p d c t of a stage's ranks, and e and ffn's t of the same ranks for experts. SP
+# is sequence parallelism, which is on by default.
 LETTERS = {
     "p": Letter("pp", "layers", "states to the next stage", "gradients of the states, back",
                 "of a tied embedding: over the first and the last stage"),

@@ -20,7 +20,7 @@ from full.learn.advantages import ADVANTAGES, TOKEN_ADVANTAGES
 from full.learn.objectives import AGGREGATIONS, OBJECTIVES
 from full.model.config import LORA_ALPHA, Lora, read_json
 from full.ranks.joining import PYTHON
-from full.ranks.plans import Plan
+from full.ranks.plans import SCHEDULES, Plan
 from full.run.conflicts import conflicts, typed as _flag
 from full.run.tasks import TASKS, read_arguments
 
@@ -30,7 +30,7 @@ Overlong = Literal["keep", "filter"]
 Ratio = Literal["token", "sequence", "geometric"]
 Decay = Literal["constant", "linear", "cosine"]
 Mode = Literal["ddp", "zero1", "fsdp", "fsdp-offload"]
-Schedule = Literal["1f1b", "interleaved1f1b", "zbv"]
+Schedule = Literal[tuple(SCHEDULES)]
 Tree = Literal["disabled", "sparse", "dta"]
 Logged = Literal["all", "some", "none"]
 

@@ -110,6 +110,8 @@ class Log:
             return
 
         self.warn(step, line)
+        if unlisted := line.keys() - {*self.names}:
+            raise ValueError(f"{sorted(unlisted)} are not in METRICS of full/learn/metrics.py")
         line = {name: line[name] for name in self.names if name in line}
         self.directory.append(self.directory.METRICS, [{"step": step} | line])
         if self.tell:

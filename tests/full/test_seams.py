@@ -3,6 +3,7 @@ class: a sampler, a kind of layer."""
 
 import dataclasses
 import json
+import re
 
 import pytest
 from torch import nn
@@ -42,6 +43,42 @@ def test_an_objective_with_a_constant_of_its_own(run, monkeypatch):
     monkeypatch.setitem(OBJECTIVES, "halved", halved)
     (first, _) = run("--objective halved --clip-high 0.01 --minibatches 1")
     assert first["loss/policy_token_mean"] != 0 and first["ratio/clipped_fraction"] == 0
+
+
+class Halving(rollouts.Sampler):
+    def generate(self, rows, /, **how):
+        return super().generate(rows[::2], **how)
+
+
+WRONG = {  # what is wrong with an idea: the table, the entry, flags, and what is said
+    "an objective of a matrix": (
+        OBJECTIVES, lambda c, d, A, lp, mean: (-lp[:, None], d > 1), "--objective mine",
+        r"objective mine: expected \(l_N, clipped_N\) of shape \((\d+),\), got \(\1, 1\)"),
+    "an objective of a sum": (
+        OBJECTIVES, lambda c, d, A, lp, mean: (-lp.sum(), d > 1), "--objective mine",
+        r"got \(\), "),
+    "a metric without its reduction": (
+        METRICS, Metric("x", "mean", "avg", lambda t: t.lp_N), "", "metric mine: .* got 'avg', 'me"),
+    "a metric left out of updates": (
+        METRICS, Metric("x", "", "mean", lambda t: t.lp_N), "", "metric mine: .* got 'mean', ''"),
+    "a metric of a mean": (
+        METRICS, Metric("x", "mean", "mean", lambda t: t.lp_N.mean()), "", r"mine: .* got \(\)"),
+    "a sampler that drops rollouts": (
+        None, Halving, "", "expected 1 rollouts of group 1 from Halving.generate, got 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_idea_is_refused(run, monkeypatch, capsys, name):
+    """Each of these would broadcast, be summed or count as a reward of 0, and train."""
+    table, entry, flags, told = WRONG[name]
+    if table is None:
+        monkeypatch.setattr(Trainer, "sampler_class", entry)
+    else:
+        monkeypatch.setitem(table, "mine", entry)
+    with pytest.raises((SystemExit, ValueError, AssertionError)) as error:
+        run(f"--group 8 {flags}")
+    assert re.search(told, f"{error.value}{capsys.readouterr().err}")
 
 
 def test_an_advantage(run, monkeypatch):
