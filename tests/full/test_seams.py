@@ -58,7 +58,8 @@ WRONG = {  # what is wrong with an idea: the table, the entry, flags, and what i
         OBJECTIVES, lambda c, d, A, lp, mean: (-lp.sum(), d > 1), "--objective mine",
         r"got \(\), "),
     "a metric without its reduction": (
-        METRICS, Metric("x", "mean", "avg", lambda t: t.lp_N), "", "metric mine: .* got 'avg', 'me"),
+        METRICS, Metric("x", "mean", "avg", lambda t: t.lp_N), "",
+        "metric mine: .* got 'avg', 'mean'"),
     "a metric left out of updates": (
         METRICS, Metric("x", "", "mean", lambda t: t.lp_N), "", "metric mine: .* got 'mean', ''"),
     "a metric of a mean": (
