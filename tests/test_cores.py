@@ -3,6 +3,7 @@
 import collections
 import copy
 import math
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from conftest import complaint_of, shortened
 from oracles import bytes_of
 from test_house import FIVE
 from test_ranks import as_script, ranks
+from torch.multiprocessing import ProcessExitedException
 
 import models
 import parallel
@@ -75,6 +77,18 @@ def check_in_a_part():
 def test_a_ring_may_be_a_part_of_the_ranks():
     errors = ring_attention.launch(4, check_in_a_part)
     assert all(error <= 1e-10 and multiple <= 1.3 for error, multiple in errors)  # NaN is not
+
+
+def ends_early():
+    """End rank 1 without a result."""
+    if dist.get_rank() == 1:
+        os._exit(3)
+
+
+@pytest.mark.quick
+def test_a_rank_that_ends_without_a_result_is_an_error():
+    with pytest.raises(ProcessExitedException, match="exit code 3"):
+        ring_attention.launch(2, ends_early)
 
 
 def costs_of_ways():

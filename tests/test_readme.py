@@ -80,7 +80,7 @@ def test_its_task_is_learned_where_it_says(tmp_path, steps):
 
 # Plans that have each mechanism of parallel.py, in a third of the ranks of its own list.
 FEWER = """PLANS = {
-    4: ("d2t2e2 sp", "p2t2", "d4 fsdp", "c2d2e2"),
+    4: ("d2t2e2 sp", "p2t2", "p2t2 sp", "d4 fsdp", "c2d2e2"),
 }
 """
 ALONE = [(name, "") for name in ("models", "ring_attention", "tree_attention")]

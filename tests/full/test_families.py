@@ -38,6 +38,7 @@ FAULTS = {
     "models.masked_attention": lambda q, k, v, mask=None, **how: MASKED(
         # the cache forgets its mask
         q, k, v, mask if q.shape[2] == k.shape[2] else None, **how),
+    "models.Row.append": lambda row, token, logprob: APPEND(row, token, logprob + 1e-9),
     "full.learn.generate.decode": lambda model, rows, *given, **how: [  # rows lose their draws
         setattr(row, "draws", [0.5] * len(row.draws)) for row in rows]
         and DECODE(model, rows, *given, **how),
@@ -47,6 +48,7 @@ FAULTS = {
 }  # fmt: skip
 CACHED, LOGPROBS, DECODE = forward_with_cache, token_logprobs, decode
 ROTATE, MASKED, GENERATE = models.apply_rope, models.masked_attention, generate
+APPEND = models.Row.append
 
 
 @pytest.mark.parametrize("name", CASES)
