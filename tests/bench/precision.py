@@ -5,6 +5,7 @@
 
 Weights and inputs are numbers of bfloat16, the same for the truth in float64. An error is the norm
 of the difference over the norm of the truth, for gradients the root mean square over the tensors.
+Tests hold the folder's attention, trees, packed rows, plans and log-probs to such bounds.
 """
 
 import argparse
@@ -26,18 +27,10 @@ import models
 import parallel
 import ring_attention as ring
 import tree_attention as tree
-from full.attention import ring as full_ring
-from full.attention.masks import Mask
-from full.check import FullTraining
 from full.learn import generate as full_generate
-from full.model import logprobs
 from full.model.hf import load_hf
 from full.model.parallelize import parallelize
-from full.model.transformer import causal_attention
 from full.ranks import optimizer, plans
-from full.tree.chunks import tree_backward as by_chunks, tree_scores
-from full.tree.forest import MaskedAttention, parents_in
-from full.tree.trie import TokenTrie
 from released import make
 
 HALF, EXACT = torch.bfloat16, torch.float64
@@ -73,9 +66,6 @@ def attention(folder, factor=1):
     expected = [of_leaves(plain, given, dout, dtype) for dtype in (HALF, EXACT)]
     ways = {"ring": ring.ring_attention, "all-gather": ring.allgather_attention,
             "all-to-all": ring.ulysses_attention}  # fmt: skip
-    for method in full_ring.METHODS:
-        way = partial(full_ring.ring_attention, mask=Mask.causal(512), method=method)
-        ways[f"full {method}"] = way
 
     def on_rank():
         own = ring.zigzag_indices(512, dist.get_rank(), 2)
@@ -128,33 +118,23 @@ def whole_model(folder):
         out = torch.cat(way(model)[1])
         return [out, *(p.grad for _, p in sorted(model.named_parameters(), key=lambda x: x[0]))]
 
-    full, plain, exact = load_hf(folder), *(models.load(folder).to(x) for x in (HALF, EXACT))
-    five = models.load(folder).to(HALF)
+    ours, plain, exact = (models.load(folder).to(x) for x in (HALF, HALF, EXACT))
     expected = [run(x, lambda x: tree.definition(x, sequences, loss_of)) for x in (plain, exact)]
     theirs = transformers_model(folder)
     found = run(theirs, lambda x: in_one_graph([scores_of_logits(x, y) for y in sequences]))
     yield "models.py, against transformers", errors(expected[0], found, expected[1])
 
-    trie, ids = TokenTrie(sequences), torch.arange(4).repeat_interleave(64)[None]
-    masked = MaskedAttention(Mask.documents(doc_ids=ids), parents_in(ids[0]), None)
-    by_documents = models.packed_attention(ids)
-    for name, model, way in (
-        ("tree, packed", five, lambda x: in_one_graph(tree.tree_logprobs(x, sequences))),
-        ("tree, depth first", five, lambda x: tree.tree_backward(x, sequences, loss_of)),
-        ("tree, chunks", five, lambda x: tree.tree_backward(x, sequences, loss_of, 16)),
-        ("packed row", five, lambda x: in_one_graph(packed(x, sequences, by_documents))),
-        ("full tree, packed", full, lambda x: in_one_graph(tree_scores(x, trie))),
-        ("full tree, chunks", full, partial(by_chunks, trie=trie, loss_fn=loss_of, max_tokens=16)),
-        ("full packed row", full, lambda x: in_one_graph(packed(x, sequences, masked))),
-    ):
-        yield name, errors(run(model, way), *expected)
+    attention = models.packed_attention(torch.arange(4).repeat_interleave(64)[None])
+    for name, way in {
+        "tree, packed": lambda x: in_one_graph(tree.tree_logprobs(x, sequences)),
+        "tree, depth first": lambda x: tree.tree_backward(x, sequences, loss_of),
+        "tree, chunks": lambda x: tree.tree_backward(x, sequences, loss_of, 16),
+        "packed row": lambda x: in_one_graph(packed(x, sequences, attention)),
+    }.items():
+        yield name, errors(run(ours, way), *expected)
 
     def of_plan(text):
-        if text.startswith("full "):
-            training = FullTraining(load_hf(folder), text[5:])
-            training.model.attention = causal_attention
-        else:
-            training = parallel.Training(models.load(folder).to(HALF), text)
+        training = parallel.Training(models.load(folder).to(HALF), text)
         own = [*range(dist.get_rank(), 4, 2)] if "d2" in text else [*range(4)]
         some = [sequences[i] for i in own]
         out = tree.definition(training.model, some, lambda n, *x: loss_of(own[n], *x))[1]
@@ -177,26 +157,21 @@ def log_probs(folder):
         return models.widen(linear(h, w)).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
     expected = [of_leaves(plain, given, upstream, dtype) for dtype in (HALF, EXACT)]
-    ways = {"chunked": lambda h, w: models.Transformer.logprobs(
-                SimpleNamespace(head_weight=w, chunk=64), h, targets)[0],
-            "full chunked": lambda h, w: logprobs.token_logprobs(h, w, targets, chunk=64)[0]
-            }  # fmt: skip
-    for name, way in ways.items():
-        yield f"log-probs, {name}", errors(of_leaves(way, given, upstream), *expected)
+
+    def chunked(h, w):
+        return models.Transformer.logprobs(SimpleNamespace(head_weight=w, chunk=64), h, targets)[0]
+
+    def parallel_over_ranks(h, w):
+        model, first = SimpleNamespace(head_weight=w), 1000 * dist.get_rank()
+        return parallel.vocab_parallel_logprobs(model, first, None, h, targets)[0]
 
     def on_rank():
-        first, given[1] = 1000 * dist.get_rank(), parallel.own_chunk(given[1], None)
-        shard = dict(group=dist.group.WORLD, vocab_start=first, vocab_size=2000)
-        ways = {
-            "vocabulary-parallel": lambda h, w: parallel.vocab_parallel_logprobs(
-                SimpleNamespace(head_weight=w), first, None, h, targets)[0],
-            "full vocabulary-parallel": lambda h, w: logprobs.token_logprobs(
-                h, w, targets, chunk=64, **shard)[0]}  # fmt: skip
+        given[1] = parallel.own_chunk(given[1], None)
         parts = [[*x[:2], parallel.own_chunk(x[2], None)] for x in expected]
-        return {f"log-probs, {name}": errors(of_leaves(way, given, upstream), *parts)
-                for name, way in ways.items()}  # fmt: skip
+        return errors(of_leaves(parallel_over_ranks, given, upstream), *parts)
 
-    yield from ring.launch(2, on_rank)[0].items()
+    yield "log-probs, chunked", errors(of_leaves(chunked, given, upstream), *expected)
+    yield "log-probs, vocabulary-parallel", ring.launch(2, on_rank)[0]
 
 
 def adamw(folder):
@@ -244,7 +219,7 @@ def generation(folder):
         yield name, errors(*([torch.cat(x)] for x in (told, plain, truth)))
 
 
-PLANS = "t2", "t2 sp", "d2", "d2 fsdp", "full t2 ddp", "full d2 ddp", "full d2 fsdp"
+PLANS = "t2", "t2 sp", "d2", "d2 fsdp"
 SUBJECTS = attention, partial(attention, factor=4), whole_model, log_probs, adamw, generation
 
 

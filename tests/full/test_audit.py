@@ -5,12 +5,15 @@ planted in the run's process. The audit must name the row, and the kit the mista
 """
 
 import json
+import os
 import pkgutil
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Callable, NamedTuple
@@ -385,6 +388,18 @@ def test_a_run_with_random_settings_is_audited(tmp_path):
     done = subprocess.run([sys.executable, ROOT / "tests/bench/honest_runs.py", *given],
                           capture_output=True, text=True)  # fmt: skip
     assert done.stdout.endswith("1 runs, 3 audits, 0 false alarms\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_script_and_the_ranks_of_its_run(tmp_path):
+    command = [sys.executable, ROOT / "tests/bench/honest_runs.py", tmp_path, "1", "--first", "624"]
+    script = subprocess.Popen(command, start_new_session=True)  # 624 has two ranks
+    while not (tmp_path / "run-624").exists() and script.poll() is None:
+        time.sleep(0.1)
+    script.terminate()
+    assert script.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.killpg(script.pid, 0)
 
 
 # What cannot be audited ------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_nothing_in_bfloat16_is_1_3_times_worse_than_the_plain_way(tmp_path):
     assert code == 0, err
     rows = [line.strip("| ").split(" | ") for line in out.splitlines()[2:]]
     times = {row[0]: [float(x) for x in row[3::3] if x.strip()] for row in rows}
-    assert len(times) > 30 and max(max(x) for x in times.values()) <= 1.3, times
+    assert len(times) > 20 and max(max(x) for x in times.values()) <= 1.3, times
 
 
 @pytest.mark.quick
