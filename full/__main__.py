@@ -1,4 +1,4 @@
-"""The commands of the full edition, from the repository's root.
+"""Run a command of the full edition, from the repository's root.
 
     torchrun --nproc-per-node 2 -m full --plan t2             # train; --help has every flag
     python -m full plot runs/guess-0 [runs/guess-1 ..]        # reward curves, PNG

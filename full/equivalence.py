@@ -1,4 +1,4 @@
-"""Who computes changes no number: one table of tiny runs, for `python -m full check` and for tests.
+"""Compare tiny runs by every plan, tree and mode with one process: a table for check and tests.
 
 A row is a run in memory: two steps of two updates, from the first push of the weights to the last
 evaluation. Its flags say who computes what: a plan, a tree, a mode, a precision of products. It is

@@ -73,7 +73,7 @@ class Config(train_grpo.Config):
     template_args: str = flag(
         "", "jsonl: what a chat template gets besides messages: a JSON object of its variables, "
         "and of system, the system's message; empty: nothing")  # fmt: skip
-    date: str = flag("", "jsonl: of strftime_now in a chat template; empty: when the run begins")
+    date: str = flag("", "jsonl: today, for a chat template; empty: when the run begins")
     reward: str = flag("", "jsonl: FILE.py:function of (text, row); empty: what follows ####")
 
     layers: int = flag(CORE.layers, "decoder layers", "the model")
