@@ -26,9 +26,8 @@ from full.ranks.joining import PYTHON, Interrupted, Progress, agree, joined, nam
 from full.run.build import one_process
 from full.run.config import Config
 from full.run.logs import replacing_characters
-from full.run.questions import Jsonl, make_task, require_task, require_usable
 from full.run.run import start_run
-from full.run.tasks import Task
+from full.run.tasks import Jsonl, Task, make_task, require_task, require_usable
 from full.run.text import naming
 
 __all__ = "Config", "Interrupted", "Report", "Result", "Task", "audit", "run"

@@ -27,7 +27,7 @@ from full.ranks.joining import is_one_of_several, joined, say, warn
 from full.ranks.optimizer import persistent_buffers
 from full.run.conflicts import of_parts
 from full.run.directory import writing
-from full.run.questions import make_task
+from full.run.tasks import make_task
 from train_grpo import EVALUATION, ROLLOUT
 
 # Models on the meta device ----------------------------------------------------------------------

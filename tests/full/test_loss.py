@@ -27,7 +27,7 @@ from full.model.deltanet import TokenByToken
 from full.model.transformer import causal_attention
 from full.run.build import build
 from full.run.config import Config, choices_of
-from full.run.questions import make_task
+from full.run.tasks import make_task
 from full.tiny import TINY, tiny_model
 from full.tree.trie import TokenTrie, pack
 

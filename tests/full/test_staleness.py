@@ -21,7 +21,7 @@ from full.learn.trainer import Trainer
 from full.run.build import build
 from full.run.flags import parse_config
 from full.run.logs import do_step
-from full.run.questions import make_task
+from full.run.tasks import make_task
 
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
 TINY += "--lr 0.02 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 6 --out run"
