@@ -448,7 +448,7 @@ def build_full():
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from full.run.config import Config
     from full.run.build import own_shape
-    from full.run.questions import make_task
+    from full.run.tasks import make_task
     from full.model.transformer import Transformer
 
     config = Config(**FULL_SHAPE)

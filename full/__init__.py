@@ -44,8 +44,7 @@ Parallel:
 Training:
     full/run/config.py: Config
     full/run/flags.py: parse_config
-    full/run/tasks.py: Task
-    full/run/questions.py: make_task
+    full/run/tasks.py: Task, make_task
     full/learn/trainer.py: Trainer
     full/learn/objectives.py: grpo_loss, LossSettings, OtherScores
     full/learn/advantages.py: advantages

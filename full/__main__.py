@@ -1,4 +1,4 @@
-"""The commands of the full edition, from the repository's root.
+"""Run a command of the full edition, from the repository's root.
 
     torchrun --nproc-per-node 2 -m full --plan t2             # train; --help has every flag
     python -m full plot runs/guess-0 [runs/guess-1 ..]        # reward curves, PNG
@@ -23,9 +23,8 @@ from full.ranks.joining import (
 from full.run.config import Config
 from full.run.flags import parse_config
 from full.run.logs import plot, replacing_characters
-from full.run.questions import require_task
 from full.run.run import start_run
-from full.run.tasks import place_in_users_file
+from full.run.tasks import place_in_users_file, require_task
 
 # Commands read a run, or measure. They are one process, and none of them trains.
 COMMANDS = {
@@ -70,8 +69,12 @@ def report(error) -> int:
 
     Returns 2.
     """
-    # An error that all ranks raised is named by the rank that found it, any other by each rank.
-    finder = finder_of(error)
+    # An error that all ranks raised is named by the rank that found it, see `errors_on_all_ranks`,
+    # and so is an error raised in its place. Any other error is named by each rank.
+    cause = error
+    while cause is not None and not hasattr(cause, "finder"):
+        cause = cause.__cause__
+    finder = getattr(cause, "finder", None)
     if finder is None or finder == dist.get_rank():
         said = " ".join(f"{error}".splitlines())
         # A note says in which rollout a task has failed.
@@ -94,16 +97,6 @@ def report(error) -> int:
         with contextlib.suppress(RuntimeError):
             dist.barrier()
     return leave(2)  # a clean teardown would wait for ranks that may be gone or stuck
-
-
-def finder_of(error):
-    """Return which rank found an error that all ranks raised, see `errors_on_all_ranks`, or None.
-
-    All ranks raised it too if it was raised in the place of such an error.
-    """
-    while error is not None and not hasattr(error, "finder"):
-        error = error.__cause__
-    return None if error is None else error.finder
 
 
 def leave(code, at_once=False) -> int:

@@ -6,10 +6,11 @@
     print(result.solved, audit(result, task=MyTask()).verdict)
 
 A run is the command line's: the same settings, directory and metrics, bit for bit, in one process,
-in a notebook, or in a script under torchrun. Every rank gives objects where a flag names a file. No
-command can read a run of objects. Its config.json says so, and its task is `python:MyTask`. A wrong
-setting is a ValueError, and so is an error in a reward; an error in a task is raised as it is. No
-call ends the process. After it, signal handlers, threads and process groups are as before.
+in a notebook, or in a script under torchrun. Every rank gives objects where a flag names a file. A
+run that was given objects can be resumed or audited only from Python; the task in its config.json
+is `python:MyTask`. A wrong setting is a ValueError. An error in a task or a reward is raised as it
+is, with a note of the rollout. No call ends the process. After it, signal handlers, threads and
+process groups are as before.
 """
 
 import contextlib
@@ -25,9 +26,8 @@ from full.ranks.joining import PYTHON, Interrupted, Progress, agree, joined, nam
 from full.run.build import one_process
 from full.run.config import Config
 from full.run.logs import replacing_characters
-from full.run.questions import Jsonl, make_task, require_task, require_usable
 from full.run.run import start_run
-from full.run.tasks import Task
+from full.run.tasks import Jsonl, Task, make_task, require_task, require_usable
 from full.run.text import naming
 
 __all__ = "Config", "Interrupted", "Report", "Result", "Task", "audit", "run"

@@ -39,7 +39,7 @@ from full.run.build import ONE_PROCESS, build, build_teacher, own_shape
 from full.run.config import Config
 from full.run.directory import RunDirectory
 from full.run.logs import do_step, rollout_line
-from full.run.questions import make_task
+from full.run.tasks import make_task
 from full.tiny import tiny_model
 from parallel import ADAMW, PLANS
 

@@ -1,4 +1,4 @@
-"""Who computes changes no number: one table of tiny runs, for `python -m full check` and for tests.
+"""Compare tiny runs by every plan, tree and mode with one process: a table for check and tests.
 
 A row is a run in memory: two steps of two updates, from the first push of the weights to the last
 evaluation. Its flags say who computes what: a plan, a tree, a mode, a precision of products. It is
@@ -107,7 +107,6 @@ ordinary 2 routers biased --plan d2 | --plan p2 | --plan d2e2 --data-parallel fs
 ordinary 2 routers biased --plan c2 | --plan t2e2
 ordinary 2 tied forks --plan t2 --batch-rows 8
 ordinary 2 routers biased --plan t2 --tree dta --chunk-tokens 9 --recompute
-ordinary 2 routers biased --plan d2e2 --tree sparse
 ordinary 2 routers lora-all --plan t2 | --data-parallel fsdp | --plan t2 then --plan d2e2
 ordinary 2 biases lora --plan t2
 ordinary 2 tied rounded --compute-dtype float32 --data-parallel fsdp --tree sparse

@@ -20,11 +20,10 @@ from full.ranks.checkpoint import checkpoints
 from full.run.build import (
     ONE_PROCESS, beside, of_export, one_process, policy_in, require_room, write_hf,
 )  # fmt: skip
-from full.run.config import Config, resumed_config
+from full.run.config import TASKS, Config, resumed_config
 from full.run.directory import RunDirectory, step_of
 from full.run.flags import add_flags
-from full.run.questions import Jsonl, make_task
-from full.run.tasks import TASKS
+from full.run.tasks import Jsonl, make_task
 from full.run.text import text_of
 
 

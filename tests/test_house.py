@@ -90,7 +90,7 @@ def test_settings_know_tables_and_no_machinery():
         new = {x for name in new for x in imported(names[name]) if x in names} - reached
     assert {name.removeprefix("full.") for name in reached} == {
         "learn.advantages", "learn.metrics", "learn.objectives", "model.config",
-        "ranks.joining", "ranks.plans", "run.config", "run.conflicts", "run.tasks"}  # fmt: skip
+        "ranks.joining", "ranks.plans", "run.config", "run.conflicts"}  # fmt: skip
 
 
 def test_imports_go_down_and_the_five_know_nothing_of_the_folder():

@@ -35,7 +35,7 @@ from full.learn.metrics import METRICS as LINE
 from full.learn.trainer import CRITIC
 from full.run.build import one_process
 from full.run.logs import Bar
-from full.run.questions import make_task
+from full.run.tasks import make_task
 
 # What no step determines. A line's other numbers must be found here, or are named as unknown.
 NOT_BY_HAND = ("step", "seconds/", "memory/peak", "logprob_gap/identical", "tokens/trained")

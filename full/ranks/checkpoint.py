@@ -150,16 +150,13 @@ def read_checkpoint(path, tensors, *, only="", alone=False) -> dict:
     wanted = merged(lambda: {name: tuple(x.shape) for name, x in tensors.items()}, alone)
     reader = dcp.HuggingFaceStorageReader(str(path))
 
-    def stored_shapes():
+    # Strict both ways, so that no tensor keeps its first values, and no stored one is lost.
+    with errors_on_all_ranks(alone=alone):
         try:
             stored = reader.read_metadata().state_dict_metadata
         except Exception as error:  # the checksums are right, and the files are of another program
             raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
-        return {name: tuple(x.size) for name, x in stored.items() if name.startswith(only)}
-
-    # Strict both ways, so that no tensor keeps its first values, and no stored one is lost.
-    saved = merged(stored_shapes, alone)
-    with errors_on_all_ranks(alone=alone):
+        saved = {name: tuple(x.size) for name, x in stored.items() if name.startswith(only)}
         for name in sorted(saved.keys() | wanted.keys()):
             there, here = (found.get(name, "absent") for found in (saved, wanted))
             if there != here:

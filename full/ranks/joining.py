@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+import parallel
+
 # What is wrong with flags, files, packages or numbers: a user can mend it, and reads one line.
 ERRORS = ValueError, ImportError, OSError, FloatingPointError
 
@@ -176,9 +178,15 @@ def errors_on_all_ranks(group=None, *, alone=False):
     except (Exception, SystemExit) as error:  # a task may exit
         problem = error
 
+    # A class of a task's own may not be pickled, or made again, but its name and text can.
+    copied = problem
+    is_ours = type(problem).__module__.partition(".")[0] in ("builtins", "full")
+    if problem is not None and not (isinstance(problem, ERRORS) and is_ours):
+        text = f"rank {dist.get_rank()} ended with {type(problem).__name__}: {problem}"
+        copied = RuntimeError(text)
     # COMM: an all-gather of an error or None. Each rank comes here once, whatever it met before.
     # Pinned by tests/full/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
-    found = all_gather_objects(copy_of(problem), group)
+    found = all_gather_objects(copied, group)
     first = next((n for n, error in enumerate(found) if error is not None), None)
     if first is None:
         return
@@ -187,15 +195,6 @@ def errors_on_all_ranks(group=None, *, alone=False):
     if len(found) == dist.get_world_size():
         raised.finder = finder
     raise raised
-
-
-def copy_of(error):
-    """Return an error as other ranks raise it, or None."""
-    # A class of a task's own may not be pickled, or made again, but its name and text can.
-    is_known = type(error).__module__.partition(".")[0] in ("builtins", "full")
-    if error is None or (isinstance(error, ERRORS) and is_known):
-        return error
-    return RuntimeError(f"rank {dist.get_rank()} ended with {type(error).__name__}: {error}")
 
 
 def on_all_ranks(function, group=None, *, alone=False) -> list:
@@ -222,11 +221,10 @@ def summed(values, group=None) -> list:
     group: of CPU tensors. Default: the default group, of the rank's device.
     """
     device = current_device() if group is None else "cpu"
-    total = torch.tensor(values, dtype=torch.float64, device=device)
+    values = torch.tensor(values, dtype=torch.float64, device=device)
     # COMM: an all-reduce. All ranks call it at the same place, with lists of the same shape.
     # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-    dist.all_reduce(total, group=group)
-    return total.tolist()
+    return parallel.all_reduce_sum(values, group).tolist()
 
 
 class Stop:

@@ -27,7 +27,7 @@ from full.ranks.joining import is_one_of_several, joined, say, warn
 from full.ranks.optimizer import persistent_buffers
 from full.run.conflicts import of_parts
 from full.run.directory import writing
-from full.run.questions import make_task
+from full.run.tasks import make_task
 from train_grpo import EVALUATION, ROLLOUT
 
 # Models on the meta device ----------------------------------------------------------------------
@@ -221,16 +221,12 @@ def write_hf(model, directory, source):
     source: the --model directory whose text files are copied, or "".
     """
     partial = beside(directory)
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        save_hf(model, partial)
-        if source and not Path(source).is_dir():
-            raise FileNotFoundError(f"the text files of --model {source} are gone")
-        if source:
-            copy_text_files(source, partial)
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)  # half of a checkpoint would only take room
-        raise
+    shutil.rmtree(partial, ignore_errors=True)
+    save_hf(model, partial)
+    if source and not Path(source).is_dir():
+        raise FileNotFoundError(f"the text files of --model {source} are gone")
+    if source:
+        copy_text_files(source, partial)
 
     # Between these two lines there is no directory, and never half of one. A directory cannot be
     # renamed to one that holds files, so the old one has to go first.

@@ -5,8 +5,10 @@ conflicts.py says what cannot be combined.
 """
 
 import dataclasses
+import datetime
 import difflib
 import itertools
+import json
 import os
 import tomllib
 from dataclasses import dataclass
@@ -22,7 +24,6 @@ from full.model.config import LORA_ALPHA, Lora, read_json
 from full.ranks.joining import PYTHON
 from full.ranks.plans import SCHEDULES, Plan
 from full.run.conflicts import conflicts, typed as _flag
-from full.run.tasks import TASKS, read_arguments
 
 Dtype = Literal["float32", "float64", "bfloat16"]
 AnyDtype = Literal["", Dtype]
@@ -34,6 +35,7 @@ Schedule = Literal[tuple(SCHEDULES)]
 Tree = Literal["disabled", "sparse", "dta"]
 Logged = Literal["all", "some", "none"]
 
+TASKS = "guess", "jsonl"  # values of --task that name no file
 INSTRUCTION = "End with '#### ' and the answer."
 
 # The matrices of attention and of MLPs, experts' included.
@@ -73,7 +75,7 @@ class Config(train_grpo.Config):
     template_args: str = flag(
         "", "jsonl: what a chat template gets besides messages: a JSON object of its variables, "
         "and of system, the system's message; empty: nothing")  # fmt: skip
-    date: str = flag("", "jsonl: of strftime_now in a chat template; empty: when the run begins")
+    date: str = flag("", "jsonl: today, for a chat template; empty: when the run begins")
     reward: str = flag("", "jsonl: FILE.py:function of (text, row); empty: what follows ####")
 
     layers: int = flag(CORE.layers, "decoder layers", "the model")
@@ -489,3 +491,27 @@ def resumed_config(path, given) -> Config:
                      "which they do not with --lr-decay constant and --steps above --lr-warmup")
         raise ValueError(f"--resume cannot change {told}; start a new run instead")
     return Config(**(stored | given))
+
+
+def read_arguments(text) -> dict:
+    """Return the arguments of --template-args; ValueError unless they are a JSON object."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"expected --template-args to be a JSON object, such as "
+                         f"{{\"enable_thinking\": false}}, got {text!r}")  # fmt: skip
+    return found
+
+
+def read_date(text) -> datetime.datetime:
+    """Return the date and time of --date, or of this moment if it is empty. ValueError for others.
+
+    A date without a time is midnight's.
+    """
+    try:
+        return datetime.datetime.fromisoformat(text) if text else datetime.datetime.now()
+    except ValueError as error:
+        raise ValueError(f"expected --date YYYY-MM-DD or YYYY-MM-DDTHH:MM:SS, got "
+                         f"{text!r}") from error

@@ -24,10 +24,10 @@ from full.ranks.joining import (
 )  # fmt: skip
 from full.ranks.places import local
 from full.run.build import build, export_last, prepare, require_room
+from full.run.config import read_date
 from full.run.directory import Checkpointer, RunDirectory, audits_in_words
 from full.run.logs import Log, RolloutLog
-from full.run.questions import make_task
-from full.run.tasks import read_date
+from full.run.tasks import make_task
 
 
 class Ended(NamedTuple):

@@ -1,19 +1,28 @@
-"""Define what a task must have, and import a task or a reward from a user's file.
+"""Define what a task must have, import one from a user's file, and play a file of questions.
 
-A task of your own is a class in a file: `--task FILE.py:Class`.
+`make_task` makes the task of --task: `train_grpo.Guess`, the task `jsonl`, or a class from a file,
+`--task FILE.py:Class`. `jsonl` is `train_grpo.Questions` with conversations, chat templates and
+rewards of a user. If you bring a task of your own, read `Task` and skip the rest.
 """
 
-import datetime
+import copy
 import importlib.machinery
 import importlib.util
+import itertools
 import json
+import math
+import re
 import sys
 import traceback
 import zlib
+from decimal import Decimal
 from pathlib import Path
+from typing import NamedTuple
 
-# Values of --task that name no file: `make_task` of questions.py makes them.
-TASKS = "guess", "jsonl"
+import train_grpo
+from full.run.config import TASKS, Config
+from full.run.directory import read_json_lines
+from full.run.text import naming, text_of
 
 
 class Task:
@@ -114,25 +123,373 @@ def place_in_users_file(error) -> str:
     return place
 
 
-def read_arguments(text) -> dict:
-    """Return the arguments of --template-args; ValueError unless they are a JSON object."""
-    try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"expected --template-args to be a JSON object, such as "
-                         f"{{\"enable_thinking\": false}}, got {text!r}")  # fmt: skip
-    return found
+# Questions and conversations ---------------------------------------------------------------------
 
 
-def read_date(text) -> datetime.datetime:
-    """Return the date and time of --date, or of this moment if it is empty. ValueError for others.
+def require_task(config):
+    """Raise ValueError unless --task is one of TASKS, or names a file that is there."""
+    if config.task not in TASKS:
+        require_code("--task", config.task, f"{', '.join(TASKS)} or FILE.py:Class")
 
-    A date without a time is midnight's.
+
+def make_task(config) -> Task:
+    """Make the task of `--task`: one of TASKS, or a class from a file; ValueError for neither."""
+    if config.task == "jsonl":
+        return Jsonl(config)
+    if config.task in TASKS:
+        return train_grpo.Guess(config)
+    require_task(config)
+    return require_usable(from_file(config.task, "class")(config))
+
+
+def require_usable(task) -> Task:
+    """Return a task of a user's code. ValueError if it has no tokens to play with."""
+    # A task need not derive from Task, so nothing can be taken for granted.
+    name = type(task).__name__
+    size = getattr(task, "vocab_size", 0)
+    end = getattr(task, "end", ())
+    if not isinstance(end, (tuple, list)) or not end or not all(0 <= t < size for t in end):
+        raise ValueError(f"{name} needs vocab_size and end, ids under it; got {size} and {end}")
+    return task
+
+
+class Line(NamedTuple):
+    """A line of --data or --eval-data, as `Jsonl` plays it."""
+
+    where: str  # FILE.jsonl line N, for errors
+    row: dict  # the JSON object, for the reward
+    shown: str  # what the line asks; its hash decides whether the line is held out
+    messages: list  # the prompt's messages
+    prompt: list  # the prompt's tokens
+    later: list  # the user's messages after the policy's first, second, .. answer
+    arguments: dict  # what the row gives the chat template besides messages, such as tools
+
+    def conversation(self, answers) -> list:
+        """Return the messages so far: the prompt's, and after each answer the user's next."""
+        messages = list(self.messages)
+        for n, answer in enumerate(answers):
+            messages.append({"role": "assistant", "content": answer})
+            messages += self.later[n : n + 1]  # none after the last answer
+        return messages
+
+
+class Jsonl(Task):
+    """Questions and conversations from a file of JSON lines, in the checkpoint's own words.
+
+        {"question": "What is 3 + 4?", "answer": "3 and 4 make\\n#### 7"}        GSM8K's form
+        {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "answer": "7"}
+
+    --template says how a question is put. `chat`: the user's turn, in the checkpoint's own chat
+    template, is the question and on the next line --instruction. A system message may precede it,
+    see --template-args. `raw`: the same two lines as plain text. A text with {question}: that is
+    the whole prompt.
+
+    Messages are said as they stand, in the chat template. The policy answers the last message, and
+    where two of the user's messages follow each other, the first of the two. The second message is
+    then said to the policy:
+
+        system  user  assistant  user  [the policy]  user  [the policy]
+
+    The row's `tools`, `documents` and `chat_template_kwargs` go to the chat template. Its other
+    fields are for the reward, and one that the template reads is refused.
+
+    An assistant's message at the end is left out. Only the last answer is rewarded. --reward names
+    a function(text, row). Without it, an answer has reward 1 if it ends in `####` and a number or
+    text equal to what follows `####` in the line's answer (equal to the whole answer, if nothing
+    does), so the prompt has to ask for `####`. An answer that --max-new-tokens cuts off has reward
+    0.
+
+    The lines of --eval-data are held out, in their order, and all of --data is trained on. Without
+    --eval-data every tenth prompt of --data, by its hash, is held out, with all lines that have it.
+    With all_lines every prompt of the one file is, for an evaluation that trains on none.
+
+    A state is (line, texts of the policy's answers so far).
     """
-    try:
-        return datetime.datetime.fromisoformat(text) if text else datetime.datetime.now()
-    except ValueError as error:
-        raise ValueError(f"expected --date YYYY-MM-DD or YYYY-MM-DDTHH:MM:SS, got "
-                         f"{text!r}") from error
+
+    def __init__(self, config, all_lines=False, *, data=None, eval_data=None, reward=None):
+        """Read and check all lines.
+
+        data, eval_data: lists of rows, in place of the files. reward: a function, in place of the
+        one that --reward names. Default: none of these.
+        """
+        self.config = config
+        self.text = text_of(config)
+        self.end = self.text.end
+        self.vocab_size = self.text.vocab_size
+        # Unless somebody wants it otherwise, a checkpoint is spoken to as it has learned to be: a
+        # model that is trained on other marks than its own has to unlearn its own first.
+        self.template = config.template or ("raw" if self.text.template is None else "chat")
+        if self.template != "chat" and config.template_args:
+            raise ValueError(f"--template-args: {config.model} has no chat template to put them in")
+        self.reward = reward
+        if config.reward and reward is None:
+            require_code("--reward", config.reward, "FILE.py:function")
+            self.reward = from_file(config.reward, "function")
+        # Threads ask for rewards (see `Task`), unless the function says `threads = False`.
+        self.threads = bool(config.reward) and getattr(self.reward, "threads", True)
+        # A reward sees no special tokens, unless the function says `special_tokens = True`.
+        self.special = getattr(self.reward, "special_tokens", False)
+
+        # Every line is encoded and checked now, so that a bad one is named before the run starts.
+        lines = self._lines(config.data, data)
+        held_out = self._lines(config.eval_data, eval_data) if config.eval_data else []
+        self.lines = {"data": lines, "eval_data": held_out}
+        self.rows = self._split(all_lines)  # by held out
+        for is_out, file in {False: config.data, True: config.eval_data or config.data}.items():
+            if not self.rows[is_out]:
+                raise ValueError(
+                    f"expected lines in {file} to {'hold out' if is_out else 'train on'}, got none "
+                    f"of {len(lines)}; without --eval-data FILE every tenth prompt is held out, by "
+                    f"a hash of what it asks")
+        asked = itertools.chain(self.rows[True], lines)
+        if config.instruction != Config.instruction and not any("question" in x.row for x in asked):
+            raise ValueError(f"--instruction follows a question; {config.data} has none")
+        self.held_out = len(self.rows[True])  # see `Task`
+        self.longest = max((len(line.prompt) for line in [*lines, *held_out]), default=0)
+        self.note = "\n".join(self._notes(all_lines))
+
+    def prompt(self, rng, index, held_out):
+        rows = self.rows[held_out]
+        line = rows[index % len(rows) if held_out else int(rng.integers(len(rows)))]
+        return (line, ()), line.prompt
+
+    def reply(self, state, answer):
+        # The last token ends the turn; the policy has said everything before it.
+        line, answers = state
+        text = self.text.decode(answer[:-1], special=self.special)
+        answers = (*answers, text)
+        if len(answers) <= len(line.later):
+            said = self.text.next_turn(line.conversation(answers), answer[-1], line.arguments)
+            return (line, answers), said, 0.0
+        if self.reward is None:
+            right = same_answer(final_answer(text), gold_of(line.row))
+            return (line, answers), None, float(right)
+        # The function gets a copy: a change to the row itself would reach the next answer's reward.
+        return (line, answers), None, self.reward(text, copy.deepcopy(line.row))
+
+    def where(self, state):
+        return state[0].where
+
+    def contents(self):
+        said = {name: [line.row for line in lines] for name, lines in self.lines.items() if lines}
+        said |= self.text.contents()
+        if self.template != "chat":
+            del said["chat template"]
+        return said
+
+    def show(self, tokens):
+        return self.text.decode(tokens, special=True)
+
+    # How a row of a file becomes a Line.
+
+    def _lines(self, file, rows=None) -> list:
+        """Return the Lines of a file, or of rows. ValueError names one that cannot be played."""
+        lines = []
+        for number, row in read_json_lines(file) if rows is None else enumerate(rows, 1):
+            where = f"{file} line {number}"
+            with naming(where):  # a complaint of the chat template's too
+                lines.append(self._line(where, row))
+        return lines
+
+    def _line(self, where, row) -> Line:
+        """Make a Line of a row. ValueError says what is wrong with the row."""
+        # A question is the user's message.
+        shown, arguments = row.get("question", ""), arguments_in(row)
+        if ("question" in row) == ("messages" in row) or not isinstance(shown, str):
+            raise ValueError(f"expected a string 'question' or a list 'messages', got {[*row]}")
+        is_chat = self.template == "chat"
+        of_chats = sorted(arguments.keys() | row.keys() & {"messages"})
+        if of_chats and not is_chat:
+            raise ValueError(f"it holds {', '.join(of_chats)}, which only --template chat can say")
+        asked = f"{shown}\n{self.config.instruction}" if self.config.instruction else shown
+        messages = row.get("messages", [{"role": "user", "content": asked}])
+        require_messages(messages)
+
+        # Without a reward function, which may do without an answer, the row's says what is right.
+        # Only `####` could equal an empty one, and no line equals several lines.
+        if not self.config.reward and not re.fullmatch(".+", gold_of(row) or ""):
+            raise ValueError(f"expected an answer, a number or a line of text, which may follow "
+                             f"####, or a --reward, got {row.get('answer')!r:.80}")  # fmt: skip
+
+        # Files for supervised training end in an answer, which the policy has to give by itself.
+        if messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        shown = json.dumps(messages, sort_keys=True) if "messages" in row else shown
+        first, later = played_turns(messages)
+
+        # What the chat template would read of the row must reach it. The template writes the marks
+        # of turns, and BOS if it should be there.
+        if is_chat:
+            self.text.require_read(arguments)
+            for name in sorted(self.text.variables(arguments) & row.keys() - {*ARGUMENTS}):
+                raise ValueError(f"it holds {name}, which the chat template reads: put it into "
+                                 f"chat_template_kwargs")  # fmt: skip
+            if self.config.system and first[0]["role"] != "system":
+                first = [{"role": "system", "content": self.config.system}, *first]
+            prompt = self.text.prompt(first, arguments)
+        # Plain text begins with BOS if this checkpoint's texts do.
+        else:
+            said = f"{asked}\n"
+            if self.config.has_whole_template:
+                said = self.config.template.replace("{question}", shown)
+            prompt = self.text.encode(said, bos=True)
+        line = Line(where, row, shown, first, prompt, later, arguments)
+        self._require_room(line)
+        return line
+
+    def _split(self, all_lines) -> dict:
+        """Return {False: the lines to train on, True: the lines that are held out}."""
+        rows = {False: self.lines["data"], True: self.lines["eval_data"]}
+        if not self.config.eval_data:
+            # Lines of one prompt are held out together, although they may ask it in other words.
+            held = {}
+            for line in self.lines["data"]:
+                held.setdefault(tuple(line.prompt), is_held_out(line.shown.encode()))
+            rows = {is_out: [line for line in self.lines["data"]
+                             if held[tuple(line.prompt)] == is_out] for is_out in rows}  # fmt: skip
+        if all_lines:  # for an evaluation, which trains on none
+            every = rows[True] + ([] if self.config.eval_data else rows[False])
+            rows = {False: every, True: every}
+
+        # An evaluation asks once what stands in several lines.
+        asked = {}
+        for line in rows[True]:
+            answer = f"{line.row.get('answer')}"
+            asked.setdefault((tuple(line.prompt), f"{line.later}", answer), line)
+        return rows | {True: [*asked.values()]}
+
+    def _require_room(self, line):
+        """Raise a ValueError if the model or --max-new-tokens has no room for what is said."""
+        # The user's later messages count among the new tokens, and so does each answer's end. What
+        # an answer says changes none of these messages.
+        said = []
+        for n in range(len(line.later)):
+            said_so_far = line.conversation([""] * (n + 1))
+            said += self.text.next_turn(said_so_far, self.end[0], line.arguments)
+        token = max([*line.prompt, *said], default=0)
+        if token >= self.vocab_size:
+            raise ValueError(f"it holds token {token}, {self.show([token])!r}; the model's last "
+                             f"token is {self.vocab_size - 1}")  # fmt: skip
+        limit = self.config.max_new_tokens
+        if len(said) + len(line.later) + 1 > limit:
+            raise ValueError(f"{len(said)} tokens are said after the policy's answers, which "
+                             f"leaves no room for these in --max-new-tokens {limit}")  # fmt: skip
+
+    def _notes(self, all_lines):
+        """Yield sentences for a run to print, on settings that were not given and on the files."""
+        c = self.config
+        if not c.template and self.template == "raw":
+            yield f"{c.model} has no chat template: prompts are plain text (--template raw)"
+        if self.template == "chat" and self.text.note:
+            yield self.text.note
+        if not c.eval_data or all_lines:
+            return
+
+        trained = {tuple(line.prompt) for line in self.rows[False]}
+        seen = sum(tuple(line.prompt) in trained for line in self.rows[True])
+        if seen and c.data != c.eval_data:
+            yield (f"{seen} of the {self.held_out} prompts of {c.eval_data} are in {c.data} too, "
+                   f"and are trained on")  # fmt: skip
+
+
+# The fields of a row that transformers' apply_chat_template takes under their own names.
+ARGUMENTS = "tools", "documents"
+
+
+def arguments_in(row) -> dict:
+    """Return {name: value} of what a row gives the chat template besides messages.
+
+    They are its `tools`, its `documents`, and what is in its `chat_template_kwargs`, as in the data
+    sets of other trainers. A null says nothing.
+    """
+    more = row.get("chat_template_kwargs") or {}
+    if not isinstance(more, dict):
+        raise ValueError(f"expected chat_template_kwargs to be an object, got {more!r:.80}")
+    return {name: row[name] for name in ARGUMENTS if row.get(name) is not None} | more
+
+
+def require_messages(messages):
+    """Raise a ValueError unless messages are a conversation of a user and an assistant."""
+    # Templates write any role down, "asistant" too, so an unknown role is refused here.
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"expected a list of 'messages', got {messages!r:.80}")
+    for n, message in enumerate(messages, 1):
+        roles = ("system", "user", "assistant") if n == 1 else ("user", "assistant")
+        said = message if isinstance(message, dict) else {}
+        if said.get("role") not in roles or not isinstance(said.get("content"), str):
+            raise ValueError(f"message {n}: expected a role of {', '.join(roles)}, and one string "
+                             f"of content, got {message!r:.80}")  # fmt: skip
+
+
+def played_turns(messages):
+    """Split a conversation that is played into the prompt's messages and the user's later ones."""
+    # Where the user speaks twice in a row, the policy answers in between, so the prompt ends there.
+    # What the assistant has said before is history.
+    #
+    #     user  assistant  user | user | user      the prompt, and two later messages
+    roles = [message["role"] for message in messages]
+    if roles[-1:] != ["user"]:
+        raise ValueError("the last message must be the user's: the policy answers it")
+    twice = [n for n in range(1, len(roles)) if roles[n - 1] == roles[n] == "user"]
+    cut = min(twice, default=len(roles))
+    if "assistant" in roles[cut:]:
+        place = roles.index("assistant", cut) + 1
+        raise ValueError(f"message {place} is the assistant's, after an answer that the policy has "
+                         f"to give")  # fmt: skip
+    return messages[:cut], messages[cut:]
+
+
+# Rewards: the answer after the last `####`, compared as a number or as text.
+
+
+# Soft hyphens, zero-width spaces and joiners, marks of direction, and the byte order mark.
+INVISIBLE = "\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff"
+
+
+def trimmed(text) -> str:
+    """Return a text without the blanks and the invisible marks at its ends."""
+    return re.sub(rf"^[\s{INVISIBLE}]+|[\s{INVISIBLE}]+$", "", text)
+
+
+def final_answer(text):
+    """Return what follows the last `####`, to the end of its line. None without `####`."""
+    _, mark, rest = text.rpartition("####")
+    return trimmed(rest.split("\n")[0]) if mark else None
+
+
+def gold_of(row) -> str | None:
+    """Return what a row's answer says is right: what follows `####`, or without it all of it.
+
+    A number is a text: 1e3 is 1000. None if the answer is neither text nor number.
+    """
+    answer = row.get("answer")
+    if type(answer) in (int, float) and math.isfinite(answer):
+        answer = f"{Decimal(str(answer)):f}"
+    if not isinstance(answer, str):
+        return None
+    final = final_answer(answer)
+    return trimmed(answer) if final is None else final
+
+
+def number_of(text):
+    """Return the number that a text is, exactly as it is written. None if the text is not one."""
+    # Invisible marks, the signs of money and percent, and Markdown around a number say nothing
+    # about it. A minus may be a sign of its own, and LaTeX writes 9{,}500 and 9\,500 for 9,500.
+    plain = re.sub(rf"[{INVISIBLE}]|\\?[$%]", "", text)
+    plain = re.sub(r"[\u2212\u2013\ufe63\uff0d]", "-", plain)
+    plain = re.sub(r"\{,\}|\\,", ",", plain)
+    plain = re.sub(r"^[\s*_`]+|[\s*_`.]+$", "", plain)
+
+    # Commas and blanks belong to a number only between groups of three digits: `3, 4` is not 34.
+    # Decimal would also take nan, inf and 1e3, which are no answers.
+    if re.fullmatch(r"[-+]?\d{1,3}([,\s]\d{3})+(\.\d*)?", plain):
+        plain = re.sub(r"[,\s]", "", plain)
+    return Decimal(plain) if re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)", plain) else None
+
+
+def same_answer(a, b):
+    """Compare answers as numbers (1,000 = 1000.0 = $1000) or, unless both are, as trimmed text."""
+    if a is None or b is None:
+        return False
+    x, y = number_of(a), number_of(b)
+    return trimmed(a) == trimmed(b) if x is None or y is None else x == y

@@ -18,7 +18,7 @@ import re
 from pathlib import Path
 
 from full.model.config import ModelConfig, read_json
-from full.run.tasks import read_arguments, read_date
+from full.run.config import read_arguments, read_date
 
 # A chat template's `strftime_now`. transformers would give a template the moment, and takes no
 # function of ours, but a macro of the same name can be put before the template. The line break

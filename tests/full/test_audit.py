@@ -38,7 +38,7 @@ from full.ranks.optimizer import training_tensors
 from full.run.build import build
 from full.run.config import Config
 from full.run.directory import RunDirectory
-from full.run.questions import make_task
+from full.run.tasks import make_task
 
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 4 "
 TINY += "--lr 0.02 --lr-warmup 0 --eval-every 3 --eval-prompts 6 --save-every 1 --keep 9 --out run"

@@ -28,7 +28,7 @@ from full.learn.rollouts import Sampler
 from full.model.hf import load_hf
 from full.run.config import Config
 from full.run.directory import RunDirectory
-from full.run.questions import make_task
+from full.run.tasks import make_task
 from full.run.text import Text
 
 SMALL = "--size 3 --turns 3 --device cpu --layers 1 --hidden 32 --heads 2 --prompts 12 --group 8 "

@@ -23,8 +23,7 @@ from full.learn.rollouts import Sampler, Trajectory, play, play_held_out
 from full.run.build import prepare
 from full.run.config import Config, resumed_config
 from full.run.directory import RunDirectory
-from full.run.questions import Jsonl, make_task
-from full.run.tasks import is_held_out
+from full.run.tasks import Jsonl, is_held_out, make_task
 from full.run.text import Text
 transformers, _ = installed("transformers", "trl")
 import released  # noqa: E402

@@ -18,7 +18,7 @@ from full.model.deltanet import Documents, by_chunk, by_token
 from full.model.hf import save_hf
 from full.model.transformer import Transformer, causal_attention
 from full.run.config import Config
-from full.run.questions import make_task
+from full.run.tasks import make_task
 from full.tiny import tiny, tiny_model
 from models import packed_attention
 

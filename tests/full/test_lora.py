@@ -28,7 +28,7 @@ from full.run.config import LORA_TARGETS, Config
 from full.run.directory import RunDirectory
 from full.run.flags import parse_config
 from full.run.logs import do_step
-from full.run.questions import make_task
+from full.run.tasks import make_task
 from full.tiny import TINY, tiny, tiny_model
 
 ALL = tuple(LORA_TARGETS.split(","))

@@ -24,7 +24,7 @@ from full.learn.rollouts import Trajectory
 from full.learn.trainer import Trainer
 from full.run.build import build
 from full.run.config import Config
-from full.run.questions import make_task
+from full.run.tasks import make_task
 from full.tree.trie import TokenTrie, pack
 
 pytestmark = pytest.mark.quick

@@ -38,7 +38,7 @@ from full.ranks.places import full, part_of
 from full.ranks.plans import Grid, Plan
 from full.run.config import Config
 from full.run.flags import parse_config
-from full.run.questions import make_task
+from full.run.tasks import make_task
 from full.tiny import tiny, tiny_model
 from models import FULL, SLIDING
 

@@ -32,8 +32,7 @@ from full.model.hf import save_hf
 from full.model.transformer import Transformer
 from full.ranks.joining import ReplyTimeout
 from full.run.config import Config
-from full.run.questions import final_answer, make_task, same_answer
-from full.run.tasks import Task, from_file
+from full.run.tasks import Task, final_answer, from_file, make_task, same_answer
 from full.tiny import TINY, tiny, tiny_model
 from train_grpo import uniforms
 

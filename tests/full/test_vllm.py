@@ -23,7 +23,7 @@ from full.model.hf import save_hf
 from full.model.transformer import Transformer
 from full.run.build import shape_of
 from full.run.config import Config
-from full.run.questions import make_task
+from full.run.tasks import make_task
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 if not PYTHON and importlib.util.find_spec("vllm"):
