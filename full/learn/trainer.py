@@ -15,7 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from full.learn.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
+from full.learn.advantages import (
+    TOKEN_ADVANTAGES, advantage_metrics, require_positions, reward_advantages,
+)  # fmt: skip
 from full.learn.metrics import loss_metrics, merged_sums
 from full.learn.objectives import OtherScores, critic_loss, grpo_loss, loss_denominator
 from full.learn.packing import BATCHES, padded
@@ -304,11 +306,15 @@ class Trainer:
         for t in everyone:
             if t.truncated and config.overlong == "filter":
                 t.mask = np.zeros_like(t.mask)
+        if self.teacher is not None:
+            require_positions(config, everyone, self.teacher.config.max_position_embeddings)
         if config.advantage in TOKEN_ADVANTAGES:
-            metrics = TOKEN_ADVANTAGES[config.advantage].of(self, batch)
+            scorer = self.teacher if self.critic is None else self.critic
+            scores = self.forward_only(everyone, scorer)
+            metrics = TOKEN_ADVANTAGES[config.advantage].of(config, everyone, scores)
         else:
-            metrics = reward_advantages(self, batch)
-        return metrics | advantage_metrics(self, everyone)
+            metrics = reward_advantages(config, batch)
+        return metrics | advantage_metrics(everyone)
 
     def total(self, number) -> float:
         """Return the sum of a number over all ranks. Collective."""
