@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import train_grpo
-from full.learn.objectives import divergence, entry_of
+from full.learn.objectives import divergence
 from full.ranks.joining import errors_on_all_ranks, summed
 
 # DEVIATES: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); a truncated
@@ -104,7 +104,7 @@ def advantages(rewards_PG, /, kind="group_mean", *, tokens_PG=None):
     tokens_PG: sampled tokens of each rollout, for none_batch. None: equally many.
     """
     tokens_PG = np.ones_like(rewards_PG) if tokens_PG is None else tokens_PG
-    return entry_of(ADVANTAGES, kind, "advantage").of(rewards_PG, tokens_PG)
+    return ADVANTAGES[kind].of(rewards_PG, tokens_PG)
 
 
 def kl_penalties(config, trajectory):

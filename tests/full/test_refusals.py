@@ -14,7 +14,6 @@ import socket
 import sys
 from pathlib import Path
 
-import numpy as np  # noqa: F401, of a row
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,8 +26,6 @@ from full.__main__ import main
 from full.api import Config, run  # noqa: F401, of a row
 from full.attention import attend, masks, ring
 from full.learn import generate as generation
-from full.learn.advantages import advantages  # noqa: F401, of a row
-from full.learn.objectives import LossSettings, grpo_loss  # noqa: F401, of a row
 from full.model import experts, logprobs, lora, parallelize
 from full.model.config import Lora  # noqa: F401, of a row
 from full.model.hf import save_factors  # noqa: F401, of a row
@@ -397,11 +394,8 @@ CALLS = {  # a call, and what its ValueError says
         "dataset row 2: TypeError: Object of type set is not JSON",
     f"run({JSONL}, dataset=[{{}}])": r"expected one data, got Config\(data='rows",
     "run(given(), dataset=[{}])": "--task jsonl needs --model DIR",
-    # Devices, losses, and the kit of parallelisms.
+    # Devices, and the kit of parallelisms.
     **{f"connect('{name}')": f"expected .*got '{name}'" for name in ("cdua", "cuda:0", "CPU")},
-    "grpo_loss(*torch.zeros(3, 1, 4), torch.ones(1, 4) > 0, LossSettings(objective='ppo2'))":
-        "unknown objective 'ppo2'",
-    "advantages(np.ones((2, 7)), 'median')": "median",
     "subject_of(dict(build=id, loss=id))": "got no shard",
     "subject_of(dict(build=id, loss=id, shard=id, SETTINGS=dict(ranks='max')))":
         r"same \| mean \| sum, got 'max'",
