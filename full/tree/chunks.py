@@ -294,7 +294,7 @@ class _TreeWalk:
             loss = loss if torch.is_tensor(loss) else self.scores_CN.new_tensor(loss)
             if loss.dim():
                 raise ValueError(f"expected one number from loss_fn, of shape (), got "
-                                 f"{[*loss.shape]} for sequence {sequences}; sum it")  # fmt: skip
+                                 f"{[*loss.shape]} for sequences {sequences}; sum it")  # fmt: skip
             if loss.requires_grad:
                 loss.backward()
         self.total += loss.detach()  # (3)

@@ -409,7 +409,7 @@ CALLS = {  # a call, and what its ValueError says
         "no parameter of the model requires a gradient",
     "torch.inference_mode()(train)(TinyModel(), TokenTrie(TWO))": "use tree_scores",
     "tree_backward(TinyModel(), TokenTrie(TWO), lambda i, x, _: x if i else x.sum(), max_tokens=2)":
-        "expected one number from loss_fn.*sequence .1",
+        r"expected one number from loss_fn.*sequences \[1\]",
     "train(TinyModel(), TokenTrie(TWO), masks=[[True, True]])": "got 1 masks for 2 sequences",
     "train(TinyModel(), TokenTrie(TWO), masks=[[True, True], [True]])":
         r"mask 1: expected shape \(2,\), got \(1,\)",
