@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import train_grpo
-from full.learn.objectives import divergence, entry_of
+from full.learn.objectives import divergence
 from full.ranks.joining import errors_on_all_ranks, summed
 
 # DEVIATES: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); a truncated
@@ -104,7 +104,7 @@ def advantages(rewards_PG, /, kind="group_mean", *, tokens_PG=None):
     tokens_PG: sampled tokens of each rollout, for none_batch. None: equally many.
     """
     tokens_PG = np.ones_like(rewards_PG) if tokens_PG is None else tokens_PG
-    return entry_of(ADVANTAGES, kind, "advantage").of(rewards_PG, tokens_PG)
+    return ADVANTAGES[kind].of(rewards_PG, tokens_PG)
 
 
 def kl_penalties(config, trajectory):
@@ -143,9 +143,8 @@ def table_of_groups(numbers, groups, group_size, columns, cells_of, group=None):
     return np.array(summed(table_XPG.tolist(), group))
 
 
-def reward_advantages(trainer, batch) -> dict:
+def reward_advantages(config, batch) -> dict:
     """Give the trajectories of a step the advantages of their rewards, by ADVANTAGES."""
-    config = trainer.config
     if not batch.kept:
         return {}
 
@@ -162,18 +161,20 @@ def reward_advantages(trainer, batch) -> dict:
     return {}
 
 
-def teacher_advantages(trainer, batch) -> dict:
+def require_positions(config, trajectories, positions):
+    """Raise ValueError on all ranks if a rollout is longer than what the teacher can read."""
+    longest = max((len(t.tokens) for t in trajectories), default=0)
+    with errors_on_all_ranks():
+        if longest > positions:
+            raise ValueError(f"a rollout of {longest} tokens exceeds the {positions} positions of "
+                             f"the teacher {config.teacher}")  # fmt: skip
+
+
+def teacher_advantages(config, trajectories, logprobs) -> dict:
     """Give each token its log-prob's gain in the teacher: on-policy distillation."""
     # A token that the teacher gives a higher log-prob than the sampler did should become likelier.
     # The mean of A is -KL(sampler, teacher).
-    everyone = batch.trained()
-    positions = trainer.teacher.config.max_position_embeddings
-    with errors_on_all_ranks():
-        longest = max((len(t.tokens) for t in everyone), default=0)
-        if longest > positions:
-            raise ValueError(f"a rollout of {longest} tokens exceeds the {positions} positions of "
-                             f"the teacher {trainer.config.teacher}")  # fmt: skip
-    for t, teacher in zip(everyone, trainer.forward_only(everyone, trainer.teacher)):
+    for t, teacher in zip(trajectories, logprobs):
         t.advantages = np.where(t.sampled, teacher - t.sampler_logprobs, 0.0)  # (1)
     return {}
 
@@ -209,12 +210,10 @@ def gae(rewards, values, mask, /, lam):
     return advantages, returns
 
 
-def critic_advantages(trainer, batch) -> dict:
+def critic_advantages(config, trajectories, values) -> dict:
     """Give all ranks' trajectories whitened advantages (1) `gae` and returns g. Return metrics."""
-    config = trainer.config
-    everyone = batch.trained()
     sums = np.zeros(6)  # of 1, A, A^2, g, g^2, v over this rank's sampled tokens
-    for t, t.values in zip(everyone, trainer.forward_only(everyone, trainer.critic)):
+    for t, t.values in zip(trajectories, values):
         rewards = -kl_penalties(config, t)
         for at, reward in t.turn_rewards:
             rewards[at] += reward
@@ -230,7 +229,7 @@ def critic_advantages(trainer, batch) -> dict:
     # NUMERICS: the mean and spread are of all ranks' tokens, so that no cut of the batch enters;
     # 1e-8 only keeps a step without any spread finite. Pinned by
     # tests/full/test_loss.py::test_advantages_are_whitened_over_the_step.
-    for t in everyone:
+    for t in trajectories:
         t.advantages = np.where(t.mask, (t.advantages - A) / (spread + 1e-8), 0.0)  # (1)
 
     # g - v is A before whitening, so the variance that is left is spread^2.
@@ -239,11 +238,11 @@ def critic_advantages(trainer, batch) -> dict:
     return {"value/token_mean": v, "value/explained_variance": explained}
 
 
-def advantage_metrics(trainer, batch) -> dict:
+def advantage_metrics(trajectories) -> dict:
     """Return mean and standard deviation of all ranks' advantages. Collective."""
     # The mean is known before the first square is taken: a difference of two large sums would
     # leave rounding where all advantages are nearly the same.
-    A_N = np.concatenate([t.advantages[t.mask] for t in batch] or [np.zeros(0)])
+    A_N = np.concatenate([t.advantages[t.mask] for t in trajectories] or [np.zeros(0)])
     count, total = summed([len(A_N), A_N.sum()])
     mean = total / max(1.0, count)
     (squares,) = summed([((A_N - mean) ** 2).sum()])
@@ -251,8 +250,9 @@ def advantage_metrics(trainer, batch) -> dict:
     return {"advantage/token_mean": mean, "advantage/token_std": spread}
 
 
-# Advantages of single tokens. Each is a function of the trainer and the step's batch that sets the
-# trajectories' advantages and returns metrics. It is collective.
+# Advantages of single tokens, by the scores that the trainer's critic or teacher gives the sampled
+# tokens of this rank's trajectories. Each is a function that sets their advantages and returns
+# metrics. It is collective.
 TOKEN_ADVANTAGES = {
     "gae": Advantage(critic_advantages, compares="step"),
     "teacher": Advantage(teacher_advantages, compares="nothing"),

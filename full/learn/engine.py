@@ -1,4 +1,4 @@
-"""Samples by inference servers, of vLLM and SGLang, of which it is a client.
+"""Samples with inference servers: a client of vLLM and SGLang.
 
 A run asks an engine for one turn of one rollout: token ids go in, and token ids, their log-probs
 and the version of the weights come out. Nothing is tokenized. Between two batches the ranks write
@@ -36,7 +36,7 @@ from full.model.hf import save_hf
 from full.model.parallelize import gather_weights
 from full.ranks.joining import agree, errors_on_all_ranks, warn
 
-THREADS = 256  # turns that a rank asks for at a time; vLLM and SGLang decode about as many
+THREADS = 256  # turns that a rank asks for at a time; vLLM and SGLang decode about this number
 TRIES = 3  # how often a turn is asked for if the answer is wrong
 FAILURES = 8  # answers 500, or without sense, in a row; with the pauses between them 18 seconds
 MOST_BYTES = 2**24  # of a request or an answer: a turn of 100,000 tokens has 10 MB
@@ -90,7 +90,7 @@ class SGLang:
     """python -m sglang.launch_server --model-path DIR --enable-deterministic-inference.
 
     Without that flag it ignores the seeds. Written from the source of SGLang 0.5.23, and never run
-    against it. The methods are those of `VLLM`.
+    against it. It has the methods of `VLLM`.
     """
 
     info = "/model_info"
@@ -152,8 +152,8 @@ def ask_once(url, body=None, timeout=10):
             return found
     except urllib.error.HTTPError as error:
         with error:
-            told = " ".join(error.read(300).decode(errors="replace").split())
-        problem = f"{error.code} {told}"
+            text = " ".join(error.read(300).decode(errors="replace").split())
+        problem = f"{error.code} {text}"
         if error.code < 500 and error.code != 429:  # 429: too many requests
             raise ValueError(f"the engine refuses {url}: {problem}") from error
         raise Unanswered(problem, error.code == 500) from error
@@ -210,7 +210,7 @@ class Engine:
                 raise ValueError(f"expected an engine at {url}, got: {error}") from error
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 problems.append(f"{error}")
-        raise ValueError(f"{url} is no SGLang, and no vLLM with VLLM_SERVER_DEV_MODE=1 and "
+        raise ValueError(f"{url} is neither SGLang nor vLLM with VLLM_SERVER_DEV_MODE=1 and "
                          f"--enable-scale-out: {'; '.join(problems)}")  # fmt: skip
 
     def begin(self, folder):
@@ -290,8 +290,9 @@ class Engine:
                 problem = error
             failures = failures + 1 if problem.is_failure else 0
             if failures == FAILURES or time.monotonic() + pause > until:
-                how = f"failed {failures} times" if problem.is_failure else "does not answer"
-                raise ConnectionError(f"the engine at {url}{path} {how}: {problem}") from problem
+                verdict = f"failed {failures} times" if problem.is_failure else "does not answer"
+                raise ConnectionError(f"the engine at {url}{path} {verdict}: {problem}"
+                                      ) from problem
             if not self.has_warned:  # said once, and not by each thread
                 self.has_warned = True
                 print(f"waiting for the engine at {url}: {problem}", file=sys.stderr, flush=True)
@@ -310,7 +311,7 @@ class Engine:
     ) -> list:  # fmt: skip
         """Ask for the turns of this rank's rows, many at a time, until each row has ended.
 
-        The keywords are those of `Sampler.generate`.
+        Keywords: as in `Sampler.generate`.
         """
         # Row n of rank r asks server n + r.
         turns = Turns(max_new_tokens, ending, after)
@@ -328,9 +329,9 @@ class Engine:
             for n, row in enumerate(rows):
                 begin((n,), row)
             while asked:
-                over = wait(asked, return_when=FIRST_COMPLETED).done
-                entries = [asked.pop(future) for future in over]
-                ended = [future.result() for future in over]
+                done = wait(asked, return_when=FIRST_COMPLETED).done
+                entries = [asked.pop(future) for future in done]
+                ended = [future.result() for future in done]
                 for place, follower in itertools.chain(*turns.followers(entries, ended)):
                     begin(place, follower)
         return turns.rows()

@@ -32,8 +32,8 @@ def generate(
         # depends on its place, and not on what other rows brought.
         generator = torch.Generator().manual_seed(seed)
         for row in rows:
-            made = torch.rand(max_new_tokens, generator=generator, dtype=torch.float64).tolist()
-            row.draws = row.draws if len(row.draws) else made
+            drawn = torch.rand(max_new_tokens, generator=generator, dtype=torch.float64).tolist()
+            row.draws = row.draws if len(row.draws) else drawn
     turns = Turns(max_new_tokens, after=after)
     return decode(model, rows, turns, temperature=temperature, end=end, slots=slots)
 
@@ -117,9 +117,9 @@ class Turns:
         ended: whether the last token ended a turn of the row. Then `ending` is called with all of
             these rows, and `after` with each says what goes on: nothing, the row, or its forks.
         """
-        over = [row for (_, row), has_ended in zip(entries, ended) if has_ended]
-        if self.ending and over:
-            self.ending(over)
+        finished = [row for (_, row), has_ended in zip(entries, ended) if has_ended]
+        if self.ending and finished:
+            self.ending(finished)
         for (place, row), has_ended in zip(entries, ended, strict=True):
             found = [(place, row)]
             if has_ended:

@@ -4,7 +4,7 @@ This table is the one list of all metrics; `train_grpo.Log` writes a few. The gl
 the log, the merge over updates and the order of an audit's rows come from it. Causes stand before
 their effects.
 
-Equation numbers are those of objectives.py.
+Equations have their numbers in objectives.py.
 """
 
 import contextlib
@@ -107,8 +107,8 @@ def glossary() -> str:
              "A mean, or the largest, of several updates also has the first one's, NAME_first.", ""]
     indent = dict(subsequent_indent=" " * 30, width=100)
     for name, metric in METRICS.items():
-        over = {"mean": "; mean of updates", "first": "; first update"}.get(metric.over_updates, "")
-        lines.append(textwrap.fill(f"  {name:<27} {metric.text}{over}", **indent))
+        more = {"mean": "; mean of updates", "first": "; first update"}.get(metric.over_updates, "")
+        lines.append(textwrap.fill(f"  {name:<27} {metric.text}{more}", **indent))
     return "\n".join(lines)
 
 

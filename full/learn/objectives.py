@@ -165,13 +165,6 @@ def constant(count_B, max_new_tokens):
 AGGREGATIONS = {"token_mean": token_mean, "sequence_mean": sequence_mean, "constant": constant}
 
 
-def entry_of(table, name, what):
-    """Return table[name], or raise ValueError with the names that there are."""
-    if name not in table:
-        raise ValueError(f"unknown {what} {name!r}: expected one of {', '.join(table)}")
-    return table[name]
-
-
 def loss_denominator(masks, /, *, aggregation, max_new_tokens) -> float:
     """Return these sequences' term of Z of (7), from their masks of sampled tokens.
 
@@ -179,7 +172,7 @@ def loss_denominator(masks, /, *, aggregation, max_new_tokens) -> float:
     token, such as a filtered one, counts under `constant` only.
     """
     count_B = torch.tensor([int(mask.sum()) for mask in masks], dtype=torch.float64)
-    _, term_B = entry_of(AGGREGATIONS, aggregation, "aggregation")(count_B, max_new_tokens)
+    _, term_B = AGGREGATIONS[aggregation](count_B, max_new_tokens)
     return term_B.sum().item()
 
 
@@ -253,7 +246,7 @@ def critic_loss(value_BT, old_BT, return_BT, mask_BT, /, *, Z, aggregation, valu
     near_N = old_N + (value_N - old_N).clamp(-VALUE_CLIP, VALUE_CLIP)
     error_N = torch.maximum((value_N - return_N).square(), (near_N - return_N).square()) / 2
     critic_N = value_coef * error_N  # (6)
-    w_B, _ = entry_of(AGGREGATIONS, aggregation, "aggregation")(tokens.count_B, 0)
+    w_B, _ = AGGREGATIONS[aggregation](tokens.count_B, 0)
     loss = (w_B[tokens.row_N].to(critic_N) * critic_N).sum() / Z  # (7)
     return loss, {"value/loss": critic_N.detach().double().sum()}
 
@@ -317,8 +310,7 @@ def grpo_loss(
     d_N = t.lp_N - t.old_N
     mean = tokens.mean_of_sequence
     t.ratio_N = ratio_of(mean(d_N) if c.objective == "gspo" else d_N)  # (2)
-    l_of = entry_of(OBJECTIVES, c.objective, "objective")
-    l_N, t.clipped_N = l_of(c, d_N, t.A_N, t.lp_N, mean)  # (3)
+    l_N, t.clipped_N = OBJECTIVES[c.objective](c, d_N, t.A_N, t.lp_N, mean)  # (3)
     if not l_N.shape == t.clipped_N.shape == d_N.shape:  # another shape may broadcast
         raise ValueError(f"objective {c.objective}: expected (l_N, clipped_N) of shape "
                          f"{tuple(d_N.shape)}, got {tuple(l_N.shape)}, {tuple(t.clipped_N.shape)}")
@@ -336,8 +328,7 @@ def grpo_loss(
 
     # Z is the whole step's, never the count of this micro-batch or this rank. A mean of micro-batch
     # means weighs a token more where its micro-batch is small; a sum over one Z does not.
-    weights = entry_of(AGGREGATIONS, c.aggregation, "aggregation")
-    w_B, term_B = weights(tokens.count_B, c.max_new_tokens)
+    w_B, term_B = AGGREGATIONS[c.aggregation](tokens.count_B, c.max_new_tokens)
     w_N = w_B[tokens.row_N].to(l_N)
     Z = term_B.sum().item() if Z is None else Z
     t.part_N, t.policy_part_N = w_N * l_N / Z, w_N * t.policy_N / Z

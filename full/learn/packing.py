@@ -139,7 +139,7 @@ def run_micro_batches(model, forward, number, like=None) -> None:
 def run_forwards(model, forward, number, like=None) -> None:
     """Run the forward of micro-batches 0 to number - 1, one after another, without gradients.
 
-    The arguments and errors are those of `run_micro_batches`. What forward returns on the last
+    Arguments and errors: as in `run_micro_batches`. What forward returns on the last
     stage is dropped.
     """
     with torch.no_grad(), errors_on_all_stages(model, forward, like) as guarded:
@@ -463,8 +463,8 @@ class RowBatches(PackedBatches):
         # tree crosses ranks like any sequence: keys and values travel, queries stay.
         length = row.tokens_1S.shape[1]
         parent_N = F.pad(row.forest.parent, (0, length - len(row.forest)), value=-1)
-        how = self.config.cp_method, self.attend_alone
-        return MaskedAttention(row.forest.row_mask(length), parent_N, group, *how)
+        options = self.config.cp_method, self.attend_alone
+        return MaskedAttention(row.forest.row_mask(length), parent_N, group, *options)
 
 
 class ExactBatches(RowBatches):

@@ -133,8 +133,8 @@ class ForkingEpisode(train_grpo.Episode):
         # Pinned by tests/full/test_rollout.py::test_non_finite_sampler_logprobs_leave_the_loss.
         mask = np.array(self.mask, dtype=bool) & np.isfinite(logprobs)
         logprobs = np.where(mask, logprobs, 0.0)
-        made = self.group, self.tokens, mask, logprobs, self.truncated, self.prompt
-        return [Trajectory(*made, self.turn_rewards) for _ in range(self.count)]
+        fields = self.group, self.tokens, mask, logprobs, self.truncated, self.prompt
+        return [Trajectory(*fields, self.turn_rewards) for _ in range(self.count)]
 
 
 REPLY_THREADS = 16
@@ -275,9 +275,9 @@ class Sampler:
         # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
         # Pinned by tests/full/test_sampler.py::test_a_task_is_asked_once.
         parts, _ = gather_replica(self.model, [{n: episodes[n].answer[1:] for n in own}])
-        for told in parts:
-            for n in told.keys() - {*own}:
-                episodes[n].answer = (self.ELSEWHERE, *told[n])
+        for answers in parts:
+            for n in answers.keys() - {*own}:
+                episodes[n].answer = (self.ELSEWHERE, *answers[n])
 
 
 def at_once(function, *args) -> Future:

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from full.learn.advantages import TOKEN_ADVANTAGES, advantage_metrics, reward_advantages
+from full.learn.advantages import (
+    TOKEN_ADVANTAGES, advantage_metrics, require_positions, reward_advantages,
+)  # fmt: skip
 from full.learn.metrics import loss_metrics, merged_sums
 from full.learn.objectives import OtherScores, critic_loss, grpo_loss, loss_denominator
 from full.learn.packing import BATCHES, padded
@@ -68,8 +70,8 @@ def first_weights(model, directory, seed=0):
     if directory:
         load_hf(directory, model=model)
         return
-    # Every rank draws all tensors, since the draws of one follow those of the one before it, and
-    # keeps its part of those that it has: a stage of a pipeline has some of them only.
+    # Every rank draws all tensors, since a tensor's draws follow the draws of the tensor before it.
+    # It keeps its part of its own tensors: a stage of a pipeline has some of them only.
     with torch.device("meta"):
         whole = (Critic if isinstance(model, Critic) else Transformer)(model.config)
     places = part_of(model).places
@@ -185,8 +187,9 @@ class Trainer:
 
     def loss_denominator(self, batch) -> float:
         """Return this rank's term of Z of (7): the sum over ranks is num_global_valid_tokens."""
-        how = dict(aggregation=self.config.aggregation, max_new_tokens=self.config.max_new_tokens)
-        return loss_denominator([t.mask for t in batch], **how)
+        c = self.config
+        options = dict(aggregation=c.aggregation, max_new_tokens=c.max_new_tokens)
+        return loss_denominator([t.mask for t in batch], **options)
 
     def forward_backward(self, batch, num_global_valid_tokens):
         """Add the gradient of (7) for this rank's trajectories; return metrics of all ranks' batch.
@@ -235,15 +238,15 @@ class Trainer:
             return None if vectors[0] is None else padded(vectors, lp_BT)
 
         others = OtherScores(column("sampler_logprobs"), column("ref_logprobs"), entropy_BT)
-        own = lp_BT, column("old_logprobs"), column("advantages"), mask_BT
-        return grpo_loss(*own, self.config, others, Z=Z)
+        columns = lp_BT, column("old_logprobs"), column("advantages"), mask_BT
+        return grpo_loss(*columns, self.config, others, Z=Z)
 
     def critic_loss(self, micro, mask_BT, value_BT, *, Z):
         """Return `critic_loss` of a micro-batch: its trajectories, and the critic's values."""
         old_BT = padded([t.values for t in micro], value_BT)
         return_BT = padded([t.returns for t in micro], value_BT)
-        how = dict(aggregation=self.config.aggregation, value_coef=self.config.value_coef)
-        return critic_loss(value_BT, old_BT, return_BT, mask_BT, Z=Z, **how)
+        options = dict(aggregation=self.config.aggregation, value_coef=self.config.value_coef)
+        return critic_loss(value_BT, old_BT, return_BT, mask_BT, Z=Z, **options)
 
     def metrics_of_all_ranks(self, measured, batch, tokens_run) -> dict:
         """Return `loss_metrics` of all ranks' micro-batches, and how many tokens were trained on.
@@ -252,14 +255,14 @@ class Trainer:
         """
         # Sums of sums: ranks hold unequal shares, so no rank's mean may enter. Ranks that work
         # together on the same trajectories have the same sums, and only one of them tells its own.
-        told = {"flat": sum(len(t.tokens) for t in batch)}
+        here = {"flat": sum(len(t.tokens) for t in batch)}
         if is_replica_leader(self.model):
             names_and_numbers = [(x, torch.stack([*x.values()]).tolist()) for x in measured]
-            told |= merged_sums([dict(zip(*pair)) for pair in names_and_numbers])
-            told["run"] = tokens_run
+            here |= merged_sums([dict(zip(*pair)) for pair in names_and_numbers])
+            here["run"] = tokens_run
         # COMM: an all-gather of some names and numbers over all ranks. Pinned by
         # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        totals = merged_sums([{"run": 0, "tokens": 0.0}, *all_gather_objects(told)])
+        totals = merged_sums([{"run": 0, "tokens": 0.0}, *all_gather_objects(here)])
         trained = {"tokens/trained": totals["run"], "tokens/trained_flat": totals["flat"]}
         return loss_metrics(totals) | trained | self.experts.end()
 
@@ -304,11 +307,15 @@ class Trainer:
         for t in everyone:
             if t.truncated and config.overlong == "filter":
                 t.mask = np.zeros_like(t.mask)
+        if self.teacher is not None:
+            require_positions(config, everyone, self.teacher.config.max_position_embeddings)
         if config.advantage in TOKEN_ADVANTAGES:
-            metrics = TOKEN_ADVANTAGES[config.advantage].of(self, batch)
+            scorer = self.teacher if self.critic is None else self.critic
+            scores = self.forward_only(everyone, scorer)
+            metrics = TOKEN_ADVANTAGES[config.advantage].of(config, everyone, scores)
         else:
-            metrics = reward_advantages(self, batch)
-        return metrics | advantage_metrics(self, everyone)
+            metrics = reward_advantages(config, batch)
+        return metrics | advantage_metrics(everyone)
 
     def total(self, number) -> float:
         """Return the sum of a number over all ranks. Collective."""
@@ -317,8 +324,8 @@ class Trainer:
     def learning_rate(self, step) -> float:
         """Return AdamW's rate in a step. A step's updates share one rate."""
         c = self.config
-        how = dict(warmup=min(c.lr_warmup, c.steps), total=c.steps, decay=c.lr_decay)
-        return c.lr * lr_factor(step, **how)
+        schedule = dict(warmup=min(c.lr_warmup, c.steps), total=c.steps, decay=c.lr_decay)
+        return c.lr * lr_factor(step, **schedule)
 
     def forward_only(self, batch, model=None) -> list:
         """Return log-probs, or a critic's values, of sampled tokens: (T,) for each trajectory.

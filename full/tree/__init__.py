@@ -1,6 +1,6 @@
 """Both ways to train on a tree of tokens, for models and batches of any size: `tree_attention.py`.
 
-Read trie (the tree as arrays, its chunks, its edges, the shares of ranks), chunks (depth first, in
-bounded memory), forest (recurrent layers on trees). Others import `TokenTrie`, its edges and
-shares, `tree_backward` and the forests.
+Read trie (sequences as arrays, in a tree or end to end; edges, chunks, shares of ranks), forest
+(attention and recurrent layers of a row), chunks (depth first, in bounded memory). Others import
+`TokenTrie`, `FlatTokens`, what cuts and scores them, `MaskedAttention` and `tree_backward`.
 """

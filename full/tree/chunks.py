@@ -88,7 +88,7 @@ class _ChunkAttention(Attention):
         self.chunk = chunk
         self.stack = stack
         self.mask = trie.mask(chunk.start, chunk.stop)
-        self.own = {}  # layer -> tensors that chunks below read
+        self.outputs = {}  # layer -> tensors that chunks below read
         self.in_forward = True
         self.keeps_graph = torch.is_grad_enabled()
 
@@ -111,17 +111,17 @@ class _ChunkAttention(Attention):
         # After the forward a layer may call again, where a checkpoint recomputes it.
         if not self.in_forward:
             return
-        if key in self.own:
+        if key in self.outputs:
             raise ValueError(f"two layers call attention with layer={key[0]}; number them")
         lost_graph = self.keeps_graph and not torch.is_grad_enabled()
         with torch.set_grad_enabled(self.keeps_graph):
-            self.own[key] = make() if self.has_below else []
+            self.outputs[key] = make() if self.has_below else []
 
         # A reentrant checkpoint around a layer computes its keys without a graph, and again in the
         # backward. So (5) has no keys to start from. Around attention alone, it gets keys that have
         # a graph. Pinned by
         # tests/full/test_tree.py::test_a_reentrant_checkpoint_of_whole_layers_is_refused.
-        if lost_graph and not all(x.requires_grad for x in self.own[key]):
+        if lost_graph and not all(x.requires_grad for x in self.outputs[key]):
             raise ValueError("a reentrant checkpoint would lose the gradient of keys that "
                              "other chunks read; pass use_reentrant=False")  # fmt: skip
 
@@ -234,14 +234,14 @@ class _TreeWalk:
         chunk, below = self.chunks[b], self.below[b]
         keep_graph = self.trains and not (self.options.recompute and below)
         with torch.set_grad_enabled(keep_graph):
-            edges_e, scores, own = self.forward(chunk, stack)
+            edges_e, scores, outputs = self.forward(chunk, stack)
         # Where a graph is kept, it holds the tensors anyway, and a view costs nothing. If not, a
         # view would hold all of the matrix that queries, keys and values come from.
         # NUMERICS: `leaf_of` sums over all chunks below in float32 or better, and the sum is cast
         # once. Pinned by
         # tests/full/test_tree.py::test_gradients_of_keys_are_summed_in_float32_or_better.
         leaves = {key: [leaf_of(x if keep_graph else x.clone()) for x in tensors]
-                  for key, tensors in own.items()}  # fmt: skip
+                  for key, tensors in outputs.items()}  # fmt: skip
 
         # All scores of the sequences that end here exist now, and no chunk of their paths has gone
         # backward yet. One call of the loss for a list of all costs less Python.
@@ -253,19 +253,19 @@ class _TreeWalk:
             self.call_loss(sequences)
 
         if not keep_graph:
-            del scores, own
+            del scores, outputs
         for child in below:
             yield self.visit(child, [*stack, (chunk, leaves)])
         if not self.trains:
             return
         if not keep_graph:
-            edges_e, scores, own = self.forward(chunk, stack)  # again, and now with a graph
+            edges_e, scores, outputs = self.forward(chunk, stack)  # again, and now with a graph
 
         # Backpropagate once for all losses that the chunk had a part in, from its scores; (4) is
         # complete at them. And from its own keys, values, inputs and states, with what the chunks
         # below have found for them. From here on nobody reads them.
         pairs = [(x, self.dscores_CN[c, edges_e]) for c, x in enumerate(scores) if self.is_used[c]]
-        for key, tensors in own.items():
+        for key, tensors in outputs.items():
             for x, leaf in zip(tensors, leaves[key], strict=True):
                 if leaf.grad is not None:
                     pairs.append((x, leaf.grad))  # (5)
@@ -294,7 +294,7 @@ class _TreeWalk:
             loss = loss if torch.is_tensor(loss) else self.scores_CN.new_tensor(loss)
             if loss.dim():
                 raise ValueError(f"expected one number from loss_fn, of shape (), got "
-                                 f"{[*loss.shape]} for sequence {sequences}; sum it")  # fmt: skip
+                                 f"{[*loss.shape]} for sequences {sequences}; sum it")  # fmt: skip
             if loss.requires_grad:
                 loss.backward()
         self.total += loss.detach()  # (3)
@@ -311,7 +311,7 @@ class _TreeWalk:
     def forward(self, chunk, stack):
         """Call the model for a chunk, with an attention that reads the chunks on the stack.
 
-        Returns the edges that are scored (e,), C scores (e,), and `_ChunkAttention.own`.
+        Returns the edges that are scored (e,), C scores (e,), and `_ChunkAttention.outputs`.
         """
         # The model does not know that it runs on a tree: each layer calls this once.
         attention = _ChunkAttention(self, chunk, stack)
@@ -330,7 +330,7 @@ class _TreeWalk:
             **({} if routing is None else {"on_routing": routing(chunk)}),
         )  # fmt: skip
         attention.in_forward = False
-        if not attention.own:
+        if not attention.outputs:
             name = type(self.model).__name__
             raise ValueError(f"{name}.hidden never called `attention`: its tokens mix in a way a "
                              "tree cannot follow; every layer must call it")  # fmt: skip
@@ -350,7 +350,7 @@ class _TreeWalk:
             scored_eM = hidden_1nM[0, (self.parents[run] - chunk.start).to(self.device)]
             targets_e = self.trie.tokens[edges_e].to(self.device)
             scores = scores_of(self.model, scored_eM, targets_e, self.options.temperature)
-        return edges_e.to(self.device), scores, attention.own
+        return edges_e.to(self.device), scores, attention.outputs
 
 
 # The public calls -------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ class SharedForest(Forest):
         self.slots = [2 * c if c < W else 2 * (2 * W - 1 - c) + 1 for c in range(2 * W)]
 
     def gather(self, x_2):
-        """Return the tensors of all stretches, in order, given those of our two."""
+        """Return the tensors of all stretches, in order, from the tensors of our two."""
         # COMM: an all-gather over the c ranks. Its backward, a reduce-scatter, sums what all ranks
         # read of a stretch. So each rank needs a graph from it to all that it returns, even where
         # it sends or reads padding only: the others wait for its backward. Pinned by

@@ -117,13 +117,13 @@ class TokenTrie:
         # down the largest branch as one path. Old token t moves to place[t].
         place = largest_branches_first(parent[:n], end[:n])
         old = np.argsort(place)
-        self.tokens = as_int64(tokens[old])
-        self.positions = as_int64(positions[old])
-        self.parent = as_int64(np.append(place, -1)[parent[old]])
-        self.subtree_end = as_int64(np.arange(n) + (end[:n] - np.arange(n))[old])
-        self.paths = as_int64(place[paths])
-        self.begins = as_int64(begins)
-        self.lengths = as_int64(lengths)
+        self.tokens = torch.from_numpy(tokens[old])
+        self.positions = torch.from_numpy(positions[old])
+        self.parent = torch.from_numpy(np.append(place, -1)[parent[old]])
+        self.subtree_end = torch.from_numpy(np.arange(n) + (end[:n] - np.arange(n))[old])
+        self.paths = torch.from_numpy(place[paths])
+        self.begins = torch.from_numpy(begins)
+        self.lengths = torch.from_numpy(lengths)
         self.ends = self.paths[self.begins + self.lengths - 1]
 
         # In preorder, all tokens after the end of one sequence, up to the end of the next, are on
@@ -198,11 +198,6 @@ def largest_branches_first(parent, end):
     change = np.append(offset, 0)
     np.subtract.at(change, end, offset)
     return change[:-1].cumsum()
-
-
-def as_int64(x):
-    """Return a numpy array as an int64 tensor."""
-    return torch.from_numpy(np.asarray(x, np.int64))
 
 
 # Chunks -----------------------------------------------------------------------------------------

@@ -9,16 +9,15 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import safetensors.torch
-from conftest import batch_of, complaint_of, installed, shortened
+from conftest import complaint_of, installed, shortened
 
 from full.__main__ import main
 from full.audit.audit import audited
-from full.learn.advantages import teacher_advantages
+from full.learn.advantages import require_positions
 from full.learn.rollouts import Sampler, Trajectory, play, play_held_out
 from full.run.build import prepare
 from full.run.config import Config, resumed_config
@@ -547,9 +546,7 @@ def test_a_teacher_has_positions_for_every_prompt_and_rollout(task_of, directory
         assert re.fullmatch("a prompt of .* and 60 max_new_tokens exceed the 150 .* TEACHER", said)
 
     t = Trajectory(0, [5] * 151, np.ones(150, bool), np.zeros(150))
-    trainer = SimpleNamespace(config=config, teacher=SimpleNamespace(config=SimpleNamespace(
-        max_position_embeddings=150)))  # fmt: skip
-    said = complaint_of(teacher_advantages, trainer, batch_of([[t]]))
+    said = complaint_of(require_positions, config, [t], 150)
     assert said == "a rollout of 151 tokens exceeds the 150 positions of the teacher TEACHER"
 
 

@@ -141,7 +141,7 @@ def test_no_engine_at_the_start_is_one_line_and_nothing_is_written(server, tmp_p
     nobody = f"http://127.0.0.1:{free_port()}"
     words = {
         nobody: f"expected an engine at {nobody}, got: [Errno 111] Connection refused",
-        f"{server.url}/v0": f"{server.url}/v0 is no SGLang, and no vLLM with VLLM_SERVER_DEV_MODE",
+        f"{server.url}/v0": f"{server.url}/v0 is neither SGLang nor vLLM with VLLM_SERVER_DEV_MODE",
         f"{server.url},{short.url} --max-new-tokens 64": "exceed the 64 positions of the engine",
     }
     for engines, text in words.items():
