@@ -37,6 +37,7 @@ FACTOR = 8  # how many times as far as the twin a recorded number may be
 EXACT = 1e-12  # relative: rewards, counts and rates, which every trainer computes in float64
 LEAST = 1e-10  # of a floor: what sums of thousands of numbers in another order do in float64
 TINY = 1e-300  # in place of a size of 0, which numbers are relative to
+MOMENTS = ("before", "exp_avg", "exp_avg_sq")  # weight, m, v
 PIECE = 2**20  # entries of a tensor in one piece
 SMALL = 1e10  # tokens x weights up to which graphs are kept, and mistakes in gradients are tried
 
@@ -248,6 +249,7 @@ class Step:
                 self.run_model(T)
             plan = plan or [(1.0, self.c, self.sequences)]
         loss, slopes = self.add_up(plan or [])
+        trim_memory()
         for part in together(self.sequences, self.most_tokens):
             graph = {s.place: self.graph[s.place] for s in part} if self.is_small else (
                 self.score(part, T))  # fmt: skip
@@ -279,23 +281,27 @@ class Step:
 
     # AdamW
 
-    def adamw(self, name, g, change=None):
-        """Return a parameter's weight and moments after AdamW's step with its clipped gradient.
+    def adamw(self, name, g, change=None, count=1, dtype=torch.float64):
+        """Return the first `count` of weight, m and v of a parameter after AdamW's step.
 
+        g: its clipped gradient. dtype: of the result.
         change: gets and returns the arguments of D.adamw: a mistake.
         """
         optimizer = self.numbers["optimizer"]
-        group = next(h for h in optimizer["groups"] if name in map(own_name, h["names"]))
-        a = dict(h=group, count=optimizer["step"], weight=self.state("before", name),
-                 m=self.state("exp_avg", name), v=self.state("exp_avg_sq", name), g=g)  # fmt: skip
-        a = a if self.c.decay == "groups" else self.decaying(self.c.decay)(a)
-        a = change(a) if change else a
+        h = next(h for h in optimizer["groups"] if name in map(own_name, h["names"]))
+        zeros = torch.zeros((), dtype=torch.float64).expand(g.shape)
+        given = [self.kinds[kind][name] if kind in self.kinds else zeros for kind in MOMENTS]
+        found = [torch.empty(g.shape, dtype=dtype) for _ in range(count)]
 
         # In pieces, as the temporary tensors of an embedding would take gigabytes.
-        shape, tensors = a["weight"].shape, ("weight", "m", "v", "g")
-        pieces = zip(*(a[x].flatten().split(PIECE) for x in tensors))
-        found = zip(*(D.adamw(**a | dict(zip(tensors, piece))) for piece in pieces))
-        return [torch.cat(x).view(shape) for x in found]
+        rows = max(1, PIECE * len(torch.atleast_1d(g)) // max(1, g.numel()))
+        for part in zip(*(torch.atleast_1d(x).split(rows) for x in (*given, g, *found))):
+            weight, m, v, piece = (x.double() for x in part[:4])
+            a = dict(h=h, count=optimizer["step"], weight=weight, m=m, v=v, g=piece)
+            a = a if self.c.decay == "groups" else self.decaying(self.c.decay)(a)
+            for to, x in zip(part[4:], D.adamw(**change(a) if change else a)):
+                to.copy_(x)
+        return found
 
     def decaying(self, which):
         """Return a `change` of AdamW: which weights decay, all or matrices."""
@@ -309,10 +315,11 @@ class Step:
 
     def next_kinds(self, g, change=None):
         """Return `kinds` after the step with a clipped gradient, as stored."""
-        made = {kind: self.make() for kind in ("before", "exp_avg", "exp_avg_sq")}
+        made = {kind: self.make() for kind in MOMENTS}
         for name in self.named:
-            for by, x in zip(made.values(), self.adamw(name, g[name], change)):
-                by[name] = x.to(self.stored[name])
+            for by, x in zip(made.values(), self.adamw(
+                    name, g[name], change, count=3, dtype=self.stored[name])):  # fmt: skip
+                by[name] = x
         return made
 
     # How far recorded numbers are off, relative
