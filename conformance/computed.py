@@ -37,6 +37,7 @@ FACTOR = 8  # how many times as far as the twin a recorded number may be
 EXACT = 1e-12  # relative: rewards, counts and rates, which every trainer computes in float64
 LEAST = 1e-10  # of a floor: what sums of thousands of numbers in another order do in float64
 TINY = 1e-300  # in place of a size of 0, which numbers are relative to
+MOMENTS = ("before", "exp_avg", "exp_avg_sq")  # weight, m, v
 PIECE = 2**20  # entries of a tensor in one piece
 SMALL = 1e10  # tokens x weights up to which graphs are kept, and mistakes in gradients are tried
 
@@ -49,6 +50,8 @@ METRICS = {
     "kl/token_mean": ("k", "mean"), "value/loss": ("critic", "mean"),
     "loss/policy_token_mean": ("policy", "sum"), "loss/token_mean": ("loss", "sum"),
 }  # fmt: skip
+DECISIONS = ("clips", "masked")  # the twin's are all turned that may be
+FARTHEST = 20.0  # a log-prob that is off by more than this says nothing
 REDUCE = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax}
 
 
@@ -246,6 +249,7 @@ class Step:
                 self.run_model(T)
             plan = plan or [(1.0, self.c, self.sequences)]
         loss, slopes = self.add_up(plan or [])
+        trim_memory()
         for part in together(self.sequences, self.most_tokens):
             graph = {s.place: self.graph[s.place] for s in part} if self.is_small else (
                 self.score(part, T))  # fmt: skip
@@ -277,23 +281,27 @@ class Step:
 
     # AdamW
 
-    def adamw(self, name, g, change=None):
-        """Return a parameter's weight and moments after AdamW's step with its clipped gradient.
+    def adamw(self, name, g, change=None, count=1, dtype=torch.float64):
+        """Return the first `count` of weight, m and v of a parameter after AdamW's step.
 
+        g: its clipped gradient. dtype: of the result.
         change: gets and returns the arguments of D.adamw: a mistake.
         """
         optimizer = self.numbers["optimizer"]
-        group = next(h for h in optimizer["groups"] if name in map(own_name, h["names"]))
-        a = dict(h=group, count=optimizer["step"], weight=self.state("before", name),
-                 m=self.state("exp_avg", name), v=self.state("exp_avg_sq", name), g=g)  # fmt: skip
-        a = a if self.c.decay == "groups" else self.decaying(self.c.decay)(a)
-        a = change(a) if change else a
+        h = next(h for h in optimizer["groups"] if name in map(own_name, h["names"]))
+        zeros = torch.zeros((), dtype=torch.float64).expand(g.shape)
+        given = [self.kinds[kind][name] if kind in self.kinds else zeros for kind in MOMENTS]
+        found = [torch.empty(g.shape, dtype=dtype) for _ in range(count)]
 
         # In pieces, as the temporary tensors of an embedding would take gigabytes.
-        shape, tensors = a["weight"].shape, ("weight", "m", "v", "g")
-        pieces = zip(*(a[x].flatten().split(PIECE) for x in tensors))
-        found = zip(*(D.adamw(**a | dict(zip(tensors, piece))) for piece in pieces))
-        return [torch.cat(x).view(shape) for x in found]
+        rows = max(1, PIECE * len(torch.atleast_1d(g)) // max(1, g.numel()))
+        for part in zip(*(torch.atleast_1d(x).split(rows) for x in (*given, g, *found))):
+            weight, m, v, piece = (x.double() for x in part[:4])
+            a = dict(h=h, count=optimizer["step"], weight=weight, m=m, v=v, g=piece)
+            a = a if self.c.decay == "groups" else self.decaying(self.c.decay)(a)
+            for to, x in zip(part[4:], D.adamw(**change(a) if change else a)):
+                to.copy_(x)
+        return found
 
     def decaying(self, which):
         """Return a `change` of AdamW: which weights decay, all or matrices."""
@@ -307,10 +315,11 @@ class Step:
 
     def next_kinds(self, g, change=None):
         """Return `kinds` after the step with a clipped gradient, as stored."""
-        made = {kind: self.make() for kind in ("before", "exp_avg", "exp_avg_sq")}
+        made = {kind: self.make() for kind in MOMENTS}
         for name in self.named:
-            for by, x in zip(made.values(), self.adamw(name, g[name], change)):
-                by[name] = x.to(self.stored[name])
+            for by, x in zip(made.values(), self.adamw(
+                    name, g[name], change, count=3, dtype=self.stored[name])):  # fmt: skip
+                by[name] = x
         return made
 
     # How far recorded numbers are off, relative
@@ -380,32 +389,77 @@ class Step:
 
     # What the tokens say, and the twin
 
-    def tokens(self):
-        """Return {name: (N,)}: numbers of all trained tokens, in order."""
-        terms = [t for row in terms_of(self.c, self.sequences) for t in row]
-        names = ("r", "clips", "x", "policy", "loss", "k", "H", "critic", "share")
+    def tokens(self, rows=None):
+        """Return {name: (N,)}: numbers of all trained tokens, in order.
+
+        rows: the definition's Sequences. Default: with what the model says.
+        """
+        rows = [s.trained() for s in self.sequences] if rows is None else rows
+        terms = [t for row in terms_of(self.c, self.sequences, rows=rows) for t in row]
+        names = ("r", "clips", "x", "policy", "loss", "k", "H", "critic", "share", "dlp", "dH",
+                 "dv")  # fmt: skip
         x = {name: torch.tensor([float(getattr(t, name)) for t in terms], dtype=torch.float64)
              for name in names}  # fmt: skip
-        if self.sequences and self.sequences[0].sampler_logprobs is not None:
-            gap = torch.tensor([s.lp[t] - s.sampler_logprobs[t] for s in self.sequences
-                                for t in s.at], dtype=torch.float64)  # fmt: skip
+        x |= {name: x[name] * x["share"] for name in ("policy", "loss", "dlp", "dH", "dv")}
+        if rows and rows[0].smp is not None:
+            gap = torch.tensor([lp - smp for row in rows for lp, smp in zip(row.lp, row.smp)],
+                               dtype=torch.float64)  # fmt: skip
             x |= dict(gap=gap.abs(), gap_kl=torch.expm1(gap) - gap)
-        return x | dict(policy=x["policy"] * x["share"], loss=x["loss"] * x["share"],
-                        masked=(x["x"] == 0).double())  # fmt: skip
+        return x | dict(masked=(x["x"] == 0).double())
+
+    def far(self, way):
+        """Return the trained tokens' rows, off by half of FACTOR times what the twin's are off.
+
+        way: 1 or -1, the direction of log-probs. What they are compared with goes the other way.
+        """
+        def put(way, mine, its):
+            return mine and [a + way * min(FACTOR / 2 * abs(a - b), FARTHEST)
+                             for a, b in zip(mine, its)]  # fmt: skip
+
+        rows = []
+        for s, x in zip(self.sequences, self.twin.sequences):
+            a, b = s.trained(), x.trained()
+            moved = {name: put(way, getattr(a, name), getattr(b, name)) for name in ("lp", "H", "v")}
+            moved |= {name: put(-way, getattr(a, name), getattr(b, name))
+                      for name in ("old", "ref", "v_old", "g")}  # fmt: skip
+            moved |= {} if s.old_logprobs else dict(old=moved["lp"])
+            rows.append(replace(a, **moved))
+        return rows
+
+    @functools.cached_property
+    def apart(self):
+        """How far the trained tokens' numbers are off in the twin: {name: (N,)}."""
+        # A KL of two equal log-probs is d^2 / 2 of what d is off: if a trainer's d is 4 times as far
+        # off as the twin's, its KL is 16 times as far off. So the equations are also asked about
+        # the rows of `far`, and what these are off is allowed. Of an equation that is a line,
+        # FACTOR times the twin's distance is more.
+        if not self.twin:
+            return {name: torch.zeros_like(x) for name, x in self.tokens().items()}
+        mine, its = self.tokens(), self.twin.tokens()
+        moved = [self.tokens(self.far(way)) for way in (1, -1)]
+        return {name: torch.stack([
+            (its[name] - x).abs() * (1 / FACTOR if name in DECISIONS else 1.0),
+            *((y[name] - x).abs() / FACTOR for y in moved if name not in DECISIONS)]).amax(0)
+            for name, x in mine.items()}  # fmt: skip
+
+    def curvature(self):
+        """Return how much faster than the twin's errors the factors of the gradients grow."""
+        # The gradient is a sum over tokens of factors times gradients of log-probs.
+        mine, its = self.tokens(), self.twin.tokens()
+        far, near = (math.hypot(*(x[name].norm().item() for name in ("dlp", "dH", "dv")))
+                     for x in (self.apart, {name: its[name] - x for name, x in mine.items()}))
+        return max(1.0, far / max(near, TINY))
 
     def metrics(self):
         """Return {name: (value, the twin's distance, floor)} of METRICS."""
         mine, found = self.tokens(), {}
         eps = torch.finfo(torch.promote_types(self.dtype, torch.float32)).eps
-        its = self.twin.tokens() if self.twin else mine
         for name, (of, how) in METRICS.items():
             if of not in mine:
                 continue
-            x, y = (z[of] if len(z[of]) else torch.zeros(1).double() for z in (mine, its))
-            value, size, off = (REDUCE[how](z).item() for z in (x, x.abs(), (x - y).abs()))
-            # The twin's decisions are all turned that may be. A difference of log-probs, and a KL,
-            # are 0 up to the rounding of 1. Of a token that is nearly sure, the twin has none.
-            off = off / FACTOR if of in ("clips", "masked") else off
+            x, off = (z[of] if len(z[of]) else torch.zeros(1).double() for z in (mine, self.apart))
+            value, size, off = (REDUCE[how](z).item() for z in (x, x.abs(), off))
+            # A difference of log-probs, and a KL, are 0 up to the rounding of 1.
             least = {"k": self.floor / 8, "gap_kl": self.floor / 8, "gap": 2 * eps}.get(of, 0.0)
             found[name] = value, off, self.floor * size + least
         return found
@@ -447,13 +501,14 @@ class Step:
         twin.c.mistake = self.turn
         _, other = twin.solve()
         mine, its = self.clip(g), self.clip(other)
-        apart = mine.distances(its)
+        curvature = self.curvature()
+        apart = {n: curvature * off for n, off in mine.distances(its).items()}
         size = max(g.norm, TINY)
         self.distances["gradient norm"] = max(
-            math.hypot(*apart.values()) / max(mine.norm, TINY), abs(g.norm - other.norm) / size)
+            math.hypot(*apart.values()) / max(mine.norm, TINY), curvature * abs(g.norm - other.norm) / size)
         self.distances["gradient"], _ = furthest(apart, mine.norms, self.sizes)
         self.floors["gradient"] = self.floor + self.noise
-        drift = (self.tokens()["loss"] - twin.tokens()["loss"]).abs().sum().item()
+        drift = self.apart["loss"].sum().item()
         self.distances["loss"] = drift / max(self.size_of_loss, abs(loss), TINY)
 
         # AdamW turns a small gradient's rounding into a step of full size. So it is not enough to

@@ -181,13 +181,13 @@ def denominator(c, sequences):
     return max(D.denominator(c, [len(s.at) for s in sequences]), 1)
 
 
-def terms_of(c, sequences, Z=None):
+def terms_of(c, sequences, Z=None, rows=None):
     """Return the Terms of each sequence's trained tokens.
 
     c.mistake(c, place, row, terms): changes the terms of a sequence, if a mistake is planted.
-    Z: the denominator. Default: of these sequences.
+    Z: the denominator. Default: of these sequences. rows: of `trained`, changed.
     """
-    rows = [s.trained() for s in sequences]
+    rows = [s.trained() for s in sequences] if rows is None else rows
     _, found = D.definition(c, rows, denominator(c, sequences) if Z is None else Z)
     for s, row, terms in zip(sequences, rows, found):
         getattr(c, "mistake", lambda *_: None)(c, s.place, row, terms)

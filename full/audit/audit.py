@@ -189,24 +189,19 @@ class Audit:
             self.pairs[CRITIC] = self.models.critic(self.kinds[CRITIC][0]["before"])
             read(self.pairs[CRITIC], rows, "values", of=-1)
 
-        # The twin gets the definition's numbers of other models, and its own only where they have a
-        # part in the step without the policy's: then the two of a difference are not off as one.
-        reference = self.models.reference()
-        read(reference if config.kl_in == "reward" else [reference[0]], rows, "ref_logprobs")
+        read(self.models.reference(), rows, "ref_logprobs")
         read(self.models.teacher(), rows, "teacher_logprobs")
         own = len(self.batches[0]) if config.first_minibatch_uses_current_logprobs else 0
         later = [row[own:] for row in rows]
         if config.proximal:
-            read(first if config.importance_cap else first[:1], later, "old_logprobs")
+            read(first, later, "old_logprobs")
         for s in itertools.chain(*later) if not config.proximal else ():
             s.old_logprobs = s.sampler_logprobs
-        for r, s, x in zip(self.trained, *rows):
-            # A reward's KL is against recorded log-probs, of no forward of the twin: `mirrored`.
-            r.set_rewards(self.c, s, s.ref_logprobs)
-            r.set_rewards(self.c, x, s.ref_logprobs and step_models.mirrored(
-                s.ref_logprobs, x.ref_logprobs))  # fmt: skip
-            if not self.is_in_loss(r):
-                s.mask = x.mask = [False] * len(s.mask)
+        for r, *both in zip(self.trained, *rows):
+            for s in both:
+                r.set_rewards(self.c, s)
+                if not self.is_in_loss(r):
+                    s.mask = [False] * len(s.mask)
 
     def is_in_loss(self, r):
         return not (self.config.overlong == "filter" and r.truncated)

@@ -252,15 +252,13 @@ def read(models, rows, column, *, temperature, most_tokens, of=0):
     mine, *its = ([found[of].tolist() for part in together(rows[0], most_tokens)
                    for found in score(model, part, temperature)] for model in models)  # fmt: skip
 
+    # Two forwards of a trainer round apart, and a difference of the twin's own two would be 0. So
+    # half of the twin's numbers are mirrored at the definition's, in no order that tokens have.
     for n, (s, x) in enumerate(zip(*rows)):
         setattr(s, column, mine[n])
-        setattr(x, column, mirrored(mine[n], its[0][n]) if its else mine[n])
-
-
-def mirrored(mine, its) -> list:
-    """Return the twin's numbers, mirrored at the definition's."""
-    # Two forwards of a trainer round apart, and a difference of the twin's own two would be 0.
-    return [2 * a - b for a, b in zip(mine, its)]
+        setattr(x, column, mine[n] if not its else [
+            2 * a - b if (n + t).bit_count() % 2 else b
+            for t, (a, b) in enumerate(zip(mine[n], its[0][n]))])
 
 
 @torch.no_grad()

@@ -202,13 +202,10 @@ class Rollout:
         ) | columns  # fmt: skip
         return Sequence(place, self.tokens, **columns)
 
-    def set_rewards(self, c, s, ref):
-        """Give a Sequence its rewards, less what the KL and the length take off, and returns.
-
-        ref: log-probs of the reference.
-        """
+    def set_rewards(self, c, s):
+        """Give a Sequence its rewards, less what the KL and the length take off, and returns."""
         chosen = SimpleNamespace(**{name: [x[t] for t in self.at] for name, x in (
-            ("smp", s.sampler_logprobs), ("ref", ref or s.tokens))})  # fmt: skip
+            ("smp", s.sampler_logprobs), ("ref", s.ref_logprobs or s.tokens))})  # fmt: skip
         lost = D.penalties(c, chosen)
         lost[-1:] = [x + D.overlong_penalty(c, len(self.tokens) - self.prompt) for x in lost[-1:]]
         s.rewards = self.reward - math.fsum(lost)
