@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LOOKUP, ROOT, SORT, complaint_of, installed, shortened, slow
+from conftest import ROOT, SORT, complaint_of, installed, shortened
 from example_tasks import Lookup, Sort
 from pages import Page
 from test_ranks import join, ranks, start
@@ -106,20 +106,6 @@ def test_a_run_is_the_command_lines_and_the_second_is_the_run_alone(straight):
             gc.collect()
             open_files.append(len(os.listdir("/proc/self/fd")))
     assert open_files[0] == open_files[1]
-
-
-@pytest.mark.parametrize("flags, task", [
-    (f"{STEPS} --task {LOOKUP!r} --size 2", Lookup),
-    *slow((f"{STEPS} --task {SORT!r} --size 6 --staleness 1 --advantage gae --tree sparse", Sort)),
-])  # fmt: skip
-def test_a_task_object_gives_the_run_of_its_file(straight, flags, task):
-    """With other settings than the default ones, too."""
-    config = config_of(flags, task="guess")
-    with left_as_it_was():
-        result = run(config, task=task(config))
-    same_run(Path("run"), straight(flags))
-    assert json.loads(Path("run/config.json").read_text())["task"] == f"python:{task.__name__}"
-    assert audit(result, task=task(config)).wrong is None
 
 
 def _runs_of_a_rank(rank, world, port, flags):
@@ -298,18 +284,6 @@ def test_what_fails_in_a_step_is_raised_and_the_run_goes_on(name, straight):
     if name == "a logger":
         result = run(dataclasses.replace(CONFIG, resume=True), task=Sort(CONFIG))
         same_run(result.out, straight(f"{STEPS} --size 6 --task {SORT!r}"))
-
-
-def _loses(rank, world, port, flags):
-    """Rank 0's logger fails: it raises that, and rank 1 that a rank is gone."""
-    as_torchrun(rank, world, port)
-    with pytest.raises(LookupError if rank == 0 else ConnectionError):
-        run(config_of(flags), log=fails)
-    assert not dist.is_initialized()
-
-
-def test_an_error_of_one_rank_ends_the_others_with_a_connection_error():
-    assert join(start(2, _loses, 2, free_port(), STEPS)) == [0, 0]
 
 
 # Audits --------------------------------------------------------------------------------------

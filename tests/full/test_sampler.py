@@ -13,7 +13,6 @@ from oracles import LiveBytes
 from test_faults import fails, kill, run
 from test_ranks import SHAPE as FLAGS
 from test_ranks import ranks
-from test_start import shape_of
 
 from full.learn import rollouts as rollouts_py
 from full.learn.batches import collect
@@ -23,7 +22,7 @@ from full.ranks.optimizer import persistent_buffers, tensors_of
 from full.ranks.places import full, local
 from full.run.config import Config
 from full.run.tasks import Task
-from full.tiny import tiny_model
+from full.tiny import tiny, tiny_model
 
 
 class Moody(Task):
@@ -86,6 +85,19 @@ def test_a_task_is_asked_once(tmp_path):
     # And both hear of its error.
     first, second = ranks(tmp_path, 2, _asked, True)
     assert "no mood" in second and first == f"rank 1 ended with KeyError: {second}"
+
+
+# Wide enough that a part is more than one tensor; the vocabulary is the largest.
+SHAPE = dict(vocab_size=512, hidden_size=64, num_hidden_layers=4, initializer_range=0.1)
+FAMILIES = {
+    "qwen3_moe": dict(num_experts=8),
+    "llama": dict(qkv_bias=True, o_bias=True, mlp_bias=True),
+    "gemma3_text": dict(layer_types=["sliding_attention", "full_attention"] * 2),
+}
+
+
+def shape_of(family):
+    return tiny(family, **SHAPE, **FAMILIES.get(family, {}))
 
 
 FSDP = dict(data_parallel="fsdp")
