@@ -7,8 +7,10 @@ import importlib.util
 import json
 import shutil
 
+import adapters
 import pytest
 import torch
+from conformance import loss as kit
 from conftest import ROOT, installed
 from test_loss import label, tensor
 from test_rollout import checkpoint  # noqa: F401, a fixture
