@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock, call as mock_call
 
 import numpy as np
 import pytest
@@ -422,35 +422,10 @@ CODE = re.findall(r"^```python\n(.*?)^```$", SECTION, re.M | re.S)
 BLOCKS = dict(zip(("run", "wandb", "tensorboard"), CODE, strict=True))
 
 
-class Wandb(SimpleNamespace):
-    """wandb's two functions, with the first of their parameters."""
-
-    def init(self, entity=None, project=None, dir=None, id=None, name=None, notes=None, tags=None,
-             config=None):  # fmt: skip
-        self.made.append((project, config))
-
-    def log(self, data, step=None, commit=None):
-        assert all(isinstance(x, int | float) for x in data.values())
-        self.lines[step] = data
-
-
-class SummaryWriter:
-    """TensorBoard's writer, with the parameters of its method."""
-
-    scalars = {}
-
-    def __init__(self, log_dir=None):
-        assert log_dir == "runs/events"
-
-    def add_scalar(self, tag, scalar_value, global_step=None):
-        self.scalars[tag, global_step] = float(scalar_value)
-
-
 def test_the_loggers_of_the_manual_get_each_step(monkeypatch):
-    wandb = Wandb(made=[], lines={})
+    wandb, torch_tensorboard = Mock(), Mock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard",
-                        SimpleNamespace(SummaryWriter=SummaryWriter))  # fmt: skip
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", torch_tensorboard)
     config = config_of(STEPS)
     lines = []
     for name in ("wandb", "tensorboard"):
@@ -458,10 +433,13 @@ def test_the_loggers_of_the_manual_get_each_step(monkeypatch):
         exec(BLOCKS[name], dict(run=run, config=config))
         lines.append(json_lines(Path("run/metrics.jsonl")))
         shutil.rmtree("run")
-    assert wandb.made == [("guess", config.given())] and "layers" in config.given()
-    assert [*wandb.lines.values()] == lines[0] and [*wandb.lines] == [0, 1, 2, 3]
-    expected = {(name, x["step"]): value for x in lines[1] for name, value in x.items()}
-    assert SummaryWriter.scalars == expected
+    wandb.init.assert_called_once_with(project="guess", config=config.given())
+    assert wandb.log.mock_calls == [mock_call(line, step=n) for n, line in enumerate(lines[0])]
+    assert all(isinstance(x, int | float) for line in lines[0] for x in line.values())
+    torch_tensorboard.SummaryWriter.assert_called_once_with("runs/events")
+    add_scalar = torch_tensorboard.SummaryWriter().add_scalar
+    assert add_scalar.mock_calls == [
+        mock_call(name, x, n) for n, line in enumerate(lines[1]) for name, x in line.items()]
 
 
 def test_the_example_of_the_manual_runs(capsys):
