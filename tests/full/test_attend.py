@@ -352,6 +352,16 @@ def test_the_kernel_runs_where_it_can():
     assert not can_fuse(torch.empty(1, 2, 3, 64, device="meta", dtype=torch.bfloat16))
 
 
+def test_a_compiled_model_calls_attention_outside_its_graphs():
+    leaves, dout = draw(12)
+
+    def model(q, k, v):
+        return ring.ring_attention(2 * q, k, v, mask=Mask.causal(12)) + attend(q, k, v)[0]
+
+    compiled = grad_of(torch.compile(model, backend="aot_eager")(*leaves), leaves, dout)
+    assert worst(compiled, grad_of(model(*leaves), leaves, dout)) < 1e-14
+
+
 AT = torch.arange(4096)
 LARGE = {
     "causal": lambda: Mask.causal(4096),

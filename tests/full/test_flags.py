@@ -14,7 +14,6 @@ import math
 import re
 import shlex
 import signal
-import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple

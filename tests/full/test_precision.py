@@ -33,7 +33,7 @@ from full.learn.trainer import keep_wide
 from full.model.hf import load_hf
 from full.model.parallelize import parallelize
 from full.model.transformer import Transformer
-from full.ranks.optimizer import LocalOptimizer, reduce_gradients
+from full.ranks.optimizer import LocalOptimizer, reduce_gradients, training_tensors
 from full.ranks.places import full, part_of
 from full.ranks.plans import Grid, Plan
 from full.run.config import Config
@@ -271,6 +271,15 @@ def test_products_finer_than_the_weights_are_refused(process_group):
     for dtype in (torch.float32, torch.float64):
         with pytest.raises(ValueError, match="expected a coarser dtype than the weights'"):
             mixed_model(tiny_model(dtype=torch.float32), dtype)
+
+
+@pytest.mark.quick
+def test_frozen_parameters_have_no_moments():
+    model = torch.nn.Linear(3, 7)
+    model.weight.requires_grad_(False)
+    stored = training_tensors(model, LocalOptimizer(model, torch.optim.AdamW))
+    kinds = {"exp_avg", "exp_avg_sq", "step"}
+    assert {*stored} == {"model.weight", "model.bias", *(f"optimizer.bias.{x}" for x in kinds)}
 
 
 @pytest.mark.quick
