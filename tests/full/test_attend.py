@@ -119,6 +119,18 @@ def test_attention_and_its_gradients_are_the_plain_attention(name, tile, both, m
 
 
 @quick
+def test_strides_do_not_matter(both):
+    """Torch's kernel is silently wrong where the last one is not 1."""
+    leaves, dout = draw(20, width=6)
+    truth = attend(*leaves, Mask.causal(20))[0]
+    *turned, dout_turned = (x.detach().mT.contiguous().mT for x in (*leaves, dout))
+    views = [x.requires_grad_() for x in turned]
+    out = attend(*views, Mask.causal(20))[0]
+    found = out, *grad_of(out, views, dout_turned)
+    assert worst(found, (truth, *grad_of(truth, leaves, dout))) < 1e-14
+
+
+@quick
 def test_a_second_derivative_is_refused():
     leaves, dout = draw(5)
     for function in (lambda *x: attend(*x)[0], ring.ring_attention):
@@ -338,6 +350,16 @@ def test_the_kernel_runs_where_it_can():
         attend(*(torch.zeros(1, 2, 3, 5) for _ in range(3)))
     assert watch.calls(FLASH)
     assert not can_fuse(torch.empty(1, 2, 3, 64, device="meta", dtype=torch.bfloat16))
+
+
+def test_a_compiled_model_calls_attention_outside_its_graphs():
+    leaves, dout = draw(12)
+
+    def model(q, k, v):
+        return ring.ring_attention(2 * q, k, v, mask=Mask.causal(12)) + attend(q, k, v)[0]
+
+    compiled = grad_of(torch.compile(model, backend="aot_eager")(*leaves), leaves, dout)
+    assert worst(compiled, grad_of(model(*leaves), leaves, dout)) < 1e-14
 
 
 AT = torch.arange(4096)

@@ -1,4 +1,4 @@
-"""Checkpoints: runs that go on; files of weights: strict, whole or not at all, sharded."""
+"""Files of weights: strict, whole or not at all, sharded. Runs that go on: equivalence, faults."""
 
 import contextlib
 import copy
@@ -17,10 +17,8 @@ import torch.distributed as dist
 from conftest import complaint_of, slow
 from oracles import LiveBytes, rms
 from test_models import model_of
-from test_ranks import join, ranks, read_metrics, start
-from test_run import TINY as TINY_RUN, as_torchrun, free_port, same_run
+from test_ranks import ranks
 
-from full.api import Config, run
 from full.model import hf
 from check_models import relative_error
 from full.model.config import read_json
@@ -32,7 +30,6 @@ from full.model.parallelize import gather_weights
 from full.ranks.places import full, local
 from full.ranks.plans import Grid, Plan
 from full.run.directory import read_json_lines
-from full.run.flags import parse_config
 from full.tiny import tiny
 from models import FULL
 
@@ -105,47 +102,6 @@ def complaint_of_load(folder, model_type="qwen3", **options):
     said = complaint_of(load_hf, folder, model=model, **options)
     assert same(before, model)
     return said
-
-
-# A run that goes on is the run that was not interrupted ------------------------------------------
-
-# What a run has to keep; rows with " then " of full/equivalence.py go on under another plan, and
-# test_faults.py has kills, the reference and masters.
-# Rollouts of all steps: of some, a run also logs those of what it took for its last step.
-EVERY_TWO = f"{TINY_RUN} --save-every 2 --log-rollouts all"
-RESUMED = {
-    1: ["--staleness 2 --minibatches 1", "--advantage gae --weight-decay 0.1",
-        "--exact --dtype float32 --generator-dtype float32 --advantage gae",
-        "--lora-rank 2 --kl-coef 0.1",
-        "--proximal --importance-cap 2 --generator-dtype bfloat16 --lr-warmup 2",
-        "--dynamic-sampling 2 --entropy-coef 0 --tree sparse"],
-    2: ["--data-parallel fsdp --advantage gae", "--plan p2 --layers 2 --staleness 1"],
-}  # fmt: skip
-
-
-def _go_on(rank, world, port):
-    """Each of the runs to step 2, from there to step 4, and to step 4 at once."""
-    if world > 1:
-        as_torchrun(rank, world, port)
-    for n, flags in enumerate(RESUMED[world]):
-        for words in (f"{flags} --steps 2 --out run-{n}", f"{flags} --steps 4 --out whole-{n}"):
-            run(Config(**parse_config(f"{EVERY_TWO} {words}".split()).given()))
-        run(Config(out=f"run-{n}", resume=True, steps=4))
-
-
-@pytest.mark.parametrize("world", RESUMED)
-def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path, monkeypatch, world):
-    monkeypatch.chdir(tmp_path)
-    if world == 1:
-        _go_on(0, 1, None)
-    else:
-        assert join(start(world, _go_on, world, free_port())) == [0] * world
-    for n in range(len(RESUMED[world])):
-        found, whole = (tmp_path / f"{name}-{n}" for name in ("run", "whole"))
-        same_run(found, whole)
-        for name in ("rollouts.jsonl", "samples.jsonl", "hf/model.safetensors"):
-            assert (found / name).read_bytes() == (whole / name).read_bytes(), (n, name)
-        assert any(line.get("grad_norm", 0) > 0 for line in read_metrics(whole))
 
 
 # Refused, and nothing is half loaded -----------------------------------------------------------

@@ -177,8 +177,9 @@ def test_a_machine_without_such_kernels_is_refused(
         require_exact_kernels(model)
 
 
-RUNS = [(1, "float32", ""), (2, "float32", "--data-parallel zero1 --staleness 1"),
-        *slow((1, "bfloat16", "--forks 2 --fork-turns 1 --batch-rows 7"),
+RUNS = [(1, "float32", ""),
+        *slow((2, "float32", "--data-parallel zero1 --staleness 1"),
+              (1, "bfloat16", "--forks 2 --fork-turns 1 --batch-rows 7"),
               (1, "float32", "--compute-dtype bfloat16 --kl-coef 0.1"),
               (2, "float64", "--proximal --importance-cap 2 --ac full"),
               (1, "float32", "--advantage gae --micro-tokens 60"),

@@ -140,6 +140,17 @@ def test_a_checkpoint_holds_nothing_of_the_base():
     assert stored and all("lora_" in name for name in stored)
 
 
+@pytest.mark.quick
+def test_a_stage_without_anything_that_is_trained_has_an_optimizer():
+    """Such as the first of two stages, if only the head or a later router has factors."""
+    model = tiny_model("qwen2").requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = LocalOptimizer(model, lambda p: torch.optim.AdamW(p, lr=1.0, fused=True))
+    optimizer.step()
+    assert optimizer.param_groups[0]["params"] == []
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
 # Runs ------------------------------------------------------------------------------------------
 
 

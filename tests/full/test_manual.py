@@ -61,7 +61,7 @@ ELSEWHERE = {  # what a command begins with: test_NAME.py, which runs it, or who
     "torchrun --max-restarts 3": "faults", "sh tests/gpu.sh": "gpu",
     "python tests/example_action_expert.py check": "action",
     "python tests/exercise.py": "exercise", "python exercise/": "exercise",
-    "python tests/full/test_flags.py": "flags", "python tests/bench/measure": "measure",
+    "python tests/bench/measure": "measure",
     "python tests/bench/precision.py": "measure",
     "python tests/bench/gpu.py": "gpu",
     "python tests/bench/honest_runs.py": "audit", "python tests/bench/draw.py": "draw",

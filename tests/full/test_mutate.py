@@ -7,7 +7,7 @@ import sys
 
 import mutate
 import pytest
-from conftest import ROOT, shortened
+from conftest import ROOT
 
 # before, after, kind
 SLIPS = [
@@ -80,8 +80,7 @@ def mutated(root):
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("again", shortened([False, True], False))
-def test_a_slip_is_caught_or_listed(tmp_path, again):
+def test_a_slip_is_caught_or_listed(tmp_path):
     """The sum is tested in another process, the difference too weakly, the quotient not at all."""
     root = tmp_path / "project"
     (root / "tests").mkdir(parents=True)
@@ -97,10 +96,3 @@ def test_a_slip_is_caught_or_listed(tmp_path, again):
     assert "    passed: 1 of tests/test_tiny.py" in out
     assert "    - return x / 3" in out and "    no test runs it" in out
     assert "3 slips, 1 caught, seed 0" in out
-
-    # The tests are recorded. One that is stronger catches the difference, too.
-    if not again:
-        return
-    (root / "tests" / "test_tiny.py").write_text(TESTS.replace("> 0", "== 2"))
-    code, out = mutated(root)
-    assert code == 1 and "3 slips, 2 caught, seed 0" in out

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, complaint_of
+from conftest import ROOT
 
 from full.learn.advantages import ADVANTAGES, advantages, overlong_penalty
 from full.learn.objectives import (
@@ -133,21 +133,3 @@ def test_each_objective_reads_the_flags_that_its_table_says():
 
         objective(Watched(), one_N, one_N, one_N, lambda x_N: x_N)
         assert read == {*READS[name]}
-
-
-def test_a_flag_that_its_objective_does_not_read_is_refused(monkeypatch):
-    """An objective of somebody's own may read all, and no sentence names it for those of others."""
-    monkeypatch.setitem(OBJECTIVES, "soft", OBJECTIVES["sapo"])
-    Config(objective="soft", clip_low=0.1, dual_clip=3.0, cispo_bound=3.0).check()
-    said = complaint_of(Config(objective="sapo", dual_clip=3.0).check)
-    assert said == "--dual-clip needs --objective clip or gspo"
-    monkeypatch.delitem(OBJECTIVES, "soft")
-    others = {"clip_low": 0.1, "clip_high": 0.5, "dual_clip": 3.0, "cispo_bound": 3.0}
-    for name in OBJECTIVES:
-        for flag, value in others.items():
-            config = Config(objective=name, **{flag: value})
-            if flag in READS[name]:
-                config.check()
-                continue
-            with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} needs --objective"):
-                config.check()

@@ -106,6 +106,22 @@ def test_a_state_that_could_not_be_read_is_not_written(process_group, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.quick
+def test_a_checkpoint_stays_until_the_new_one_of_its_name_is_whole(
+    process_group, tmp_path, monkeypatch
+):
+    path = tmp_path / "saved"
+    write_checkpoint(path, tensors(), {"step": 1})
+
+    def full_disk(*given, **how):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checkpoint.dcp, "save", full_disk)
+    with pytest.raises(OSError, match="not written .no space left"):
+        write_checkpoint(path, tensors(), {"step": 2})
+    assert read_checkpoint(path, tensors())["step"] == 1
+
+
 def _rows_of(rank, value, rows=4):
     """Tensors of 2 * rows KiB, half of them on each of two ranks."""
     mesh = init_device_mesh("cpu", (2,))

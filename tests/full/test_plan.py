@@ -9,7 +9,6 @@ from conftest import ROOT
 from test_ranks import ranks
 
 from full.model.config import ModelConfig
-from full.ranks.joining import connect
 from full.ranks.optimizer import lr_factor
 from full.ranks.plans import Grid, Plan
 from full.run.config import Config
@@ -213,13 +212,3 @@ def test_the_training_commands_of_the_recipes_have_plans_that_fit():
     assert [int(nodes) for nodes, _, _ in runs] == [2, 64]
     for nodes, each, plan in runs:
         Plan.parse(plan).require_fits(world=int(nodes) * int(each), config=config)
-
-
-@pytest.mark.quick
-def test_a_process_group_that_is_there_is_used_with_a_warning():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.warns(UserWarning, match="timeout=5 has no effect"):
-            assert connect("cpu", timeout=5) == "cpu"
-    finally:
-        dist.destroy_process_group()

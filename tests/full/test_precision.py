@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import shortened, slow
+from conftest import slow
 from test_audit import edit_line
 from test_audit import honest  # noqa: F401, a fixture
 from test_ranks import TASK, ranks, read_metrics
@@ -33,7 +33,7 @@ from full.learn.trainer import keep_wide
 from full.model.hf import load_hf
 from full.model.parallelize import parallelize
 from full.model.transformer import Transformer
-from full.ranks.optimizer import LocalOptimizer, reduce_gradients
+from full.ranks.optimizer import LocalOptimizer, reduce_gradients, training_tensors
 from full.ranks.places import full, part_of
 from full.ranks.plans import Grid, Plan
 from full.run.config import Config
@@ -225,7 +225,7 @@ def test_fsdp_computes_as_ddp_does(tmp_path):
     assert ranks(tmp_path, 1, _far, True)[0] > 1e-3  # with that cast
 
 
-# Checkpoints, the push, the audit --------------------------------------------------------------
+# What a run writes ----------------------------------------------------------------------------
 
 
 def tensors_of(path, prefix):
@@ -263,27 +263,6 @@ def test_what_a_run_writes_is_its_masters(tmp_path, process_group):
     assert json.loads(out.splitlines()[-1])["solved"][0] == line["eval/solved"]
 
 
-AUDITED = {
-    "": (1, ""),
-    "critic": (1, "--advantage gae --kl-coef 0.05 --minibatches 1"),
-    "float64 masters": (1, "--dtype float64 --generator-dtype float32"),
-    "sparse": (1, "--tree sparse --forks 2 --fork-turns 1"),
-    "t2 zero1": (2, "--plan t2 --data-parallel zero1"),
-    "fsdp": (2, "--data-parallel fsdp --kl-coef 0.05"),
-}
-
-
-@pytest.mark.parametrize("name", shortened(AUDITED, "float64 masters", "t2 zero1"))
-def test_runs_in_mixed_precision_are_audited(honest, process_group, name):  # noqa: F811
-    world, more = AUDITED[name]
-    run = honest(f"{TINY} {BF16} --steps 3 {more}", world)
-    for step in (0, 2):
-        report = audited(run, step)
-        assert report.wrong is None, [row for row in report.rows if not row.ok]
-        rows = {row.key: row for row in report.rows}
-        assert 0 < rows["parameters"].difference <= rows["parameters"].allowed
-
-
 # What cannot be --------------------------------------------------------------------------------
 
 
@@ -292,6 +271,15 @@ def test_products_finer_than_the_weights_are_refused(process_group):
     for dtype in (torch.float32, torch.float64):
         with pytest.raises(ValueError, match="expected a coarser dtype than the weights'"):
             mixed_model(tiny_model(dtype=torch.float32), dtype)
+
+
+@pytest.mark.quick
+def test_frozen_parameters_have_no_moments():
+    model = torch.nn.Linear(3, 7)
+    model.weight.requires_grad_(False)
+    stored = training_tensors(model, LocalOptimizer(model, torch.optim.AdamW))
+    kinds = {"exp_avg", "exp_avg_sq", "step"}
+    assert {*stored} == {"model.weight", "model.bias", *(f"optimizer.bias.{x}" for x in kinds)}
 
 
 @pytest.mark.quick

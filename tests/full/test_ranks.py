@@ -6,7 +6,6 @@ reach it, and nothing that a test changed in one rank reaches another. What rank
 apart from how they exit.
 """
 
-import ast
 import contextlib
 import json
 import math
@@ -26,7 +25,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from blocks import copied
 from conftest import ROOT
 
 from full.ranks.optimizer import clip_grad_norm
@@ -130,40 +128,6 @@ def as_script(file, *argv, cwd, **environment):
     (code,) = join(start(1, _script, str(file), argv, cwd, log, environment))
     out, err = (Path(f"{log}-{name}").read_text() for name in ("out", "err"))
     return code, out, err
-
-
-LIBRARY = """
-import sys
-assert not hasattr(sys, "library"), "as torch, the library cannot be imported twice"
-sys.library = True
-"""
-CLONE = """
-import sys
-sys.path[:0] = ["clone/tests", "clone/tests/full", "clone/.venv/lib"]
-import library, test_ranks
-test_ranks._script(0, "program.py", [], ".", "log", {})
-"""
-PROGRAM = """
-import sys
-from pathlib import Path
-import library
-files = [getattr(module, "__file__", None) or "" for module in sys.modules.values()]
-print([file for file in files if Path("clone").resolve() in Path(file).resolve().parents])
-"""
-
-
-def test_a_script_imports_an_environment_inside_the_clone_once(tmp_path):
-    """And nothing that the clone itself has: the modules of its tests are gone."""
-    clone = copied(ROOT, tmp_path / "here" / "clone")
-    texts = {"clone/.venv/lib/library.py": LIBRARY, "clone.py": CLONE, "program.py": PROGRAM}
-    for name, text in texts.items():
-        path = clone.parent / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    code, _, err = as_script("clone.py", cwd=clone.parent)
-    assert code == 0, err
-    (kept,) = ast.literal_eval((clone.parent / "log-out").read_text())
-    assert kept == f"{clone}/.venv/lib/library.py"
 
 
 UNEQUAL = "seconds/", "memory/"  # metrics that cannot be equal in two runs

@@ -1,4 +1,4 @@
-"""`--staleness K`: damaged batches, and the audit, which knows the weights that sample a batch.
+"""`--staleness K`: the audit, which knows the weights that sample a batch.
 
 That every batch has the weights of the schedule is a row of test_grpo_matrix.py.
 """

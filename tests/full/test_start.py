@@ -1,6 +1,6 @@
 """What happens before the first step: defaults, the evaluation, five lines.
 
-And the line that a run says where it has nothing to learn from; and a model that starts in parts.
+And the line that a run says where it has nothing to learn from.
 """
 
 import json
@@ -10,25 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import LOOKUP, shortened
-from plan_training import read_cases
-from oracles import LiveBytes
-from test_ranks import ranks, read_metrics
+from conftest import LOOKUP
+from test_ranks import read_metrics
 from test_run import SAVING, TINY, good
 
 from full.api import run
 from full.audit.audit import audited
-from full.learn.trainer import first_weights
-from full.model.hf import load_hf, save_hf
-from full.model.parallelize import materialise, parallelize
-from full.model.transformer import Transformer
-from full.ranks.places import full, local
-from full.ranks.plans import Grid, Plan
 from full.run.config import Config, _flag
 from full.run.flags import parse_config
 from full.run.run import lost_to_rounding
-from full.tiny import tiny
 
 FLAGS = f"{SAVING} 2 --task {LOOKUP!r} --size 2"
 # Code is never imported from what a run stored, so the task is given again.
@@ -129,69 +119,3 @@ def test_a_run_whose_rollouts_are_cut_off_warns_once_and_shows_it(tmp_path):
     assert lines[0].split()[:5] == ["step", "reward", "solved", "eval", "truncated"]
     shown = {int(line.split()[0]): line.split()[-6] for line in lines[1:]}
     assert shown == {step: f"{shares[step]:.3g}" for step in shown} and len(shown) == 3
-
-
-# A model that starts in parts -------------------------------------------------------------------
-
-CASES = read_cases("""
-    t2 qwen3, t2 llama, t2 gemma3_text, d2 qwen3 fsdp, d2 qwen3 fsdp offload, d2 qwen2 zero1,
-    p2 qwen3, p2 gemma3_text zbv, d2e2 qwen3_moe, d4 qwen3 fsdp, d4e4 qwen3_moe, d2t2 qwen3 fsdp,
-    d2p2 qwen3_moe fsdp
-""")
-# Wide enough that a part is more than one tensor; the vocabulary is the largest.
-SHAPE = dict(vocab_size=512, hidden_size=64, num_hidden_layers=4, initializer_range=0.1)
-FAMILIES = {
-    "qwen3_moe": dict(num_experts=8),
-    "llama": dict(qkv_bias=True, o_bias=True, mlp_bias=True),
-    "gemma3_text": dict(layer_types=["sliding_attention", "full_attention"] * 2),
-}
-
-
-def shape_of(family):
-    return tiny(family, **SHAPE, **FAMILIES.get(family, {}))
-
-
-def _start(rank, name, directory):
-    """Bytes of a rank's part of the weights, the most that were live, of the largest tensor; the
-    largest difference from the whole model's weights, drawn and loaded."""
-    text, family, options = CASES[name]
-    shape, plan = shape_of(family), Plan.parse(text)
-    truth = Transformer(shape).double().init_weights(3)
-    if rank == 0:
-        save_hf(truth, directory)
-    dist.barrier()
-
-    @torch.no_grad()
-    def apart(model):
-        places = model.part.places
-        return max((full(p, places[name]) - truth.get_parameter(name)).abs().max().item()
-                   for name, p in model.named_parameters())  # fmt: skip
-
-    grid = Grid(plan)
-    with LiveBytes() as counted:
-        with torch.device("meta"):
-            model = Transformer(shape).double()
-        model = parallelize(model, plan, device_mesh=grid, **options)
-        materialise(model)
-        first_weights(model, "", 3)
-    found = [apart(model)]
-
-    own = [local(p.detach()) for p in model.parameters()]
-    for p in own:
-        p.fill_(7.0)
-    load_hf(directory, model=model)
-    largest = max(p.numel() * 8 for p in truth.parameters())
-    return sum(p.numel() * 8 for p in own), counted.peak, largest, [*found, apart(model)]
-
-
-@pytest.mark.parametrize("name", shortened(CASES, "d2 qwen3 fsdp", "p2 gemma3_text zbv"))
-def test_a_rank_holds_its_part_and_the_weights_are_those_of_one_process(tmp_path, name):
-    """The bytes of its live tensors are counted, not the process's."""
-    text, family, _ = CASES[name]
-    world = Plan.parse(text).world
-    for part, most, largest, apart in ranks(tmp_path, world, _start, name, tmp_path / "hf"):
-        assert apart == [0.0, 0.0]
-        assert part <= most <= 1.1 * (part + largest)
-    # That fewer bytes than the whole were counted is of use only where a part is less than it.
-    whole = sum(p.numel() * 8 for p in Transformer(shape_of(family)).parameters())
-    assert part < 0.7 * whole or name == "d2 qwen2 zero1" or "e" in text

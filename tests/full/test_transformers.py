@@ -400,6 +400,36 @@ FIELDS = dict(
 )  # fmt: skip
 
 
+def in_our_words(family, theirs):
+    """The fields of `models.read_config`, of transformers' configuration."""
+    L, heads = theirs.num_hidden_layers, theirs.num_attention_heads
+    has_types = theirs.model_type in ("ministral", "qwen2", "qwen3", "gemma3_text")
+    window = None if family == "llama" else theirs.sliding_window
+    types = theirs.layer_types if has_types else [SLIDING if window else FULL] * L
+    bias = {"mistral": False, "qwen2": True}.get(family, getattr(theirs, "attention_bias", False))
+    found = {name: getattr(theirs, name) for name in models.SIZES}
+    found |= dict(
+        head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // heads,
+        rms_norm_eps=theirs.rms_norm_eps, tie_word_embeddings=theirs.tie_word_embeddings,
+        layer_types=tuple(types), qkv_bias=bias, o_bias=bias and family != "qwen2",
+        mlp_bias=family == "llama" and theirs.mlp_bias)  # fmt: skip
+    ropes = theirs.rope_parameters
+    ropes = {kind: ropes[kind] if family == "gemma3_text" else ropes for kind in types}
+    found["thetas"] = {kind: rope["rope_theta"] for kind, rope in ropes.items()}
+    if SLIDING in types:
+        found["sliding_window"] = window
+    if family == "gemma3_text":
+        return found | dict(hidden_act=theirs.hidden_activation,
+                            query_pre_attn_scalar=theirs.query_pre_attn_scalar)  # fmt: skip
+    if family == "qwen3_moe":
+        found |= {name: getattr(theirs, name) for name in (
+            "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")}
+        step, dense = theirs.decoder_sparse_step, theirs.mlp_only_layers
+        layers = [n for n in range(L) if n not in dense and (n + 1) % step == 0]
+        found["sparse_layers"] = tuple(layers)
+    return found | dict(hidden_act=theirs.hidden_act)
+
+
 def tried(call, *args):
     """The result of a call, or None if transformers cannot have it."""
     with contextlib.suppress(Exception):
@@ -411,6 +441,26 @@ def read_by_both(directory, raw):
     (directory / "config.json").write_text(json.dumps(raw))
     theirs = tried(transformers.AutoConfig.from_pretrained, directory)
     return theirs, tried(models.read_config, directory)
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_each_field_and_each_default_is_transformers(tmp_path, family):
+    """Without each field, with another value of it, and without any."""
+    all_given = {name: given for name, (given, _) in FIELDS.items()} | {"model_type": family}
+    cases = [{"model_type": family}, all_given]
+    for name in FIELDS:
+        cases += [{x: y for x, y in all_given.items() if x != name},
+                  all_given | {name: FIELDS[name][1]}]  # fmt: skip
+    read = 0
+    for raw in cases:
+        theirs, ours = read_by_both(tmp_path, raw)
+        if theirs is not None and ours is not None:  # what is refused by name: test_load.py
+            fields = vars(ours) | {"thetas": {
+                kind: rope["rope_theta"] for kind, rope in ours.rope_parameters.items()}}
+            true = in_our_words(family, theirs)
+            assert {name: fields[name] for name in true} == true
+            read += 1
+    assert read > 0.8 * len(cases)
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
