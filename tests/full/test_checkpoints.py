@@ -27,6 +27,7 @@ from full.model.logprobs import token_logprobs
 from full.model.parallelize import parallelize
 from full.model.transformer import Critic, Transformer
 from full.model.parallelize import gather_weights
+from full.ranks.joining import on_all_ranks
 from full.ranks.places import full, local
 from full.ranks.plans import Grid, Plan
 from full.run.directory import read_json_lines
@@ -268,6 +269,21 @@ def test_what_one_rank_finds_all_ranks_raise(tmp_path):
     assert missing.startswith(f"no {folder / 'nothing'}")
     assert unwritten.startswith(f"cannot write {folder / 'model-00001-of-'}")
     assert "got []" in complaint_of(load_hf, folder)  # neither the old weights nor new ones
+
+
+def _found_in_a_group(rank):
+    """What each rank says of what rank 2 finds, in a group without rank 0."""
+    group = dist.new_group([1, 2])
+
+    def find():
+        if rank == 2:
+            raise ValueError("found by rank 2")
+
+    return rank and complaint_of(on_all_ranks, find, group)
+
+
+def test_what_a_rank_of_a_group_finds_its_group_raises(tmp_path):
+    assert ranks(tmp_path, 3, _found_in_a_group) == [0, *["found by rank 2"] * 2]
 
 
 @contextlib.contextmanager
