@@ -181,7 +181,7 @@ def _bf16_errors(rank):
     """{plan: squared errors of gradients in bfloat16: under the plan, and on one process}."""
     found, whole = {}, batch(is_packed=False)
     cases = read_cases("d2 dense fsdp, t2 dense, t2 deep, t2 bias, t2 tied, c2 dense, p2 deep, "
-                       "d2e2 moe")
+                       "d2e2 moe alone")
     for text, kind, options in cases.values():
         model = build(kind, torch.bfloat16)
         gradients = []
