@@ -118,7 +118,8 @@ STEPS = {  # settings that between them reach every line of conformance/definiti
         objective="cispo", cispo_bound=1.001, aggregation="constant",
         proximal=True, importance_cap=1.0, minibatches=2),
     "gae, KL in the reward": dict(
-        advantage="gae", kl_coef=0.1, kl_in="reward", kl="k1", minibatches=2, lr_decay="cosine"),
+        advantage="gae", kl_coef=0.1, kl_in="reward", kl="k1", minibatches=2, lr_decay="cosine",
+        overlong_buffer=3, max_new_tokens=8),
     "gae, the critic's rate, 2 updates": dict(
         advantage="gae", critic_lr=0.02, minibatches=2, weight_decay=0.1,
         kl_coef=0.1),
