@@ -74,7 +74,7 @@ def loss(model, batch):
 
 def rank_loss(model, batch):
     plan, grid = model.part.plan, model.part.grid
-    sequences, masks = (x[grid.dp_rank :: plan.dp] for x in batch)
+    sequences, masks = (x[grid.group["d"].rank() :: plan.dp] for x in batch)
     count = sum(map(sum, batch[1]))
     batches = PackedBatches(model, attention=attention, indices=indices, micro_tokens=12)
 

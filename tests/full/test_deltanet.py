@@ -1,7 +1,7 @@
-"""Gated DeltaNet: chunks are the recurrence, a model its definition, a run is audited.
+"""Gated DeltaNet: chunks are the recurrence, and a run is audited.
 
-test_transformers.py holds logits, gradients, files and decoding to transformers, test_models.py and
-test_decoding.py the cache: any series of prompts, tokens, forks and rows that come and go.
+test_families.py holds a model to its definition, test_transformers.py logits, gradients, files and
+decoding to transformers, test_decoding.py the cache: turns, forks and rows that come and go.
 """
 
 import copy

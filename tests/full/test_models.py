@@ -1,11 +1,9 @@
 """Models against their definition and against plain torch. Families: test_families.py."""
 
-import copy
 
 import numpy as np
 import pytest
 import torch
-from conftest import slow
 from oracles import Watch, worst
 
 from check_models import relative_error as relative
@@ -95,73 +93,6 @@ def test_each_row_must_have_a_real_token():
             forward_with_cache(model, cache, tokens, counts)
     logits = forward_with_cache(model, cache, tokens, [2, 1])  # nothing has changed
     assert relative(logits, full_forward(model, [[1, 2, 4, 5], [3, 6]])) < 1e-12
-
-
-class Rows:
-    """Random tokens for the rows of a cache, which are compared with full forwards."""
-
-    def __init__(self, seed, dtype):
-        kinds = "qwen3", "mistral", "gemma3_text", "qwen2", "qwen3_5_text"
-        self.kind, self.ragged = kinds[seed % 5], seed % 3
-        self.model, self.generator = model_of(self.kind, dtype=dtype), seeded(seed)
-        self.exact = None if dtype == torch.float64 else copy.deepcopy(self.model).double()
-        self.squares = np.zeros(2)
-        self.cache, self.held = KVCache(capacity=seed % 5), KVCache()
-        self.tokens, self.longest = [], 0
-
-    def draw(self, high, size=(), low=0):
-        return torch.randint(low, high, size, generator=self.generator).tolist()
-
-    def begin(self, longest, share):
-        """Let rows of two new prompts enter, which share their keys or have copies of them."""
-        lengths = self.draw(longest, (2,), low=1) if self.ragged else [longest] * 2
-        prompts = [self.draw(53, (n,)) for n in lengths]
-        fresh, _ = prefill(self.model, prompts)
-        origins = [0, 0, 1, 1] if self.kind == "qwen3" else self.draw(2, (4,))
-        self.tokens += [prompts[r] for r in origins]
-        if not share:
-            return self.cache.begin(fresh, origins)
-        first = len(self.held.lengths)
-        self.held.begin(fresh, [0, 1])
-        self.cache.begin(self.held, [first + r for r in origins], share=True)
-
-    def feed(self, most):
-        rows, S = len(self.tokens), self.draw(most + 1, low=1)
-        counts = self.draw(S + 1, (rows,), low=1) if self.ragged else [S] * rows
-        fed = self.draw(53, (rows, S))
-        logits = forward_with_cache(self.model, self.cache, torch.tensor(fed), counts)
-        self.tokens = [row + new[:c] for row, new, c in zip(self.tokens, fed, counts)]
-        plain = full_forward(self.model, self.tokens)
-        truth = full_forward(self.exact, self.tokens) if self.exact else plain
-        self.squares += [worst(x, truth) ** 2 for x in (logits, plain)]
-        assert self.cache.lengths == [len(row) for row in self.tokens]
-        self.longest = max(self.longest, *self.cache.lengths)
-
-    def select(self, most):
-        keep = self.draw(len(self.tokens), (self.draw(most + 1, low=1),))
-        self.cache.select(keep)
-        self.tokens = [self.tokens[b] for b in keep]
-
-
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("seed, dtype", [
-    *((n, torch.float64) for n in range(5)), *((n, torch.bfloat16) for n in (0, 4)),
-    *slow(*((n, torch.float64) for n in range(5, 10)), *((n, torch.bfloat16) for n in (1, 2, 3)))
-])  # fmt: skip
-def test_any_series_of_prompts_chunks_and_selections_equals_the_full_forward(seed, dtype, share):
-    """In bfloat16 it is as good as the full forward."""
-    rows = Rows(seed, dtype)
-    for _ in range(6):  # long enough for stores to grow
-        rows.begin(70 if share else 50, share)
-        rows.feed(3 if share else 25)
-        rows.select(4)  # rows of unequal lengths are repeated, dropped and reordered
-        rows.feed(1)
-    ours, plain = rows.squares**0.5
-    assert ours < 1e-12 if dtype == torch.float64 else ours < 1.5 * plain
-    assert rows.longest > 49
-    for layer, window in rows.cache.window_of.items() if share else ():
-        if window is None:  # rows hold what follows their prompts, and room for 32 tokens more
-            assert rows.cache.layers[layer].shape[3] <= 6 * (3 + 1) + 32
 
 
 def test_bfloat16_shared_prompts_are_as_exact_as_copies():

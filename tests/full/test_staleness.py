@@ -7,6 +7,7 @@ import dataclasses
 import shutil
 
 import pytest
+from test_ranks import read_metrics
 from test_run import GET, _main, at, cli, good
 
 from full.audit.audit import audited
@@ -29,6 +30,9 @@ def test_the_audit_takes_the_weights_of_the_schedule(process_group, finished, tm
     run = shutil.copytree(finished, tmp_path / "run")
     for n in (1, 3):
         shutil.rmtree(run / f"step-{n:08d}")
+    lines = read_metrics(run)
+    for name in ("policy/age_mean", "policy/age_max", "policy_age/update_mean"):
+        assert [line[name] for line in lines] == [0, 1, 2, 2, 2]
     report = audited(run, 4)
     assert report.wrong is None
     keys = {row.key for row in report.rows}

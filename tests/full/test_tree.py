@@ -551,6 +551,11 @@ def test_a_path_in_chunks_makes_two_kernel_calls_a_chunk_and_layer(monkeypatch):
     # The backward cuts a triangle of 256 into one of 128, a square and another triangle.
     assert len(watch.calls(f"{FLASH}_backward")) == layers * (3 + 3 * 4)
 
+    # With all graphs kept, a chunk joins its only child: the path is one call.
+    with Watch() as watch:
+        tree_backward(model, path, example_loss, max_tokens=256)
+    assert len(watch.calls(FLASH)) == layers
+
 
 @quick
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
