@@ -68,11 +68,6 @@ class Saved(NamedTuple):
     out: torch.Tensor  # of these queries over all keys, wherever the keys are
     lse: torch.Tensor  # likewise, in float32 or better
 
-    def of_tile(self, rows, columns):
-        """Return the tensors of a tile, whose queries are `rows` and whose keys are `columns`."""
-        q, k, v, out, lse = self
-        return Saved(q[rows], k[columns], v[columns], out[rows], lse[rows])
-
 
 def tile_backward(saved, dout_bHiD, dlse_bHi, visible, scale):
     """Compute the parts dq_bHiD, dk_bGjD, dv_bGjD of one tile by the formulas, equation (3).
@@ -147,15 +142,15 @@ def backward_tiles(saved, dout, dlse, mask, scale, before=None, /):
     # Torch's kernels know no gradient of lse. Where one arrives, the formulas compute every tile.
     fuses = dlse is None and can_fuse(saved.q)
     wide = torch.promote_types(saved.q.dtype, torch.float32)
+    lse = saved.lse
     q, k, v, out, dout = ready_for_tiles(fuses, *saved[:4], dout)
-    saved = Saved(q, k, v, out, saved.lse)
 
     # The sums are float32 or better, whatever the dtype of a tile is.
     dq_BHqD = torch.zeros_like(q, dtype=wide) if before is None else before
     dk_BGkD = torch.zeros_like(k, dtype=wide)
     dv_BGkD = torch.zeros_like(v, dtype=wide)
     for rows, columns, seen, is_causal, is_fused in iterate_tiles("backward", mask, fuses, q):
-        tile = saved.of_tile(rows, columns)
+        tile = Saved(q[rows], k[columns], v[columns], out[rows], lse[rows])
         if is_fused:
             dq, dk, dv = flash_backward(tile, dout[rows], seen, is_causal, scale)
         else:
@@ -300,16 +295,15 @@ def checked_scale(q, k, v, mask, scale, size=None):
     # A product over other batches or head sizes would broadcast. Torch's kernels and the equations
     # differ only in rounding for these head sizes and dtypes.
     fits = q.ndim == k.ndim == 4 and k.shape == v.shape and k.shape[::3] == q.shape[::3]
+    fits = fits and q.dtype in DTYPES and len({(x.dtype, x.device) for x in (q, k, v)}) == 1
     if fits:
         (_, H, _, D), G = q.shape, k.shape[1]
         fits = 1 <= D <= 512 and 1 <= G <= H and H % G == 0
     if not fits:
         raise ValueError(
-            "expected q (B, H, q, D) and k, v (B, G, k, D): k and v of one shape, with q's batch "
-            "and head size, which is 1 to 512, and query heads in a multiple of key heads, got "
-            + got)  # fmt: skip
-    if q.dtype not in DTYPES or len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
-        raise ValueError(f"expected q, k, v on one device, in one dtype of {DTYPES}, got {got}")
+            "expected q (B, H, q, D) and k, v (B, G, k, D) on one device, in one dtype of float64, "
+            "float32, bfloat16 or float16: k and v of one shape, with q's batch and head size, "
+            f"which is 1 to 512, and query heads in a multiple of key heads, got {got}")
 
     # A mask of another length would be read at the wrong tokens, without any error.
     size = size or (q.shape[2], k.shape[2])

@@ -35,7 +35,7 @@ from full.attention.attend import (
 from full.attention.masks import ALL, Mask
 from full.ranks.joining import all_gather_objects, errors_on_all_ranks
 from parallel import Communicate, all_gather, reduce_scatter
-from ring_attention import AllToAll, shift, traveling_blocks
+from ring_attention import AllToAll, shift, traveling_blocks, zigzag_chunks
 
 METHODS = ("ring", "allgather", "ulysses")  # how keys reach queries
 
@@ -84,14 +84,17 @@ def indices(length, rank, world):
 
     # 7 tokens, 2 ranks: the edges 0 1 3 5 7 of 4 chunks. Rank 0 holds 0 and 5 6.
     edges = [c * length // (2 * world) for c in range(2 * world + 1)]
-    chunks = rank, 2 * world - 1 - rank
+    chunks = zigzag_chunks(rank, world)
     return torch.cat([torch.arange(edges[c], edges[c + 1]) for c in chunks])
 
 
 class Shards:
-    """Who holds which of `length` tokens; every rank derives the same."""
+    """Who holds which of `length` tokens; every rank derives the same.
 
-    def __init__(self, ring, length):
+    With a mask, also this rank's part of it: made once per mask, for all layers and steps.
+    """
+
+    def __init__(self, ring, length, mask=None):
         # Messages have equal shapes, and gloo wants one token at least. So shards travel padded to
         # the longest one, and each token has a slot. 5 tokens, 2 ranks: the shards 0 4 and 1 2 3
         # arrive as 0 4 . 1 2 3, so the tokens 0 to 4 are in the slots 0 3 4 5 1.
@@ -101,6 +104,11 @@ class Shards:
         self.longest = max(1, *map(len, self.of_ranks))
         slots = [rank * self.longest + torch.arange(len(x)) for rank, x in enumerate(self.of_ranks)]
         self.slot_S = torch.cat(slots)[torch.argsort(torch.cat(self.of_ranks))]
+        if mask is not None:
+            own = self.own.numpy()
+            self.rows = mask.slice(own, ALL)  # our queries against all keys
+            self.blocks = [self.rows.slice(ALL, x.numpy()) for x in self.of_ranks]
+            self.padding = self.rows.padding_tokens()[0], mask.slice(ALL, own).padding_tokens()[1]
 
     def padded(self, x, dim):
         """Return x with as many tokens along dim as the longest shard has."""
@@ -121,17 +129,6 @@ class Shards:
         return x_BHXD[:, :, : len(self.own)]
 
 
-class MaskedShards(Shards):
-    """`Shards`, and this rank's part of a mask: made once per mask, for all layers and steps."""
-
-    def __init__(self, ring, mask):
-        super().__init__(ring, mask.shape[2])
-        own = self.own.numpy()
-        self.rows = mask.slice(own, ALL)  # our queries against all keys
-        self.blocks = [self.rows.slice(ALL, x.numpy()) for x in self.of_ranks]
-        self.padding = self.rows.padding_tokens()[0], mask.slice(ALL, own).padding_tokens()[1]
-
-
 def masked_blocks(k_BGsD, v_BGsD, shards):
     """Yield (k_BGkD, v_BGkD, mask of our queries and these keys) of every rank, a hop each."""
     # COMM: as in `RingAttention`, the next block travels while this one is computed. Pinned by
@@ -145,7 +142,7 @@ def masked_blocks(k_BGsD, v_BGsD, shards):
 def ring_forward(q_BHsD, k_BGsD, v_BGsD, shards, scale, /):
     """Compute out_BHsD and lse_BHs of this rank's queries over the keys of all ranks.
 
-    q, k, v: of this rank's tokens. shards: MaskedShards. The results are float32 or better.
+    q, k, v: of this rank's tokens. shards: Shards of a mask. The results are float32 or better.
     """
     so_far = None
     for k_BGkD, v_BGkD, mask in masked_blocks(k_BGsD, v_BGsD, shards):
@@ -219,7 +216,7 @@ def ring_attention(q, k, v, /, *, group=None, mask=None, method="ring", scale=No
         require_equal_calls(ring, q, k, v, mask, method, scale)
     scale = checked_call(ring, q, k, v, mask, method, scale)
     if ring not in mask.cache:
-        mask.cache[ring] = MaskedShards(ring, mask)
+        mask.cache[ring] = Shards(ring, mask.shape[2], mask)
     shards = mask.cache[ring]
     if debug:
         q, k, v = _RequireFinite.apply(ring, debug, ["q", "k", "v"], q, k, v)

@@ -133,9 +133,8 @@ def test_a_slice_keeps_the_meaning(seed):
         assert torch.equal(twice.dense(), whole[:, :, [2, 5, 11]][..., 5:9])
 
 
-def test_doc_ids_win_over_position_ids_with_a_warning():
-    with pytest.warns(UserWarning, match="doc_ids decide"):
-        mask = Mask.documents(doc_ids=[0, 0, 1, 1], position_ids=[0, 5, 6, 7], window=3)
+def test_doc_ids_win_over_position_ids():
+    mask = Mask.documents(doc_ids=[0, 0, 1, 1], position_ids=[0, 5, 6, 7], window=3)
     seen = [(0, 0), (1, 1), (2, 2), (3, 2), (3, 3)]  # 1 does not see 0: 5 positions apart
     assert mask.dense()[0, 0].nonzero().tolist() == [list(pair) for pair in seen]
 

@@ -481,7 +481,7 @@ CALLS = {  # a call, and what its ValueError says
     "Mask(torch.zeros(1, 1, 2), [2, 2])": r"\(B, S\) or \(S,\)",
     "Mask([0, 0], [2, 2], window=0)": "at least 1 as a window, got 0",
     "Mask.causal(4).with_window(2.5)": "got 2.5", "Mask.causal(4, window=True)": "got True",
-    "Mask.documents()": "got neither",
+    "Mask.documents()": "integers as a mask.s position_ids, got object",
     "Mask.documents(doc_ids=[0, 1, 0])": "row 0: a document continues after another",
     "Mask.blocks([[0, 0], [1, 0]])": "row 1: block numbers decrease",
     "Mask.tree([1, 1])": "subtree_end", "Mask.tree([3, 2])": "subtree_end",
