@@ -117,7 +117,11 @@ def parallelize(model, plan, *, device_mesh, attention=None, **options):
     # The order matters. What is computed again includes the messages inside a layer. FSDP is last,
     # because it cuts what the others have left.
     if ac in ("full", "op"):
-        checkpoint_layers(model.model.layers, ac, plan)
+        again = dict(use_reentrant=False)
+        if ac == "op":
+            again["context_fn"] = functools.partial(keep_products_and_messages, plan)
+        for layer in model.model.layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, **again)
     if compiles:
         how = "inductor" if budget is None else functools.partial(compile_within, budget)
         for layer in model.model.layers:
@@ -290,15 +294,6 @@ KEPT = {"mm", "bmm", "addmm", "_grouped_mm", "_scaled_dot_product_flash_attentio
         "_scaled_dot_product_cudnn_attention"}  # fmt: skip
 
 KEPT_MESSAGES = {"allreduce_", "allgather_", "reduce_scatter_", "alltoall_base_"}
-
-
-def checkpoint_layers(layers, ac, plan) -> None:
-    """Let the backward compute layers again, see `ac` of `parallelize`. No name changes."""
-    options = dict(use_reentrant=False)
-    if ac == "op":
-        options["context_fn"] = functools.partial(keep_products_and_messages, plan)
-    for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
 
 def keep_products_and_messages(plan):
