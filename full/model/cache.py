@@ -315,16 +315,11 @@ def forward_with_cache(model, cache, tokens_BS, /, counts=None):
     """Feed the next tokens of each row, and return the logits (B, V) after each row's last one.
 
     tokens_BS: int64, (B, S), padded on the right.
-    counts: list of int. How many tokens of each row are real. Default: S.
-
-    ValueError unless each row has a real token.
+    counts: list of int. How many tokens of each row are real, at least one. Default: S.
     """
     B, S = tokens_BS.shape
-    counts = [S] * B if counts is None else [int(count) for count in counts]
-    if len(counts) != B or not all(0 < count <= S for count in counts):
-        raise ValueError(f"counts: expected {B} numbers in 1..{S}, got {counts}")
-    cache.counts = counts
-    return models.forward_with_cache(model, cache, tokens_BS, counts)
+    cache.counts = counts or [S] * B
+    return models.forward_with_cache(model, cache, tokens_BS, cache.counts)
 
 
 def cache_of(model):

@@ -87,16 +87,6 @@ def full_forward(model, rows):
     return torch.stack([model(torch.tensor([row]))[0, -1] for row in rows]).detach()
 
 
-def test_each_row_must_have_a_real_token():
-    model, (cache, _) = model_of(), prefill(model_of(), [[1, 2], [3]])
-    tokens = torch.tensor([[4, 5], [6, 7]])
-    for counts in ([1, 0], [0, 0], [-1, 1], [1, 3], [1], [1, 1, 1]):
-        with pytest.raises(ValueError, match=r"counts: expected 2 numbers in 1\.\.2, got \["):
-            forward_with_cache(model, cache, tokens, counts)
-    logits = forward_with_cache(model, cache, tokens, [2, 1])  # nothing has changed
-    assert relative(logits, full_forward(model, [[1, 2, 4, 5], [3, 6]])) < 1e-12
-
-
 class Rows:
     """Random tokens for the rows of a cache, which are compared with full forwards."""
 
