@@ -320,7 +320,7 @@ def forward_with_cache(model, cache, tokens_BS, /, counts=None):
     ValueError unless each row has a real token.
     """
     B, S = tokens_BS.shape
-    counts = [S] * B if counts is None else [int(count) for count in counts]
+    counts = [S] * B if counts is None else counts
     if len(counts) != B or not all(0 < count <= S for count in counts):
         raise ValueError(f"counts: expected {B} numbers in 1..{S}, got {counts}")
     cache.counts = counts

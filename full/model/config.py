@@ -1,8 +1,8 @@
 """Reads the shape of a model from a config.json, writes it back, and refuses what makes no model.
 
-To add a family, write a row of FAMILIES, and its rules into
-`config_from`. A difference that no field of ModelConfig can say needs a field, an equation and a
-line in `models.Definition` or `hf.full_definition`.
+To add a family, write a row of FAMILIES, and its rules into `config_from`. A difference that no
+field of ModelConfig can say needs a field, an equation and a line in `models.Definition` or
+`hf.full_definition`.
 
 Equation (5) is in models.py, (11) in experts.py.
 
