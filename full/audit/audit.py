@@ -189,12 +189,16 @@ class Audit:
             self.pairs[CRITIC] = self.models.critic(self.kinds[CRITIC][0]["before"])
             read(self.pairs[CRITIC], rows, "values", of=-1)
 
-        read(self.models.reference(), rows, "ref_logprobs")
+        # A reward's KL is against recorded log-probs. The loss compares two forwards, whose errors
+        # add up or cancel out: half of the tokens have each.
+        half = step_models.half
+        read(self.models.reference(), rows, "ref_logprobs",
+             mirrored=half if config.kl_in == "loss" else lambda place: False)  # fmt: skip
         read(self.models.teacher(), rows, "teacher_logprobs")
         own = len(self.batches[0]) if config.first_is_its_own_old else 0
         later = [row[own:] for row in rows]
         if config.proximal:
-            read(first, later, "old_logprobs")
+            read(first, later, "old_logprobs", mirrored=half)
         for s in itertools.chain(*later) if not config.proximal else ():
             s.old_logprobs = s.sampler_logprobs
         for r, *both in zip(self.trained, *rows):
