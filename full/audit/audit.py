@@ -26,7 +26,6 @@ from conformance import checks
 from conformance import definition as D
 from conformance.computed import EXACT, LEAST, METRICS, TINY, Row, Step
 from conformance.mistakes import updates_explained
-from conformance.sequences import nudge
 from full.audit import models as step_models
 from full.audit.replay import (
     RunFiles, groups_played, mean, minibatches, replay, rollout_metrics, settings,
@@ -85,8 +84,7 @@ class Audit:
         numbers = numbers | dict(settings=self.given | dict(compute_dtype=""))
         coarse = numbers | dict(settings=self.given | dict(compute_dtype=dtype))
         twin = Step(rows[1], kinds[1], numbers, models[1], precision=getattr(torch, dtype))
-        if dtype == "float64":
-            nudge(twin.named.values())
+        twin.is_nudged = dtype == "float64"
         step = Step(rows[0], kinds[0], coarse, models[0], dtype=getattr(torch, dtype), twin=twin)
         for x in (step, twin):
             x.make, x.most_tokens = self.models.new_kind, self.models.most_tokens
