@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from conformance import command
 from conformance import definition as D
 from conformance.sequences import (
-    Gradient, alternating, definition, denominator, furthest, lists_of, own_name, score, terms_of,
-    together, trim_memory,
+    Gradient, alternating, definition, denominator, furthest, lists_of, nudge, own_name, score,
+    terms_of, together, trim_memory,
 )  # fmt: skip
 
 DEFAULTS = D.DEFAULTS | dict(
@@ -119,6 +119,7 @@ class Step:
     make = dict
     most_tokens = 0
     updates = 1  # since weights were recorded: each rounds the weights once more
+    is_nudged = False  # the twin of a float64 trainer
     noise = 0.0  # of a gradient that AdamW's moment shows, relative
 
     def __init__(self, sequences, kinds, numbers, model, *, dtype=torch.float64,
@@ -140,17 +141,17 @@ class Step:
         dtypes = [dtype, *filter(None, [coarse])]
         self.stored = {n: p.dtype for n, p in self.named.items()}
         for name in weights:
-            x = weights[name]
-            own[name].data.copy_(x.to(coarse or x.dtype))
-            self.stored[name] = x.dtype
-            dtypes.append(x.dtype)
+            self.stored[name] = weights[name].dtype
+            dtypes.append(self.stored[name])
         for p in self.named.values():
             p.grad = None
             p.grad_dtype = torch.promote_types(p.dtype, torch.float32)  # sequences add up in it
+        self.is_lent = bool(weights)  # the weights are also elsewhere
         self.kinds.setdefault("before", {n: p.detach() for n, p in self.named.items()})
 
         self.dtype = max(dtypes, key=lambda x: torch.finfo(x).eps)
-        self.sizes = {n: p.numel() for n, p in self.named.items()}
+        self.shapes = {n: self.kinds["before"][n].shape for n in self.named}
+        self.sizes = {n: shape.numel() for n, shape in self.shapes.items()}
         self.is_small = precision == torch.float64 and SMALL >= sum(self.sizes.values()) * sum(
             len(s.tokens) for s in sequences)  # fmt: skip
         self.ranks = max((s.rank for s in sequences), default=0) + 1
@@ -164,6 +165,24 @@ class Step:
         self.floors = {}  # quantity: its floor, relative, if it is not `floor`
         self.measured = {}  # quantity: a Row
         self.gradient = self.recorded_gradient()
+        self.empty()
+
+    def fill(self):
+        """Put the weights before the step into the model."""
+        if not self.is_lent:
+            return
+        coarse = getattr(torch, self.c.compute_dtype) if self.c.compute_dtype else None
+        for name, p in self.named.items():
+            x = self.kinds["before"][name]
+            p.data = x.to(coarse or x.dtype).to(p.dtype, copy=True)
+        if self.is_nudged:
+            nudge(self.named.values())
+
+    def empty(self):
+        """Take the weights of a large model out of memory, until they are needed again."""
+        for p in self.named.values() if self.is_lent and not self.is_small else ():
+            p.data = p.data.new_empty(0)
+        trim_memory()
 
     @classmethod
     def read(cls, directory, model, given=None):
@@ -188,7 +207,7 @@ class Step:
         """Return a recorded tensor in float64. Moments that were not recorded are zeros."""
         if kind in self.kinds:
             return self.kinds[kind][name].double()
-        return torch.zeros_like(self.named[name], dtype=torch.float64)
+        return torch.zeros(self.shapes[name], dtype=torch.float64)
 
     def can_update(self):
         optimizer = self.numbers.get("optimizer")
@@ -233,10 +252,12 @@ class Step:
         Graphs are kept if the model is small.
         """
         self.graph = {}
+        self.fill()
         with torch.set_grad_enabled(self.is_small):
             for part in together(self.sequences, self.most_tokens):
                 graph = self.score(part, temperature, model)
                 self.graph |= graph if self.is_small else {}
+        self.empty()
         return [s.lp for s in self.sequences]
 
     def solve(self, plan=None):
@@ -250,6 +271,8 @@ class Step:
             plan = plan or [(1.0, self.c, self.sequences)]
         loss, slopes = self.add_up(plan or [])
         trim_memory()
+        if not self.is_small:
+            self.fill()
         for part in together(self.sequences, self.most_tokens):
             graph = {s.place: self.graph[s.place] for s in part} if self.is_small else (
                 self.score(part, T))  # fmt: skip
@@ -264,7 +287,7 @@ class Step:
         for n, p in self.named.items():
             parts[n] = torch.zeros_like(p.detach()) if p.grad is None else p.grad
             p.grad = None
-        trim_memory()
+        self.empty()
         return loss, Gradient(self.named, parts.__getitem__)
 
     def add_up(self, plan, Z=None):

@@ -26,7 +26,6 @@ from conformance import checks
 from conformance import definition as D
 from conformance.computed import EXACT, LEAST, METRICS, TINY, Row, Step
 from conformance.mistakes import updates_explained
-from conformance.sequences import nudge
 from full.audit import models as step_models
 from full.audit.replay import (
     RunFiles, groups_played, mean, minibatches, replay, rollout_metrics, settings,
@@ -85,8 +84,7 @@ class Audit:
         numbers = numbers | dict(settings=self.given | dict(compute_dtype=""))
         coarse = numbers | dict(settings=self.given | dict(compute_dtype=dtype))
         twin = Step(rows[1], kinds[1], numbers, models[1], precision=getattr(torch, dtype))
-        if dtype == "float64":
-            nudge(twin.named.values())
+        twin.is_nudged = dtype == "float64"
         step = Step(rows[0], kinds[0], coarse, models[0], dtype=getattr(torch, dtype), twin=twin)
         for x in (step, twin):
             x.make, x.most_tokens = self.models.new_kind, self.models.most_tokens
@@ -189,12 +187,16 @@ class Audit:
             self.pairs[CRITIC] = self.models.critic(self.kinds[CRITIC][0]["before"])
             read(self.pairs[CRITIC], rows, "values", of=-1)
 
-        read(self.models.reference(), rows, "ref_logprobs")
+        # A reward's KL is against recorded log-probs. The loss compares two forwards, whose errors
+        # add up or cancel out: half of the tokens have each.
+        half = step_models.half
+        read(self.models.reference(), rows, "ref_logprobs",
+             mirrored=half if config.kl_in == "loss" else lambda place: False)  # fmt: skip
         read(self.models.teacher(), rows, "teacher_logprobs")
         own = len(self.batches[0]) if config.first_minibatch_uses_current_logprobs else 0
         later = [row[own:] for row in rows]
         if config.proximal:
-            read(first, later, "old_logprobs")
+            read(first, later, "old_logprobs", mirrored=half)
         for s in itertools.chain(*later) if not config.proximal else ():
             s.old_logprobs = s.sampler_logprobs
         for r, *both in zip(self.trained, *rows):

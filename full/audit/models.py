@@ -240,25 +240,29 @@ class Models:
 # What models say of whole rollouts ----------------------------------------------------------------
 
 
+def half(place) -> bool:
+    """Choose half of the places, in no order that tokens have."""
+    return place.bit_count() % 2 == 1
+
+
 @torch.no_grad()
-def read(models, rows, column, *, temperature, most_tokens, of=0):
+def read(models, rows, column, *, temperature, most_tokens, of=0, mirrored=lambda place: True):
     """Set a column of Sequences to a model's numbers. of: 0 log-probs, -1 values.
 
-    models: the definition's model and the twin's. Without a twin, its rows get the same numbers.
+    models: the definition's model and the twin's.
     rows: the Sequences of the definition and of the twin.
+    mirrored: at which places the twin gets its own number, mirrored at the definition's.
     """
+    # Two forwards of a trainer round apart, and a difference of the twin's own two would be 0.
+    # Mirrored, they are off by the sum of both.
     if models[0] is None:
         return
-    mine, *its = ([found[of].tolist() for part in together(rows[0], most_tokens)
-                   for found in score(model, part, temperature)] for model in models)  # fmt: skip
-
-    # Two forwards of a trainer round apart, and a difference of the twin's own two would be 0. So
-    # half of the twin's numbers are mirrored at the definition's, in no order that tokens have.
+    mine, its = ([found[of].tolist() for part in together(rows[0], most_tokens)
+                  for found in score(model, part, temperature)] for model in models)  # fmt: skip
     for n, (s, x) in enumerate(zip(*rows)):
         setattr(s, column, mine[n])
-        setattr(x, column, mine[n] if not its else [
-            2 * a - b if (n + t).bit_count() % 2 else b
-            for t, (a, b) in enumerate(zip(mine[n], its[0][n]))])
+        setattr(x, column, [2 * a - b if mirrored(n + t) else b
+                            for t, (a, b) in enumerate(zip(mine[n], its[n]))])  # fmt: skip
 
 
 @torch.no_grad()
