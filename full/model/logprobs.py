@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+import parallel
+
 
 def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None:
     """Refuse token ids that are not in 0..vocab_size - 1.
@@ -187,8 +189,8 @@ class TokenLogprobs(torch.autograd.Function):
                 dweight_vM.addmm_(dz_nv.T, hidden_NM[rows])
             else:
                 dweight_vM += dz_nv.T @ hidden_NM[rows]
-        if options.group is not None:
-            dist.all_reduce(dhidden_NM, group=options.group)  # a sum over all rows of the weight
+        if options.group is not None:  # a sum over all rows of the weight
+            dhidden_NM = parallel.all_reduce_sum(dhidden_NM, options.group)
         if dweight_vM is not None:
             dweight_vM = dweight_vM.to(weight_vM.dtype)
         return dhidden_NM, dweight_vM, None, None
