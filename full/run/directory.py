@@ -198,7 +198,12 @@ class RunDirectory:
         # Each file is replaced by its beginning. A kill in between leaves the old file, with lines
         # that the next start cuts, and a .tmp that is never read.
         for name in (self.METRICS, self.SAMPLES, self.ROLLOUTS):
-            kept = [line for line in self.lines(name) if line["step"] < first_step]
+            lines = self.lines(name)
+            for line in lines:
+                if not isinstance(line.get("step"), int):
+                    text = f"has a line without a step: {json.dumps(line)[:60]}"
+                    raise ValueError(f"{self.path / name} {text}")
+            kept = [line for line in lines if line["step"] < first_step]
             with writing(self.path / name, self.advice):
                 partial = (self.path / name).with_suffix(".tmp")
                 text = "".join(json.dumps(line) + "\n" for line in kept)
