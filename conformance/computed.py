@@ -443,7 +443,7 @@ class Step:
         for s, x in zip(self.sequences, self.twin.sequences):
             a, b = s.trained(), x.trained()
             moved = {name: put(way, getattr(a, name), getattr(b, name))
-                     for name in ("lp", "H", "v")}
+                     for name in ("lp", "H", "v")}  # fmt: skip
             moved |= {name: put(-way, getattr(a, name), getattr(b, name))
                       for name in ("old", "ref", "v_old", "g")}  # fmt: skip
             moved |= {} if s.old_logprobs else dict(old=moved["lp"])
@@ -453,10 +453,9 @@ class Step:
     @functools.cached_property
     def apart(self):
         """How far the trained tokens' numbers are off in the twin: {name: (N,)}."""
-        # A KL of two equal log-probs is d^2 / 2 of what d is off: if a trainer's d is 4 times as
-        # off as the twin's, its KL is 16 times as far off. So the equations are also asked about
-        # the rows of `far`, and what these are off is allowed. Of an equation that is a line,
-        # FACTOR times the twin's distance is more.
+        # A KL of two equal log-probs is d^2 / 2 of what d is off. If a trainer's d is 4 times as
+        # far off as the twin's, its KL is 16 times as far off. So the equations also get the rows
+        # of `far`. Of a line, FACTOR times the twin's distance is more than this.
         if not self.twin:
             return {name: torch.zeros_like(x) for name, x in self.tokens().items()}
         mine, its = self.tokens(), self.twin.tokens()

@@ -45,6 +45,7 @@ TINY += "--lr 0.02 --lr-warmup 0 --eval-every 3 --eval-prompts 6 --save-every 1 
 RUN = f"{TINY} --steps 4 --kl-coef 0.05 --clip-high 0.02 --clip-low 0.02"
 CRITIC = "--size 2 --advantage gae --critic-lr 0.01"  # 2: there are rewards
 ONE = f"{RUN} --minibatches 1"  # with one update there is no second one to see what the first did
+COARSE = f"{ONE} --compute-dtype bfloat16"
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +158,12 @@ def _swapped_betas(real, optimizer):
     return real(optimizer)
 
 
+def _other_reference(real, directory, trainer):
+    real(directory, trainer)
+    for p in trainer.reference.parameters():
+        p.data *= 1.1
+
+
 def _old_weights(real, trainer):
     return trainer.policy_version if trainer.policy_version > 2 else real(trainer)
 
@@ -230,6 +237,9 @@ CASES = {
                            "the entropy's coefficient is 0.02, not 0.021"),
     "--clip-low": Case(in_config("clip_low", 0.01), "ratio/clipped_fraction"),
     "--kl": Case(in_config("kl", "k1"), "kl/token_mean_first", "the KL is k3, not k1"),
+    "--kl, bfloat16": Case(in_config("kl", "k1"), "kl/token_mean", "the KL is k3, not k1", COARSE),
+    "--kl-coef, bfloat16": Case(in_config("kl_coef", 0.1), "loss/token_mean",
+                                "the KL's coefficient is 0.0", COARSE),
     "--weight-decay": Case(in_config("weight_decay", 0.1), "parameters", "no weight decays", ONE),
     "--weight-decay, two updates": Case(in_config("weight_decay", 0.1), "ratio/token_mean",
                                         "updates 1 to 2: no weight decays"),
@@ -239,6 +249,9 @@ CASES = {
     "a weight after": Case(in_tensor(3, "model.lm_head.weight", 1.001), "parameters",
                            "lm_head.weight", ONE),
     # In the run's process.
+    "another reference, bfloat16": Case(
+        ("full.run.directory.RunDirectory.write_reference", _other_reference), "kl/token_mean", "",
+        COARSE),
     "divided by another count": Case(
         ("full.learn.trainer.loss_denominator",
          lambda real, *masks, **how: real(*masks, **how) + 1),
@@ -382,9 +395,13 @@ def test_what_the_audit_does_not_know_is_said_in_one_line(
 
 
 @pytest.mark.slow
-def test_a_run_with_random_settings_is_audited(tmp_path):
-    """By the script that looks for false alarms: three steps of one run, none of them wrong."""
-    given = str(tmp_path), "1", "--first", "601"
+@pytest.mark.parametrize("number", ["601", "2002"])
+def test_a_run_with_random_settings_is_audited(tmp_path, number):
+    """By the script that looks for false alarms: three steps of one run, none of them wrong.
+
+    Run 2002 has a KL whose reference is rounded ten times as much as its policy.
+    """
+    given = str(tmp_path), "1", "--first", number
     done = subprocess.run([sys.executable, ROOT / "tests/bench/honest_runs.py", *given],
                           capture_output=True, text=True)  # fmt: skip
     assert done.stdout.endswith("1 runs, 3 audits, 0 false alarms\n"), done.stderr
