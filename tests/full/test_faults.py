@@ -692,7 +692,8 @@ def test_no_rank_leaves_while_another_ends_its_run(tmp_path):
     processes[0].join(2)
     waits = processes[0].is_alive()
     (tmp_path / "let go").touch()
-    assert end(processes, log)[0] == [0, 0] and waits
+    done = end(processes, log)
+    assert done[0] == [0, 0] and waits, done[2]
 
 
 def _forks(rank):
