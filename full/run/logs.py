@@ -5,16 +5,13 @@ Each class has a method `step`, which is called after each step. `run.run` puts 
 
 import argparse
 import contextlib
-import dataclasses
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch.distributed as dist
 from tqdm import tqdm
 
-import train_grpo
 from full.learn.advantages import compared_by
 from full.learn.batches import gather_groups
 from full.learn.metrics import METRICS, mean_metrics
@@ -40,19 +37,6 @@ def step_metrics(trainer, batch, metrics, updates, step) -> dict:
             version -= 1
         ages.append(version - batch.sampled_by)
     return found | {"policy_age/update_mean": float(np.mean(ages))}
-
-
-def do_step(config, source, trainer, step) -> dict:
-    """Do one step of the loop without evaluation or log, for an audit; return its metrics."""
-    found = {}
-
-    def keep(step, batch, metrics, updates, solved):
-        found.update(step_metrics(trainer, batch, metrics, updates, step))
-
-    unevaluated = SimpleNamespace(get=source.get, evaluate=lambda: None)
-    only = dataclasses.replace(config, steps=step + 1)
-    train_grpo.train(only, unevaluated, trainer, keep, first_step=step)
-    return found
 
 
 COLUMNS = dict(

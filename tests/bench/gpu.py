@@ -171,7 +171,7 @@ def parallel_rows(device, few):
     """(row, error, bound) of the runs of one rank: each mode and tree, the truth on the CPU."""
     rows = [row for row in equivalence.ROWS if row.ranks == 1]
     if device == OTHER:  # it has no FSDP, and no checkpointing by torch
-        rows = [row for row in rows if not re.search("fsdp|--ac", row.how)]
+        rows = [row for row in rows if not re.search("fsdp|--ac", row.flags)]
     rows = rows[:2] if few else rows
     truths = equivalence.references(rows)
     for row in rows:

@@ -79,7 +79,7 @@ def test_each_name_and_each_way_to_share_the_work_is_in_a_row():
     rows = [row for row in ROWS if row.mark != "slow" and not row.refused]
     assert {row.family for row in rows} == {*equivalence.FAMILIES}
     assert {row.run for row in rows} | {"plain", "lora"} == {*equivalence.RUNS}
-    told = " ".join(row.how for row in rows)
+    told = " ".join(row.flags for row in rows)
     fields = config.Config.__dataclass_fields__
     assert all(f"--ac {ac}" in told for ac in AC[1:])
     for name in ("tree", "data_parallel", "pp_schedule"):
@@ -228,7 +228,7 @@ SLIPS = {  # name -> a patch, and the row of two ranks that finds it
 
 
 def row_of(slip):
-    (row,) = [x for x in ROWS if x.ranks == 2 and (x.family, x.run, x.how) == SLIPS[slip][1:]]
+    (row,) = [x for x in ROWS if x.ranks == 2 and (x.family, x.run, x.flags) == SLIPS[slip][1:]]
     return row
 
 

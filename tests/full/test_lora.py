@@ -14,6 +14,7 @@ from test_ranks import TASK, _train, ranks
 from test_run import good, refused
 
 from full.audit.audit import audited
+from full.check import do_step
 from full.evaluate import load_policy
 from full.learn.batches import RolloutQueue
 from full.learn.trainer import Trainer
@@ -27,7 +28,6 @@ from full.run.build import build, policy_in
 from full.run.config import LORA_TARGETS, Config
 from full.run.directory import RunDirectory
 from full.run.flags import parse_config
-from full.run.logs import do_step
 from full.run.tasks import make_task
 from full.tiny import TINY, tiny, tiny_model
 
