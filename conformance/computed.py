@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from conformance import command
 from conformance import definition as D
 from conformance.sequences import (
-    Gradient, alternating, definition, denominator, furthest, lists_of, nudge, own_name, score,
+    Gradient, definition, denominator, furthest, lists_of, nudge, own_name, score,
     terms_of, together, trim_memory,
 )  # fmt: skip
 
@@ -537,12 +537,13 @@ class Step:
 
         # AdamW turns a small gradient's rounding into a step of full size. So it is not enough to
         # multiply what the twin's step is off: each entry is put off by half of FACTOR times what
-        # the entries of its tensor usually are.
+        # the entries of its tensor usually are, and to the side to which the twin's is: rounding
+        # has sides that all trainers in this precision share.
         def shaken(n):
             x = mine[n]
             is_used = (x != 0) | (its[n] != 0)  # by a token of the step
             by = FACTOR / 2 * apart[n] / math.sqrt(x.numel())
-            return x + by * is_used * alternating(x)
+            return x + by * is_used * (its[n] - x).sign()
 
         shaken = Gradient(self.named, shaken)
         if self.can_update():
