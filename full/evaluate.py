@@ -67,7 +67,7 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=
 
     # A checkpoint does not hold the model's shape. --model or the flags say it, and
     # `read_checkpoint` refuses tensors of another shape by name.
-    RunDirectory(source).require_noted("base.json", config)
+    RunDirectory(source).require_same_digests("base.json", config)
 
     def read(path):
         kept = dtype or config.rollout_dtype

@@ -425,7 +425,7 @@ def audited(run, step=None, task="", reward="", world=1, make: Callable = make_t
     files = RunFiles(run, task, reward)
     number, *states = files.chosen(step)
     task = make(files.config)
-    files.directory.require_noted("data.json", files.config, task)
+    files.directory.require_same_digests("data.json", files.config, task)
     with tempfile.TemporaryDirectory() as folder, Bar(disable=None, unit=" sequences") as bar:
         if 0 in states and 0 not in files.checkpoints:
             files.write_first_weights(task, folder)

@@ -24,7 +24,8 @@ from full.learn.trainer import Trainer
 from full.ranks.checkpoint import checkpoints
 from full.run.build import ONE_PROCESS, build
 from full.run.config import resumed_config
-from full.run.directory import RunDirectory, auditable_steps, step_of
+from full.run.directory import RunDirectory, step_of
+from full.run.saves import auditable_steps
 from train_grpo import ROLLOUT
 
 # What a run has recorded --------------------------------------------------------------------------
@@ -44,7 +45,7 @@ class RunFiles:
         # One process reads a run, whatever devices, ranks or engines it had.
         alone = dict(device="cpu", engine="", exact=False)
         self.config = dataclasses.replace(config, **alone, **ONE_PROCESS).check()
-        self.directory.require_noted("base.json", config)
+        self.directory.require_same_digests("base.json", config)
         self.metrics = self.directory.lines(RunDirectory.METRICS)
         for n, line in enumerate(self.metrics):
             if line.get("step") != n:

@@ -1,4 +1,4 @@
-"""Declare every setting of a run, with its help; check them; read stored ones.
+"""Declare every setting of a run with its help, check settings, and read stored ones.
 
 Read the fields of Config to look up a flag or to add one. flags.py reads a command line, and
 conflicts.py says what cannot be combined.
@@ -23,7 +23,7 @@ from full.learn.objectives import AGGREGATIONS, OBJECTIVES
 from full.model.config import LORA_ALPHA, Lora, read_json
 from full.ranks.joining import PYTHON
 from full.ranks.plans import SCHEDULES, Plan
-from full.run.conflicts import conflicts, typed as _flag
+from full.run.conflicts import conflicts, flag_name
 
 Dtype = Literal["float32", "float64", "bfloat16"]
 AnyDtype = Literal["", Dtype]
@@ -41,7 +41,7 @@ INSTRUCTION = "End with '#### ' and the answer."
 # The matrices of attention and of MLPs, experts' included.
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 
-CORE = train_grpo.Config  # whose defaults the folder keeps
+CORE = train_grpo.Config  # many defaults are from here
 
 
 def flag(default, text, title="", alone=None):
@@ -56,7 +56,7 @@ def flag(default, text, title="", alone=None):
 
 @dataclass
 class Config(train_grpo.Config):
-    """The command line. A field is a flag, with its default, its help, and the title of a group.
+    """All settings of a run. Each field is a flag, with a default and a help text.
 
     A Literal lists the values that a flag may have. "" is the default that a help calls "empty".
     """
@@ -155,9 +155,8 @@ class Config(train_grpo.Config):
     keep: int = flag(2, "newest checkpoints kept")
     log_rollouts: Logged = flag("some", "to rollouts.jsonl; `audit` needs some")
 
-    # Not flags here. micro_tokens limits what `rows` limits in train_grpo.py, `export` writes the
-    # weights, and the directory of a run has its metrics. The rest are settings of the audit's
-    # definition that no run has to change.
+    # These are not flags. micro_tokens replaces `rows` of train_grpo.py, `export` writes the
+    # weights, and a run's directory has its metrics. The rest are constants of the definition.
     rows: ClassVar[int] = 0
     save: ClassVar[None] = None
     metrics: ClassVar[None] = None
@@ -166,16 +165,16 @@ class Config(train_grpo.Config):
     gae_lambda: ClassVar[float] = 0.95
     value_coef: ClassVar[float] = 0.5
 
-    # Defaults that depend on the weights that the run begins with. Random weights need long steps,
-    # and a bonus for still trying everything. The same would undo in a few steps what a checkpoint
-    # knows. A field of this table is None until __post_init__ has looked it up.
+    # Defaults that depend on the first weights. Random weights need large steps, and a bonus for
+    # exploration. Both would destroy in a few steps what a checkpoint has learned. A field of this
+    # table is None until __post_init__ has looked it up.
     BY_START = dict(
         lr=dict(random=1e-3, model=1e-6, lora=1e-5),
         critic_lr=dict(random=1e-3, model=1e-5, lora=1e-5),
         entropy_coef=dict(random=0.02, model=0.0, lora=0.0),
     )
 
-    # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
+    # What a resumed run may change: it changes no later step by more than rounding.
     FREE = (
         "out", "resume", "steps", "eval_every", "save_every", "keep", "log_rollouts", "timeout",
         "reply_timeout", "micro_tokens", "batch_rows", "device", "plan", "data_parallel",
@@ -183,23 +182,22 @@ class Config(train_grpo.Config):
         "compile",
     )  # fmt: skip
 
-    # Numbers meet float32 tensors and int64 tensors, which cannot hold anything larger.
+    # Settings are put into int64 and float32 tensors, which cannot hold anything larger.
     LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max / 2}
-    YEAR = 365 * 24 * 3600  # in seconds: --timeout goes to a clock in C++ that overflows later
-    AT_MOST = dict(timeout=YEAR, reply_timeout=YEAR, staleness=64)  # far more than is tolerated
+    YEAR = 365 * 24 * 3600  # in seconds: a much longer --timeout would overflow a clock in C++
+    AT_MOST = dict(timeout=YEAR, reply_timeout=YEAR, staleness=64)  # far more than is useful
     ZERO = "lr_warmup", "save_every"  # may be 0
 
     def __new__(cls, *args, **given):
-        """Remember the names that were given, for `given`. ValueError if one is not a field."""
+        """Remember the names of the fields given. ValueError if one is not a field."""
         if wrong := not_fields(given):
             raise ValueError("; ".join(wrong))
         self = super().__new__(cls)
-        self._named = frozenset(given)
+        self._names_given = frozenset(given)
         return self
 
     def __post_init__(self):
-        # From here on the fields are numbers, also in config.json: a resumed run has those that it
-        # began with.
+        # The numbers, and not None, are stored in config.json, so a resumed run keeps them.
         start = "random"
         if self.model:
             start = "lora" if self.lora_rank else "model"
@@ -208,8 +206,9 @@ class Config(train_grpo.Config):
                 setattr(self, name, defaults[start])
         if self.advantage is None:
             self.advantage = "teacher" if self.teacher else "group_mean"
-        # Where rounding alone would move a ratio past the clip. With one update a batch the policy
-        # is its own old policy. With older weights the sampler's log-probs correct for their age.
+        # Recompute old log-probs where rounding alone would move a ratio past the clip. With one
+        # update per batch the policy is its own old policy. With staleness the sampler's log-probs
+        # are wanted, since they correct for the age of its weights.
         if self.proximal is None:
             is_fresh = self.minibatches > 1 and not self.staleness
             self.proximal = self.sampler_rounds_differently and is_fresh
@@ -219,36 +218,37 @@ class Config(train_grpo.Config):
 
     @classmethod
     def from_file(cls, path, **given) -> "Config":
-        """Return the Config of a file of settings, as --config reads it, under the given fields."""
+        """Return the Config of a --config file, with the given fields in place of the file's."""
         return cls(**read_settings(path, given) | given)
 
     @classmethod
     def of(cls, given, first=None) -> "Config":
-        """Return the Config of a run that begins, or of the one that goes on in `out`.
+        """Return the Config of a new run, or of the run that is resumed in `out`.
 
-        given: {field: value}. first: the Config of a run that begins. Default: of `given`.
+        given: {field: value}.
+        first: the Config of a new run. Default: Config(**given).
         """
         path = Path(f"{given.get('out', '')}") / "config.json"
         if given.get("resume") and given.get("out") and path.exists():
             return resumed_config(path, given)
         return first or cls(**given)
 
-    # What several fields decide together, said once. None of these is a flag.
+    # Properties that follow from several fields. They are not flags.
 
     @property
     def trainer_plan(self) -> Plan:
-        """Return the Plan of --plan, or d1 without. ValueError if it is none."""
+        """Return the Plan of --plan, or d1 if it is empty. ValueError if it is not a plan."""
         return Plan.parse(self.plan or "d1")
 
     @property
     def lora(self) -> Lora | None:
-        """Return what factors the policy has."""
+        """Return the settings of the policy's LoRA factors, or None without factors."""
         targets = tuple(self.lora_targets.split(","))
         return Lora(self.lora_rank, LORA_ALPHA, targets) if self.lora_rank else None
 
     @property
     def reads_text(self) -> bool:
-        """Return whether the task may read settings of text: jsonl does, one from a file may."""
+        """Return whether the task may read settings of text: jsonl, or a task from a file."""
         return self.task == "jsonl" or self.task not in TASKS
 
     @property
@@ -263,12 +263,12 @@ class Config(train_grpo.Config):
 
     @property
     def system(self) -> str:
-        """Return the system's message: what is not a variable of a chat template."""
+        """Return the system's message of --template-args, or ""."""
         return read_arguments(self.template_args).get("system", "")
 
     @property
     def mode(self) -> str:
-        """Return how replicas of the weights are kept: a mode of `parallelize`."""
+        """Return the data-parallel mode, as `parallelize` calls it."""
         return self.data_parallel.removesuffix("-offload")
 
     @property
@@ -283,7 +283,7 @@ class Config(train_grpo.Config):
 
     @property
     def engine_timeout(self) -> int:
-        """Return the seconds that an engine may be silent, or loading, before a run ends."""
+        """Return how many seconds a run waits for an engine that is silent or loading."""
         return 10 * self.timeout
 
     @property
@@ -315,19 +315,19 @@ class Config(train_grpo.Config):
         return self.minibatches == 1 and not self.staleness
 
     def given(self) -> dict:
-        """Return {field: value} of what was given to Config(..), or assigned since."""
-        # A command line knows which flags were typed. To --resume, all others are the run's own.
-        first = Config(**{name: getattr(self, name) for name in self._named})
+        """Return {field: value} of the fields given to Config(..), or assigned since."""
+        # A resumed run takes all other fields from its stored settings.
+        first = Config(**{name: getattr(self, name) for name in self._names_given})
         return {
             f.name: getattr(self, f.name) for f in dataclasses.fields(self)
-            if f.name in self._named or getattr(self, f.name) != getattr(first, f.name)
+            if f.name in self._names_given or getattr(self, f.name) != getattr(first, f.name)
         }  # fmt: skip
 
     def check(self) -> "Config":
         """Raise ValueError for settings that cannot run, before anything is built or written."""
-        # Values first: the combinations compute with them. A field may have been assigned, and
-        # misspelled.
-        values = {name: x for name, x in vars(self).items() if name != "_named"}
+        # Values first, because `conflicts` computes with them. Names too, because an assignment may
+        # have misspelled a field.
+        values = {name: x for name, x in vars(self).items() if name != "_names_given"}
         if wrong := not_fields(values) or wrong_values(values):
             raise ValueError("; ".join(wrong))
         for f in dataclasses.fields(self):
@@ -344,7 +344,7 @@ class Config(train_grpo.Config):
 
 
 def not_fields(names) -> list[str]:
-    """Return an error for each name that is not a field of Config. It says the nearest field."""
+    """Return an error for each name that is not a field of Config, with the nearest field."""
     fields = [f.name for f in dataclasses.fields(Config)]
     return [f"expected a field of Config, got {name}{nearest(name, fields)}"
             for name in names if name not in fields]  # fmt: skip
@@ -358,22 +358,19 @@ TABLES = {
 
 
 def choices_of(f) -> tuple:
-    """Return the values that a field of Config may have, or () if any will do."""
+    """Return the values that a field of Config may have, or () if it is not a choice."""
     tables = TABLES.get(f.name)
     return tuple(itertools.chain(*tables)) if tables else get_args(f.type)
 
 
-def _shown(choices, separator=", "):
-    """Return a field's choices as text, without the empty default."""
+def joined_choices(choices, separator=", "):
+    """Join a field's choices, without the empty default."""
     return separator.join(filter(None, choices))
 
 
 def wrong_values(values) -> list[str]:
-    """Return an error for each field whose value is wrong whatever the others are.
-
-    values: {field: value}.
-    """
-    # One error a field: the type first, since the comparisons need numbers.
+    """Return an error for each field whose value is wrong by itself. values: {field: value}."""
+    # The type is checked first, since the comparisons need numbers.
     wrong = []
     fields = {f.name: f for f in dataclasses.fields(Config)}
     for name, value in values.items():
@@ -381,7 +378,7 @@ def wrong_values(values) -> list[str]:
         kinds = (int, float) if kind is float else (kind,)
         problem = ""
         if choices and value not in choices:
-            problem = f"one of {_shown(choices)}"
+            problem = f"one of {joined_choices(choices)}"
         elif not choices and type(value) not in kinds:
             problem = kind.__name__
         elif kind in (int, float) and not 0 <= value <= Config.LARGEST[kind]:
@@ -391,7 +388,7 @@ def wrong_values(values) -> list[str]:
         elif value > Config.AT_MOST.get(name, value):
             problem = f"at most {Config.AT_MOST[name]}"
         if problem:
-            wrong.append(f"{_flag(name)} must be {problem}, got {value!r}")
+            wrong.append(f"{flag_name(name)} must be {problem}, got {value!r}")
     return wrong
 
 
@@ -404,49 +401,54 @@ def nearest(word, names, shown=str) -> str:
 def read_settings(path, given=()) -> dict:
     """Return {field: value} of a file of settings: TOML if its name ends in .toml, else JSON.
 
-    given: names of the fields that the caller sets. The file's values of these do not count.
+    given: {field: value}. Fields that replace the file's.
 
     ValueError for a key that is not a field, or a value of another type.
     """
     path = Path(path)
     try:
         is_toml = path.suffix == ".toml"
-        found = tomllib.loads(path.read_text(encoding="utf-8")) if is_toml else read_json(path)
+        settings = tomllib.loads(path.read_text(encoding="utf-8")) if is_toml else read_json(path)
     except (tomllib.TOMLDecodeError, UnicodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
 
-    if wrong := not_fields(found) or wrong_values(found):
+    if wrong := not_fields(settings) or wrong_values(settings):
         raise ValueError(f"--config {path}: {'; '.join(wrong)}")
 
-    code_given_again({name: x for name, x in found.items() if name not in given}, {}, path)
+    named_files({name: x for name, x in settings.items() if name not in given}, {}, path)
     # A run's config.json names the run's own directory, in which no second run may begin.
-    if path.name == "config.json" and found.get("resume") is False:
-        found.pop("out", None)
-        del found["resume"]
-    return found
+    if path.name == "config.json" and settings.get("resume") is False:
+        settings.pop("out", None)
+        del settings["resume"]
+    return settings
 
 
-def code_given_again(stored, given, path) -> dict:
-    """Return {field: spec} of the task and the reward of stored settings, if they are a file's.
+def named_files(stored, given, path) -> dict:
+    """Return the task and reward files that the caller names again, {field: FILE.py:NAME}.
 
-    A file is code. The settings of a path may be a stranger's, so a file that they name is never
-    imported: ValueError unless it is given again.
+    A file is code, and stored settings may be a stranger's. So no file is imported because stored
+    settings name it: ValueError unless the caller names it too.
     """
-    again = {}
-    for name in ("task", "reward"):
-        spec = f"{stored.get(name, '')}"
-        called = spec.rpartition(":")[2]
+    files = {}
+    for field in ("task", "reward"):
+        spec = f"{stored.get(field, '')}"
+        name = spec.rpartition(":")[2]
         if spec in ("", *TASKS):
             continue
-        if given.get(name, "").rpartition(":")[2] != called:
-            raise ValueError(f"the {name} of {path} is a file's; give it again, as --{name} "
-                             f"FILE.py:{called} ({path} has {spec!r})")  # fmt: skip
-        again[name] = given[name]
-    return again
+        if given.get(field, "").rpartition(":")[2] != name:
+            raise ValueError(f"the {field} of {path} is a file's; give it again, as --{field} "
+                             f"FILE.py:{name} ({path} has {spec!r})")  # fmt: skip
+        files[field] = given[field]
+    return files
+
+
+# A task of questions. Rows are compared by their contents, see `RunDirectory.require_same_digests`,
+# so a resumed run may read them from another file, or from a program's objects.
+TASKS_OF_ROWS = {"jsonl", f"{PYTHON}jsonl"}
 
 
 def resumed_config(path, given) -> Config:
-    """Return a run's stored settings under the flags that were given.
+    """Return a run's stored settings, changed by the given ones.
 
     path: the run's config.json.
     given: {field: value}. ValueError for a value that would make the run another run.
@@ -454,61 +456,62 @@ def resumed_config(path, given) -> Config:
     stored = read_json(path, what="the configuration of a run")
     if stored.keys() != {f.name for f in dataclasses.fields(Config)}:
         raise ValueError(f"{path} is not of this version of Config: start a new run")
-
-    # Rows are known by what they say, see `RunDirectory.require_noted`. They may come from another
-    # file, or from a program that has read them.
-    of_rows = {"jsonl", f"{PYTHON}jsonl"}
-    if {f"{stored['task']}", given.get("task")} <= of_rows:
+    if {f"{stored['task']}", given.get("task")} <= TASKS_OF_ROWS:
         stored["task"] = given["task"]
-
-    # Objects of a Python program are nowhere: only the program can give them again.
+    # Objects of a Python program are not stored: only the program can give them again.
     if f"{stored['task']}".startswith(PYTHON) and given.get("task") != stored["task"]:
         raise ValueError(f"the task of this run is {stored['task']}: full.api has made it with "
                          f"objects of a Python program, which has to give them again")  # fmt: skip
-
-    stored |= code_given_again(stored, given, path)
+    stored |= named_files(stored, given, path)
     if wrong := wrong_values(stored):
         raise ValueError(f"{path}: {'; '.join(wrong)}")
 
-    # The rates depend on the last step if they decay, or if the old or the new number of steps is
-    # shorter than the warm-up, which then ends with the run. `steps` is free only if they do not.
-    # An engine may have moved, but this process draws other numbers than an engine does.
-    free = {*Config.FREE, "teacher"}
-    if stored["task"] in of_rows:
+    # An empty date means today for a new run, and no change for a resumed one.
+    given = {name: x for name, x in given.items() if name != "date" or x}
+    free = free_fields(stored, given)
+    changed = [name for name in given if name not in free and given[name] != stored[name]]
+    if changed:
+        changes = (f"{flag_name(x)} {given[x]!r} (the run has {stored[x]!r})" for x in changed)
+        text = ", ".join(changes)
+        if "steps" in changed:
+            text += ("; with this --lr-decay and --lr-warmup the rates depend on the last step, "
+                     "which they do not with --lr-decay constant and --steps above --lr-warmup")
+        raise ValueError(f"--resume cannot change {text}; start a new run instead")
+    return Config(**(stored | given))
+
+
+def free_fields(stored, given) -> set:
+    """Return the names of the fields that a resumed run may change."""
+    free = {*Config.FREE, "teacher"}  # a teacher is compared by its contents
+    if stored["task"] in TASKS_OF_ROWS:
         free |= {"data", "eval_data"}
+    # An engine may have moved. This process would draw other numbers than an engine does.
     if stored["engine"] and given.get("engine"):
         free.add("engine")
+    # The rates depend on the last step if they decay, or if the old or the new number of steps is
+    # less than the warm-up, which then ends with the run.
     fewest = min(stored["steps"], given.get("steps", stored["steps"]))
     if stored["lr_decay"] != "constant" or fewest < stored["lr_warmup"]:
         free.remove("steps")
-    # An empty date is today's for a new run, and its own for a resumed one.
-    given = {name: x for name, x in given.items() if name != "date" or x}
-    changed = [name for name in given if name not in free and given[name] != stored[name]]
-    if changed:
-        told = ", ".join(f"{_flag(x)} {given[x]!r} (the run has {stored[x]!r})" for x in changed)
-        if "steps" in changed:
-            told += ("; with this --lr-decay and --lr-warmup the rates depend on the last step, "
-                     "which they do not with --lr-decay constant and --steps above --lr-warmup")
-        raise ValueError(f"--resume cannot change {told}; start a new run instead")
-    return Config(**(stored | given))
+    return free
 
 
 def read_arguments(text) -> dict:
     """Return the arguments of --template-args; ValueError unless they are a JSON object."""
     try:
-        found = json.loads(text or "{}")
+        arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        arguments = None
+    if not isinstance(arguments, dict):
         raise ValueError(f"expected --template-args to be a JSON object, such as "
                          f"{{\"enable_thinking\": false}}, got {text!r}")  # fmt: skip
-    return found
+    return arguments
 
 
 def read_date(text) -> datetime.datetime:
-    """Return the date and time of --date, or of this moment if it is empty. ValueError for others.
+    """Return the date and time of --date, or the present if it is empty.
 
-    A date without a time is midnight's.
+    A date without a time means midnight.
     """
     try:
         return datetime.datetime.fromisoformat(text) if text else datetime.datetime.now()

@@ -15,8 +15,8 @@ OF_TEXT = (
 )  # fmt: skip
 
 
-def typed(name) -> str:
-    """Return a setting's name as it is typed."""
+def flag_name(name) -> str:
+    """Return the flag of a setting: --lr-decay of lr_decay."""
     return "--" + name.replace("_", "-")
 
 
@@ -24,7 +24,7 @@ def needs(c, is_there, what, *names) -> list:
     """Return a conflict for each setting that was given, and that does nothing without `what`."""
     return [
         (not is_there and getattr(c, name) not in c.defaults_of(name),
-         f"{typed(name)} needs {what}")
+         f"{flag_name(name)} needs {what}")
         for name in names
     ]  # fmt: skip
 

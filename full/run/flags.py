@@ -9,7 +9,9 @@ import dataclasses
 from full.learn.metrics import glossary
 from full.ranks.joining import is_rank_0
 from full.ranks.plans import letters_table
-from full.run.config import Config, _flag, _shown, choices_of, nearest, read_settings
+from full.run.config import (
+    Config, choices_of, flag_name, joined_choices, nearest, read_settings,
+)  # fmt: skip
 
 # What --help ends with. full/RECIPES.md has the settings of other code bases that mean the same.
 PAPERS = """\
@@ -79,7 +81,7 @@ def parse_config(argv) -> Config:
         what, near = "command", ""
         if unknown[0].startswith("-"):
             name = unknown[0].partition("=")[0].strip("-").replace("-", "_")
-            what, near = "flag", nearest(name, ["config", *fields], _flag)
+            what, near = "flag", nearest(name, ["config", *fields], flag_name)
         refuse(f"expected a {what} that --help lists, got {unknown[0]}{near}")
     given = vars(known)
     file = given.pop("config")
@@ -93,7 +95,7 @@ def add_flags(parser, fields):
     for f in fields:
         how = dict(type=f.type, metavar=getattr(f.type, "__name__", ""))
         if choices := choices_of(f):
-            how = dict(choices=choices, metavar=_shown(choices, "|"))
+            how = dict(choices=choices, metavar=joined_choices(choices, "|"))
 
         # What a default depends on is said. A bool is --FLAG or --no-FLAG, and off by default.
         default = f"{f.default!r}"
@@ -110,5 +112,5 @@ def add_flags(parser, fields):
         if f.type is bool:
             how = dict(action=argparse.BooleanOptionalAction)
             text = text.removesuffix(" [False]")
-        parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, help=text, **how)
+        parser.add_argument(flag_name(f.name), default=argparse.SUPPRESS, help=text, **how)
 

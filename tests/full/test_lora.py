@@ -233,12 +233,12 @@ def test_checksums_of_a_base_are_of_its_configuration_too_and_must_be_there(tmp_
     config = Config(model=f"{folder}", lora_rank=2, out=f"{out}")
     directory = RunDirectory(out)
     directory.fill(config)
-    directory.require_noted("base.json", config)
+    directory.require_same_digests("base.json", config)
     text = (folder / "config.json").read_text()
     raw = json.loads(text)
     (folder / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": 0.5}))
     with pytest.raises(ValueError, match="is not what it was when"):
-        directory.require_noted("base.json", config)
+        directory.require_same_digests("base.json", config)
 
     # A run that goes on never writes them anew.
     (folder / "config.json").write_text(text)

@@ -16,7 +16,7 @@ from test_run import SAVING, TINY, good
 
 from full.api import run
 from full.audit.audit import audited
-from full.run.config import Config, _flag
+from full.run.config import Config, flag_name
 from full.run.flags import parse_config
 from full.run.run import lost_to_rounding
 
@@ -36,7 +36,7 @@ def test_defaults_depend_on_what_the_run_begins_with(given, defaults):
     """A default is that of the start; a flag wins over it, 0 too where 0 has a meaning."""
     config = Config(**given).check()
     assert (config.lr, config.entropy_coef) == defaults
-    flags = [x for name, value in given.items() for x in (_flag(name), f"{value}")]
+    flags = [x for name, value in given.items() for x in (flag_name(name), f"{value}")]
     for entropy_coef in (0.5, 0.0):
         more = parse_config([*flags, "--entropy-coef", f"{entropy_coef}", "--lr", "3"]).check()
         assert (more.entropy_coef, more.lr) == (entropy_coef, 3.0)
