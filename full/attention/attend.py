@@ -1,4 +1,4 @@
-"""Computes attention under a mask on one device, in tiles, by torch's flash kernel where it can.
+"""Compute attention under a mask on one device, in tiles, by torch's flash kernel where it can.
 
 For 16 documents of 128 tokens, `models.packed_attention` takes 14 times as long forward.
 
@@ -38,7 +38,7 @@ from ring_attention import block_attention, block_backward, merge, widen
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-KEPT_PAIRS = 1 << 22  # that a mask keeps for all layers: up to 8 bytes each
+KEPT_PAIRS = 1 << 22  # most pairs that a mask keeps for all layers: up to 8 bytes each
 
 
 def group_query_heads(x_bHiX, g, /):
@@ -92,22 +92,22 @@ def tile_backward(saved, dout_bHiD, dlse_bHi, visible, scale):
     return dq.reshape(saved.q.shape), dk, dv[..., : q.shape[3]]
 
 
-def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, scale, before=None, /):
+def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, scale, out_and_lse=None, /):
     """Compute out_BHqD and lse_BHq tile by tile, in float32 or better, outside autograd.
 
     mask: a Mask of q queries and k keys. scale: of (1).
-    before: (out, lse) of the same queries over earlier keys. The new result is merged into it in
+    out_and_lse: of the same queries over earlier keys. The new result is merged into both in
         place. Default: none.
     """
     wide = torch.promote_types(q_BHqD.dtype, torch.float32)
     B, H, s, D = q_BHqD.shape
-    out_BHqD, lse_BHq = before or (
+    out_BHqD, lse_BHq = out_and_lse or (
         # No key seen yet, equation (5). In memory the heads of a token are neighbors, as the
         # model's next matmul reads them.
         q_BHqD.new_zeros(B, s, H, D, dtype=wide).transpose(1, 2),
         q_BHqD.new_full((B, H, s), -math.inf, dtype=wide),
     )
-    has_result_Bq = np.full((B, s), before is not None)
+    has_result_Bq = np.full((B, s), out_and_lse is not None)
     fuses = can_fuse(q_BHqD)
     q, k, v = ready_for_tiles(fuses, q_BHqD, k_BGkD, v_BGkD)
     for rows, columns, seen, is_causal, is_fused in iterate_tiles("forward", mask, fuses, q):
@@ -131,13 +131,13 @@ def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, scale, before=None, /):
     return out_BHqD, lse_BHq
 
 
-def backward_tiles(saved, dout, dlse, mask, scale, before=None, /):
+def backward_tiles(saved, dout, dlse, mask, scale, dq_BHqD=None, /):
     """Compute dq_BHqD, dk_BGkD, dv_BGkD tile by tile, in float32 or better, equation (3).
 
     saved: Saved. mask, scale: as in `forward_tiles`.
     dout (B, H, q, D), dlse (B, H, q): the gradients that arrive for out and lse, 0 where a query
         sees nothing. dlse may be None.
-    before: dq of the same queries over other keys, to which the new part is added in place.
+    dq_BHqD: of the same queries over other keys. The new part is added in place. Default: 0.
     """
     # Torch's kernels know no gradient of lse. Where one arrives, the formulas compute every tile.
     fuses = dlse is None and can_fuse(saved.q)
@@ -146,7 +146,8 @@ def backward_tiles(saved, dout, dlse, mask, scale, before=None, /):
     q, k, v, out, dout = ready_for_tiles(fuses, *saved[:4], dout)
 
     # The sums are float32 or better, whatever the dtype of a tile is.
-    dq_BHqD = torch.zeros_like(q, dtype=wide) if before is None else before
+    if dq_BHqD is None:
+        dq_BHqD = torch.zeros_like(q, dtype=wide)
     dk_BGkD = torch.zeros_like(k, dtype=wide)
     dv_BGkD = torch.zeros_like(v, dtype=wide)
     for rows, columns, seen, is_causal, is_fused in iterate_tiles("backward", mask, fuses, q):
@@ -166,28 +167,27 @@ def backward_tiles(saved, dout, dlse, mask, scale, before=None, /):
 
 
 class TiledAttention(torch.autograd.Function):
-    """Attention whose forward stores no scores, and whose backward computes them again."""
+    """Compute attention, store no scores, and compute them again in the backward."""
 
     @staticmethod
-    def forward(ctx, q, k, v, ways, padding, where, scale):
+    def forward(ctx, q, k, v, forward_tiles, backward_tiles, mask_or_shards, scale):
         """Return (out, lse).
 
-        ways: `forward_tiles` and `backward_tiles`, or two functions like them.
-        padding: of `Mask.padding_tokens`.
-        where: a Mask, or what the two functions take in its place.
+        forward_tiles, backward_tiles: the functions above, or two like them.
+        mask_or_shards: what these take as their mask. It has `padding_tokens` too.
         """
         # NUMERICS: a masked weight is 0, but 0 * NaN is NaN: garbage in PAD would reach queries
         # that do not see it. Zeroed once, here, it reaches nothing. Its gradients are 0 anyway: P
         # is 0 where a PAD is the key, and dout is 0 where it is the query. Pinned by
         # tests/full/test_attend.py::test_garbage_in_pad_reaches_nothing.
-        blind_Bq, unseen_Bk = padding
+        blind_Bq, unseen_Bk = mask_or_shards.padding_tokens()
         if blind_Bq.any():
             blind_B1q = torch.from_numpy(blind_Bq).to(q.device)[:, None]
             q = q.masked_fill(blind_B1q[..., None], 0.0)
         if unseen_Bk.any():
             unseen_B1k = torch.from_numpy(unseen_Bk).to(k.device)[:, None]
             k, v = (x.masked_fill(unseen_B1k[..., None], 0.0) for x in (k, v))
-        out, lse = ways[0](q, k, v, where, scale)
+        out, lse = forward_tiles(q, k, v, mask_or_shards, scale)
         out = out.to(q.dtype)
 
         # Boxes may include PAD among the queries. It has seen nothing, equation (5).
@@ -200,7 +200,7 @@ class TiledAttention(torch.autograd.Function):
         # NUMERICS: lse stays in float32 or better; in bf16 the gradients are 10 to 80 times worse.
         # Pinned by tests/full/test_ring.py::test_every_method_is_the_definition.
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.setting = ways[1], where, scale
+        ctx.setting = backward_tiles, mask_or_shards, scale
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -221,8 +221,8 @@ class TiledAttention(torch.autograd.Function):
             dout = dout.masked_fill(blind_BHq[..., None], 0.0)
             lse = lse.masked_fill(blind_BHq, 0.0)
             dlse = None if dlse is None else dlse.masked_fill(blind_BHq, 0.0)
-        backward, where, scale = ctx.setting
-        grads = backward(Saved(q, k, v, out, lse), dout, dlse, where, scale)
+        backward_tiles, mask_or_shards, scale = ctx.setting
+        grads = backward_tiles(Saved(q, k, v, out, lse), dout, dlse, mask_or_shards, scale)
         return *(grad.to(q.dtype) for grad in grads), None, None, None, None
 
 
@@ -239,7 +239,7 @@ def not_compiled(function):
 
 
 class Attention:
-    """What the layers of a model call: it knows which tokens of a row come before which.
+    """Tell the layers of a model which tokens of a row come before which.
 
     An `Attention` is also called as the five files call theirs, so that their models take it.
     """
@@ -280,8 +280,7 @@ def attend(q, k, v, /, mask=None, *, scale=None):
     if mask is None:
         num_queries, num_keys = q.shape[2], k.shape[2]
         mask = Mask.full(max(num_queries, num_keys)).slice(slice(num_queries), slice(num_keys))
-    ways = forward_tiles, backward_tiles
-    return TiledAttention.apply(q, k, v, ways, mask.padding_tokens(), mask, scale)
+    return TiledAttention.apply(q, k, v, forward_tiles, backward_tiles, mask, scale)
 
 
 def checked_scale(q, k, v, mask, scale, size=None):
@@ -327,7 +326,7 @@ WIDTH = 32
 
 SHORT = 128  # keys that a query sees
 
-GATHERED = 1 << 22  # numbers that a layer gathers, of keys and as many of values: bounds memory
+GATHERED = 1 << 22  # most numbers of keys that a layer gathers, and the same again of values
 
 
 @not_compiled
@@ -346,7 +345,7 @@ def attend_short(q, k, v, mask, *, scale=None):
 
 
 def groups_of_queries(mask, dtype):
-    """Return keys_UY, which keys each group of WIDTH queries looks at, and the bias (U, 1, W, Y).
+    """Return keys_UY, the keys of each group of WIDTH queries, and the bias (U, 1, W, Y).
 
     None: the mask has PAD, or a query that sees more than SHORT keys.
     """
@@ -451,10 +450,10 @@ def iterate_tiles(direction, mask, fuses, q):
 
 def pairs_of(mask, box, device, dtype):
     """Return `seen` of a box; the mask keeps it for the next layer and the backward."""
-    kept = mask.cache.setdefault("pairs", {})
+    cached = mask.cache.setdefault("pairs", {})
     key = str(box), device, dtype
-    if key in kept:
-        return kept[key]
+    if key in cached:
+        return cached[key]
     seen = mask.slice(box.rows, box.keys, box.batch).dense()
     if dtype != torch.bool:
         seen = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
@@ -465,7 +464,7 @@ def pairs_of(mask, box, device, dtype):
     total = mask.cache.get("kept_pairs", 0) + seen.numel()
     if total <= KEPT_PAIRS:
         mask.cache["kept_pairs"] = total
-        kept[key] = seen
+        cached[key] = seen
     return seen
 
 

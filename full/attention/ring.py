@@ -1,4 +1,4 @@
-"""Computes attention under a mask over ranks, in three ways, for shards of any lengths.
+"""Compute attention under a mask over ranks, in three ways, for shards of any lengths.
 
 The blocks travel by the functions of `ring_attention.py`.
 
@@ -37,11 +37,9 @@ from full.ranks.joining import all_gather_objects, errors_on_all_ranks
 from parallel import Communicate, all_gather, reduce_scatter
 from ring_attention import AllToAll, shift, traveling_blocks, zigzag_chunks
 
-METHODS = ("ring", "allgather", "ulysses")  # how keys reach queries
-
 
 class Ring(NamedTuple):
-    """The ranks of a process group, and this rank's place among them."""
+    """Store a process group, this rank's place in it, and the number of its ranks."""
 
     group: object  # None if torch.distributed is off
     rank: int
@@ -89,7 +87,7 @@ def indices(length, rank, world):
 
 
 class Shards:
-    """Who holds which of `length` tokens; every rank derives the same.
+    """Store which rank holds which of `length` tokens; every rank derives the same.
 
     With a mask, also this rank's part of it: made once per mask, for all layers and steps.
     """
@@ -109,6 +107,10 @@ class Shards:
             self.rows = mask.slice(own, ALL)  # our queries against all keys
             self.blocks = [self.rows.slice(ALL, x.numpy()) for x in self.of_ranks]
             self.padding = self.rows.padding_tokens()[0], mask.slice(ALL, own).padding_tokens()[1]
+
+    def padding_tokens(self):
+        """Return what `Mask.padding_tokens` returns, of this rank's queries and keys."""
+        return self.padding
 
     def padded(self, x, dim):
         """Return x with as many tokens along dim as the longest shard has."""
@@ -144,10 +146,10 @@ def ring_forward(q_BHsD, k_BGsD, v_BGsD, shards, scale, /):
 
     q, k, v: of this rank's tokens. shards: Shards of a mask. The results are float32 or better.
     """
-    so_far = None
+    out_and_lse = None
     for k_BGkD, v_BGkD, mask in masked_blocks(k_BGsD, v_BGsD, shards):
-        so_far = forward_tiles(q_BHsD, k_BGkD, v_BGkD, mask, scale, so_far)
-    return so_far
+        out_and_lse = forward_tiles(q_BHsD, k_BGkD, v_BGkD, mask, scale, out_and_lse)
+    return out_and_lse
 
 
 def ring_backward(saved, dout_BHsD, dlse, shards, scale, /):
@@ -179,8 +181,39 @@ def ring_backward(saved, dout_BHsD, dlse, shards, scale, /):
     return dq_BHsD, dk_BGsD, dv_BGsD
 
 
+# The three methods ------------------------------------------------------------------------------
+# NUMERICS: gradients of k and v are summed over ranks and over copies of heads, after each part was
+# rounded to its dtype. Pinned by
+# tests/full/test_ring.py::test_low_precision_over_ranks_stays_within_its_multiple_of_sdpa.
+
+
+def attend_by_ring(q, k, v, mask, shards, scale):
+    """Send each rank's keys and values around the ring."""
+    return TiledAttention.apply(q, k, v, ring_forward, ring_backward, shards, scale)[0]
+
+
+def attend_by_allgather(q, k, v, mask, shards, scale):
+    """Gather all keys and values first: one message, but the memory of the whole sequence."""
+    kv = torch.stack((k, v))
+    k, v = unshard(kv, dim=3, group=shards.ring.group, length=mask.shape[2])
+    return attend(q, k, v, shards.rows, scale=scale)[0]
+
+
+def attend_by_ulysses(q, k, v, mask, shards, scale):
+    """Trade tokens for heads, attend to whole sequences, and trade back."""
+    # Each rank gets whole key heads: repeat them until there are enough.
+    copies = math.lcm(k.shape[1], shards.ring.world) // k.shape[1]
+    k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
+    q, k, v = (shards.heads_to_tokens(x) for x in (q, k, v))
+    return shards.tokens_to_heads(attend(q, k, v, mask, scale=scale)[0])
+
+
+METHODS = {  # how keys reach queries
+    "ring": attend_by_ring, "allgather": attend_by_allgather, "ulysses": attend_by_ulysses,
+}  # fmt: skip
+
 # The public calls -------------------------------------------------------------------------------
-# For: `ring_attention` by its three methods, and whole sequences from shards and back.
+# For: `ring_attention`, and whole sequences from shards and back.
 
 
 @not_compiled
@@ -209,9 +242,9 @@ def ring_attention(q, k, v, /, *, group=None, mask=None, method="ring", scale=No
     if mask is None:
         lengths = tuple(ring.all_gather(q.shape[2]))
         mask = Mask.full(sum(lengths))
-        held = tuple(map(len, Shards(ring, sum(lengths)).of_ranks))
-        if lengths != held:
-            raise ValueError(f"expected zigzag shards of {held} tokens, got {lengths}; use shard()")
+        zigzag = tuple(map(len, Shards(ring, sum(lengths)).of_ranks))
+        if lengths != zigzag:
+            raise ValueError(f"expected zigzag shards of {zigzag} tokens, got {lengths}; use shard()")
     if debug:
         require_equal_calls(ring, q, k, v, mask, method, scale)
     scale = checked_call(ring, q, k, v, mask, method, scale)
@@ -221,25 +254,10 @@ def ring_attention(q, k, v, /, *, group=None, mask=None, method="ring", scale=No
     if debug:
         q, k, v = _RequireFinite.apply(ring, debug, ["q", "k", "v"], q, k, v)
 
-    # NUMERICS: below, gradients of k and v are summed over ranks and over copies of heads, after
-    # each part was rounded to its dtype. Pinned by
-    # tests/full/test_ring.py::test_low_precision_over_ranks_stays_within_its_multiple_of_sdpa.
     if ring.world == 1:
         out, _ = attend(q, k, v, mask, scale=scale)
-    elif method == "ring":
-        ways = ring_forward, ring_backward
-        out, _ = TiledAttention.apply(q, k, v, ways, shards.padding, shards, scale)
-    elif method == "allgather":
-        # All keys at once need no hop and one message, but the memory of the whole sequence.
-        k, v = unshard(torch.stack((k, v)), dim=3, group=group, length=mask.shape[2])
-        out, _ = attend(q, k, v, shards.rows, scale=scale)
     else:
-        # Each rank gets whole key heads: repeat them until there are enough.
-        copies = math.lcm(k.shape[1], ring.world) // k.shape[1]
-        k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
-        q, k, v = (shards.heads_to_tokens(x) for x in (q, k, v))
-        out, _ = attend(q, k, v, mask, scale=scale)
-        out = shards.tokens_to_heads(out)
+        out = METHODS[method](q, k, v, mask, shards, scale)
     return _RequireFinite.apply(ring, debug, ["out"], out)[0] if debug else out
 
 
@@ -284,14 +302,14 @@ def checked_call(ring, q, k, v, mask, method, scale):
     """Return the scale of a call of this rank, or raise ValueError if its input does not fit."""
     whole = getattr(mask, "shape", ())[2:3] * 2
     scale = checked_scale(q, k, v, mask, scale, whole)
-    if method not in METHODS:
+    if method not in [*METHODS]:
         raise ValueError(f"expected ring, allgather or ulysses as method, got {method!r}")
     if method == "ulysses" and q.shape[1] % ring.world:
         raise ValueError(f"ulysses over {ring.world} ranks: they must divide the {q.shape[1]} "
                          f'query heads; use method="ring", or pad the heads')  # fmt: skip
-    held = len(indices(whole[0], ring.rank, ring.world))
-    if not q.shape[2] == k.shape[2] == held:
-        raise ValueError(f"expected {held} tokens, this rank's zigzag shard of {whole[0]}, got "
+    tokens = len(indices(whole[0], ring.rank, ring.world))
+    if not q.shape[2] == k.shape[2] == tokens:
+        raise ValueError(f"expected {tokens} tokens, this rank's zigzag shard of {whole[0]}, got "
                          f"{q.shape[2]} queries and {k.shape[2]} keys; use shard()")  # fmt: skip
     return scale
 
@@ -314,9 +332,9 @@ def require_equal_calls(ring, q, k, v, mask, method, scale):
     of_ranks = dict(ring.all_gather((ring.name, facts)))
     differing = [name for name in facts if len({str(x[name]) for x in of_ranks.values()}) > 1]
     if differing:
-        found = {rank: {name: x[name] for name in differing} for rank, x in of_ranks.items()}
+        got = {rank: {name: x[name] for name in differing} for rank, x in of_ranks.items()}
         raise ValueError(f"expected the same {', '.join(differing)} on every rank of a ring, got "
-                         f"{found}; make it from the same data, or broadcast it")  # fmt: skip
+                         f"{got}; make it from the same data, or broadcast it")  # fmt: skip
 
 
 class _RequireFinite(torch.autograd.Function):

@@ -271,10 +271,8 @@ def packed_attention(document_1S):
 
     def attention(q, k, v, /, *, layer, scale, window=None):
         scale = checked_scale(q, k, v, mask, scale)
-        ways = forward, backward_tiles  # the backward is the ordinary one
-        narrowed = mask.with_window(window)
-        given = ways, narrowed.padding_tokens(), narrowed, scale
-        return TiledAttention.apply(q, k, v, *given)[0]
+        narrowed = mask.with_window(window)  # below, the backward is the ordinary one
+        return TiledAttention.apply(q, k, v, forward, backward_tiles, narrowed, scale)[0]
 
     return attention
 
