@@ -242,9 +242,9 @@ def ring_attention(q, k, v, /, *, group=None, mask=None, method="ring", scale=No
     if mask is None:
         lengths = tuple(ring.all_gather(q.shape[2]))
         mask = Mask.full(sum(lengths))
-        zigzag = tuple(map(len, Shards(ring, sum(lengths)).of_ranks))
-        if lengths != zigzag:
-            raise ValueError(f"expected zigzag shards of {zigzag} tokens, got {lengths}; use shard()")
+        need = tuple(map(len, Shards(ring, sum(lengths)).of_ranks))
+        if lengths != need:
+            raise ValueError(f"expected zigzag shards of {need} tokens, got {lengths}; use shard()")
     if debug:
         require_equal_calls(ring, q, k, v, mask, method, scale)
     scale = checked_call(ring, q, k, v, mask, method, scale)

@@ -1,7 +1,7 @@
-"""Reads the shape of a model from a config.json, writes it back, and refuses what makes no model.
+"""Read a model's shape from a config.json, write it back, and refuse values that fit no model.
 
 To add a family, write a row of FAMILIES, and its rules into `config_from`. A difference that no
-field of ModelConfig can say needs a field, an equation and a line in `models.Definition` or
+field of ModelConfig can express needs a field, an equation and a line in `models.Definition` or
 `hf.full_definition`.
 
 Equation (5) is in models.py, (11) in experts.py.
@@ -28,11 +28,11 @@ from models import ACTIVATIONS, FULL, SLIDING
 
 LINEAR = "linear_attention"  # a type of layer: gated DeltaNet, see deltanet.py
 
-LORA_ALPHA = 32.0  # of a run. With AdamW another one is nearly another learning rate
+LORA_ALPHA = 32.0  # of every run: with AdamW, to change it is nearly to change the learning rate
 
 
 class Lora(NamedTuple):
-    """What a model's factors are: `model.lora`, see lora.py."""
+    """Store the size and place of a model's factors: `model.lora`, see lora.py."""
 
     rank: int  # r
     alpha: float
@@ -45,7 +45,7 @@ class Lora(NamedTuple):
 
 @dataclass
 class ModelConfig(models.ModelConfig):
-    """The shape of a `Transformer`. ValueError for values that describe no model.
+    """Store the shape of a `Transformer`. ValueError for values that describe no model.
 
     Field names are Hugging Face's wherever it has one. A family is a set of values: see FAMILIES.
     """
@@ -57,8 +57,8 @@ class ModelConfig(models.ModelConfig):
     router_bias_rate: float = 0.0  # the rate of (11). 0: the router has no bias
     partial_rotary_factor: float = 1.0  # the part of a head that RoPE turns
     attn_output_gate: bool = False  # of softmax layers: deltanet.GatedAttention
-    linear_conv_kernel_dim: int = 0  # of LINEAR layers: tokens of a convolution, widths and numbers
-    linear_key_head_dim: int = 0  # of heads
+    linear_conv_kernel_dim: int = 0  # tokens of a convolution; this and the rest in LINEAR layers
+    linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
@@ -66,7 +66,7 @@ class ModelConfig(models.ModelConfig):
     def __post_init__(self):
         for name in (*models.SIZES, "head_dim"):
             require_size(name, getattr(self, name))
-        given = self.rope_parameters
+        ropes = self.rope_parameters
         super().__post_init__()
         self.rope_parameters.pop(LINEAR, None)
 
@@ -75,7 +75,7 @@ class ModelConfig(models.ModelConfig):
         linear = (key_heads, value_heads, self.linear_key_head_dim, self.linear_value_head_dim,
                   self.linear_conv_kernel_dim)  # fmt: skip
         experts = self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size
-        wrong = {  # field -> has it a value that makes no model?
+        is_wrong = {  # field -> has it a value that fits no model?
             "layer_types": len(self.layer_types) != self.num_hidden_layers
                 or not (kinds <= {FULL, SLIDING} or kinds == {FULL, LINEAR}),
             "attn_output_gate": self.attn_output_gate and SLIDING in kinds,
@@ -93,13 +93,13 @@ class ModelConfig(models.ModelConfig):
             "num_experts_per_tok": self.num_experts_per_tok > self.num_experts,
             "query_pre_attn_scalar":
                 self.query_pre_attn_scalar is not None and self.query_pre_attn_scalar <= 0,
-            "rope_parameters": given.keys() - {FULL, SLIDING},
+            "rope_parameters": ropes.keys() - {FULL, SLIDING},
         }  # fmt: skip
         not_negative = "rms_norm_eps", "initializer_range", "router_bias_rate"
-        wrong |= {name: getattr(self, name) < 0 for name in not_negative}
-        found = [f"{name} {getattr(self, name)}" for name in wrong if wrong[name]]
-        if found:
-            raise ValueError(f"expected a {self.model_type} model, got {', '.join(found)}")
+        is_wrong |= {name: getattr(self, name) < 0 for name in not_negative}
+        got = [f"{name} {getattr(self, name)}" for name in is_wrong if is_wrong[name]]
+        if got:
+            raise ValueError(f"expected a {self.model_type} model, got {', '.join(got)}")
         for kind, rope in self.rope_parameters.items():
             rope = complete_rope(rope, self.rotary_dim, self.max_position_embeddings)
             self.rope_parameters[kind] = rope
@@ -127,12 +127,12 @@ class ModelConfig(models.ModelConfig):
             raise ValueError(f"{where}{error}") from error
 
     def frequencies(self, kind):
-        """Return the frequencies of (5), scaled, in a type of layer: one for two entries."""
+        """Return the scaled frequencies of (5) in a type of layer, one for every two entries."""
         return rope_frequencies(self.rope_parameters[kind], self.rotary_dim)[0]
 
     @property
     def rotary_dim(self) -> int:
-        """How many entries of a head RoPE turns."""
+        """Return the number of entries of a head that RoPE turns."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     def to_hf(self) -> dict:
@@ -140,9 +140,9 @@ class ModelConfig(models.ModelConfig):
         name, _, defaults = FAMILIES[self.model_type]
         ropes = {kind: dict(rope) for kind, rope in self.rope_parameters.items()}
         full = ropes.get(FULL) or ropes[SLIDING]
-        # What its class of transformers reads, but for what is added below in other words.
-        below = "layer_types", "partial_rotary_factor", "rope_parameters", "sliding_window"
-        raw = {name: x for name, x in vars(self).items() if name in defaults and name not in below}
+        # The fields that transformers' class reads. Some have another form, which is added below.
+        added = "layer_types", "partial_rotary_factor", "rope_parameters", "sliding_window"
+        raw = {name: x for name, x in vars(self).items() if name in defaults and name not in added}
         raw |= dict(
             model_type=self.model_type, architectures=[name], attention_bias=self.o_bias,
             attention_dropout=0.0, initializer_range=self.initializer_range,
@@ -156,18 +156,18 @@ class ModelConfig(models.ModelConfig):
             if SLIDING in ropes:
                 raw |= dict(rope_local_base_freq=ropes[SLIDING]["rope_theta"])
         if self.model_type == "qwen3_5_text":
-            turned = dict(partial_rotary_factor=self.partial_rotary_factor)
-            raw |= dict(rope_parameters=full | turned, rope_scaling=None)
+            part = dict(partial_rotary_factor=self.partial_rotary_factor)
+            raw |= dict(rope_parameters=full | part, rope_scaling=None)
         if self.sliding_window or self.model_type == "mistral":  # where an absent one means 4096
             raw |= dict(sliding_window=self.sliding_window)
-        if self.model_type not in ("llama", "mistral"):  # transformers takes these for others then
+        if self.model_type not in ("llama", "mistral"):  # these would be read as other families
             raw |= dict(layer_types=list(self.layer_types))
             raw |= dict(use_sliding_window=SLIDING in self.layer_types)
         if self.num_experts:
             dense = sorted({*range(self.num_hidden_layers)} - {*self.sparse_layers})
             raw |= dict(mlp_only_layers=dense, decoder_sparse_step=1)
 
-        # Written is right if it reads back: a family's config cannot say every ModelConfig.
+        # Read it back: a family's config cannot express every ModelConfig.
         without_bias = dataclasses.replace(self, router_bias_rate=0.0)
         where = f"a {self.model_type} config cannot say this: it"
         require_same_numbers(config_from(raw), without_bias, where)
@@ -189,25 +189,25 @@ def require_size(name, size) -> None:
 QWEN = models.COMMON | dict(zip(models.SIZES, models.FAMILIES["qwen2"][1]))
 
 
-def of_the_five(family):
-    """Return what differs in the equations of a family of models.py, and its defaults."""
+def base_family(family):
+    """Return how the equations of a family of models.py differ, and its defaults."""
     differs, sizes, own = models.FAMILIES[family]
     return differs, models.COMMON | dict(zip(models.SIZES, sizes)) | own
 
 
 FAMILIES = {  # model_type -> (transformers' class, what differs in its equations, defaults)
     # Biases of q, k, v and o, and of the MLP, by the config. RoPE of type llama3.
-    "llama": ("LlamaForCausalLM", *of_the_five("llama")),
+    "llama": ("LlamaForCausalLM", *base_family("llama")),
     # No biases. A window in every layer, or none.
-    "mistral": ("MistralForCausalLM", *of_the_five("mistral")),
+    "mistral": ("MistralForCausalLM", *base_family("mistral")),
     # Biases of q, k and v.
-    "qwen2": ("Qwen2ForCausalLM", *of_the_five("qwen2")),
+    "qwen2": ("Qwen2ForCausalLM", *base_family("qwen2")),
     # Norms of q and k, a width of heads of its own.
-    "qwen3": ("Qwen3ForCausalLM", *of_the_five("qwen3")),
+    "qwen3": ("Qwen3ForCausalLM", *base_family("qwen3")),
     # And experts, in all layers or in some.
-    "qwen3_moe": ("Qwen3MoeForCausalLM", *of_the_five("qwen3_moe")),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", *base_family("qwen3_moe")),
     # Norms with 1 + w, four of them a layer, sqrt(M), two RoPE bases: layers slide, but every 6th.
-    "gemma3_text": ("Gemma3ForCausalLM", *of_the_five("gemma3_text")),
+    "gemma3_text": ("Gemma3ForCausalLM", *base_family("gemma3_text")),
     # Recurrent layers, but every 4th. Norms with 1 + w, gated attention, RoPE on a part of a head.
     "qwen3_5_text": ("Qwen3_5ForCausalLM", dict(norm_offset=True), QWEN | dict(
         vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32,
@@ -243,14 +243,20 @@ def typed_settings(raw, defaults) -> dict:
     return settings
 
 
+def text_config(raw) -> dict:
+    """Return the language model's part of a multimodal config.json, or a text model's as it is."""
+    inner = typed_settings(raw, {"text_config": {}})["text_config"]
+    if not inner:
+        return raw
+    # The ends of turns, and tying, may stand outside.
+    outer = {name: raw[name] for name in ("eos_token_id", "tie_word_embeddings")
+             if raw.get(name) is not None}  # fmt: skip
+    return {"model_type": f"{raw.get('model_type')}_text"} | inner | outer
+
+
 def config_from(raw) -> ModelConfig:
     """Return the `ModelConfig` of a config.json's dict, in either spelling of transformers."""
-    # Multimodal: the language model's part. The ends of turns, and tying, may stand outside.
-    inner = typed_settings(raw, {"text_config": {}})["text_config"]
-    if inner:
-        outer = {name: raw[name] for name in ("eos_token_id", "tie_word_embeddings")
-                 if raw.get(name) is not None}  # fmt: skip
-        raw = {"model_type": f"{raw.get('model_type')}_text"} | inner | outer
+    raw = text_config(raw)
     family = raw.get("model_type")
     if family not in [*FAMILIES]:
         raise ValueError(f"model_type: expected one of {', '.join(FAMILIES)}, got {family!r}")
@@ -259,48 +265,65 @@ def config_from(raw) -> ModelConfig:
     for name in ("num_hidden_layers", "num_attention_heads", "decoder_sparse_step",
                  "full_attention_interval"):  # these are computed with below
         require_size(name, settings.get(name, 1))
-    asked = {name: raw.get(name) for name in models.NOT_HERE} | dict(
-        is_causal=raw.get("is_causal") is False,
-        attn_output_gate=not settings.get("attn_output_gate", True))  # fmt: skip
-    for name in filter(asked.get, asked):
-        raise ValueError(f"{name} {reprlib.repr(raw[name])}: not implemented here")
-    listed = raw.get("layer_types") or ()
-    if family in ("mistral", "qwen3_moe") and len({*listed}) > 1:
-        raise ValueError(f"layer_types {listed} in {family}: transformers has no mix")
-    if family == "gemma3_text" and settings["sliding_window"] is None:
-        raise ValueError("sliding_window: expected an integer, got None")
-    ends = raw.get("eos_token_id", ENDS.get(family))
-    ends = [x for x in (ends if isinstance(ends, list) else [ends]) if x is not None]
-    if any(type(x) is not int for x in ends):
-        raise ValueError(f"eos_token_id: expected integers, got {ends}")
+    require_implemented(raw, family, settings)
+    ends = end_tokens(raw, family)
 
-    # Most fields are those of the five.
+    # Most fields are computed as in models.py.
     every = settings.get("full_attention_interval")
     if every and not settings["layer_types"]:
         layers = range(settings["num_hidden_layers"])
         settings["layer_types"] = [LINEAR if (n + 1) % every else FULL for n in layers]
     fields = models.config_fields(settings, differs)
     kinds = {*fields["layer_types"]}
-    turned = raw.get("partial_rotary_factor", settings.get("partial_rotary_factor"))
-    ropes = {}
-    for kind in kinds & {FULL, SLIDING}:
-        words = {"type": "rope_type"}  # older files
-        rope = {words.get(key, key): x for key, x in fields["rope_parameters"][kind].items()}
-        part = rope.pop("partial_rotary_factor", None)
-        turned = turned if part is None else part
-        if "partial_rotary_factor" in defaults:
-            # M-RoPE has three positions a token. In text they are equal: its sections turn alike.
-            rope = {key: x for key, x in rope.items() if not key.startswith("mrope_")}
-        trained = raw.get("original_max_position_embeddings")
-        if trained and rope.get("rope_type") in ("yarn", "llama3"):  # outside, in older files
-            rope["original_max_position_embeddings"] = trained
-        ropes[kind] = rope
+    ropes = {kind: rope_from(fields["rope_parameters"][kind], raw, family)
+             for kind in kinds & {FULL, SLIDING}}  # fmt: skip
+
+    # The part that RoPE turns may stand at the top or among the parameters of RoPE.
+    parts = [raw.get("partial_rotary_factor", settings.get("partial_rotary_factor"))]
+    parts += [rope.pop("partial_rotary_factor", None) for rope in ropes.values()]
     own = {x.name: settings[x.name] for x in dataclasses.fields(ModelConfig) if x.name in settings}
     return ModelConfig(**own | fields | dict(
-        model_type=family, partial_rotary_factor=1.0 if turned is None else turned,
+        model_type=family, partial_rotary_factor=[1.0, *(x for x in parts if x is not None)][-1],
         sliding_window=fields["sliding_window"] if SLIDING in kinds else None,
-        rope_parameters=ropes, eos_token_id=tuple(ends),
+        rope_parameters=ropes, eos_token_id=ends,
     ))  # fmt: skip
+
+
+def require_implemented(raw, family, settings) -> None:
+    """Raise a ValueError for a setting that would change the numbers and has no equation here."""
+    unsupported = {name: raw.get(name) for name in models.NOT_HERE} | dict(
+        is_causal=raw.get("is_causal") is False,
+        attn_output_gate=not settings.get("attn_output_gate", True))  # fmt: skip
+    for name in filter(unsupported.get, unsupported):
+        raise ValueError(f"{name} {reprlib.repr(raw[name])}: not implemented here")
+    layer_types = raw.get("layer_types") or ()
+    if family in ("mistral", "qwen3_moe") and len({*layer_types}) > 1:
+        raise ValueError(f"layer_types {layer_types} in {family}: transformers has no mix")
+    if family == "gemma3_text" and settings["sliding_window"] is None:
+        raise ValueError("sliding_window: expected an integer, got None")
+
+
+def end_tokens(raw, family) -> tuple:
+    """Return the ids that end a turn: one, a list, or the family's default."""
+    ends = raw.get("eos_token_id", ENDS.get(family))
+    ends = [x for x in (ends if isinstance(ends, list) else [ends]) if x is not None]
+    if any(type(x) is not int for x in ends):
+        raise ValueError(f"eos_token_id: expected integers, got {ends}")
+    return tuple(ends)
+
+
+def rope_from(rope, raw, family) -> dict:
+    """Return RoPE's parameters of a type of layer, in today's spelling. rope: as the file has it.
+    """
+    words = {"type": "rope_type"}  # older files
+    rope = {words.get(key, key): x for key, x in rope.items()}
+    if family == "qwen3_5_text":
+        # M-RoPE has three positions a token. In text they are equal: its sections turn identically.
+        rope = {key: x for key, x in rope.items() if not key.startswith("mrope_")}
+    trained = raw.get("original_max_position_embeddings")
+    if trained and rope.get("rope_type") in ("yarn", "llama3"):  # outside, in older files
+        rope["original_max_position_embeddings"] = trained
+    return rope
 
 
 ROPE_TYPES = {  # rope_type -> the keys that it needs, and those that it may have
@@ -379,16 +402,15 @@ def rope_frequencies(rope, head_dim, /):
     return f_d, 1.0
 
 
-OF_NO_NUMBER = "initializer_range", "eos_token_id"  # fields that no trained model computes with
+NOT_COMPUTED_WITH = "initializer_range", "eos_token_id"  # fields of no trained model's equations
 
 
 def require_same_numbers(config, other, where) -> None:
     """Raise a ValueError if a model of the other configuration would compute something else."""
     for f in dataclasses.fields(config):
-        mine = getattr(config, f.name)
-        theirs = getattr(other, f.name)
-        if f.name not in OF_NO_NUMBER and mine != theirs:
-            raise ValueError(f"{where} has {f.name} {mine}, the model {theirs}")
+        value, other_value = getattr(config, f.name), getattr(other, f.name)
+        if f.name not in NOT_COMPUTED_WITH and value != other_value:
+            raise ValueError(f"{where} has {f.name} {value}, the model {other_value}")
 
 
 def read_json(path, /, *, what="a JSON file") -> dict:
@@ -397,14 +419,14 @@ def read_json(path, /, *, what="a JSON file") -> dict:
     what: what the file should be, for the message.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(f"no {path}; expected {what}") from error
     except OSError as error:  # a directory, no permission, a broken disk
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        kind = type(found).__name__
+    if not isinstance(content, dict):
+        kind = type(content).__name__
         raise ValueError(f"{path} is JSON of another kind: expected an object, got a {kind}")
-    return found
+    return content

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from full.model.config import OF_NO_NUMBER, ModelConfig, read_json
+from full.model.config import NOT_COMPUTED_WITH, ModelConfig, read_json
 from full.model.hf import open_checkpoint
 from full.ranks.checkpoint import Damaged, checkpoints, read_checkpoint, write_checkpoint
 from full.ranks.joining import PYTHON, Interrupted, ReplyTimeout, agree, say, warn
@@ -87,7 +87,7 @@ def digest(value) -> str:
 def shape_in(directory) -> dict:
     """Return what the config.json of a checkpoint says of the numbers that its model computes."""
     shape = dataclasses.asdict(ModelConfig.from_hf(directory))
-    return {name: x for name, x in shape.items() if name not in OF_NO_NUMBER}
+    return {name: x for name, x in shape.items() if name not in NOT_COMPUTED_WITH}
 
 
 def digest_of_model(directory) -> str:
