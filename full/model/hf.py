@@ -1,11 +1,9 @@
-"""Reads and writes the weights of Hugging Face's directories, of a model that ranks may share.
+"""Read and write the weights of Hugging Face's directories, of a model that ranks may share.
 
-It also writes the factors of lora.py as PEFT does. `full_definition` computes a model from its
-weights, token by token, for checks and audits.
+The factors of lora.py are written as PEFT does. Checks, audits and tests call `full_definition`,
+which computes a model from its weights, token by token.
 
-Equation (5) is in models.py.
-
-Letters:  S tokens   V words   E experts
+Letters:  S tokens   V vocabulary entries   E experts
 """
 
 import contextlib
@@ -35,7 +33,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Stored(NamedTuple):
-    """A tensor in a safetensors file, read when asked for."""
+    """Store where a tensor is in a safetensors file. It is read by slicing `part`."""
 
     path: Path
     part: object  # safetensors' slice: get_shape(), get_dtype(), [ranges]
@@ -64,7 +62,7 @@ def open_checkpoint(directory) -> dict[str, Stored]:
                          f"would read another one")  # fmt: skip
 
     # Frequencies of RoPE, which Llama 2's files hold, follow from the config.
-    # The layers of Qwen3.5 that predict further tokens are no part of the model.
+    # The layers of Qwen3.5 that predict further tokens are not a part of the model.
     text = {n: x for n, x in tensors.items()
             if not n.endswith("rotary_emb.inv_freq") and not n.startswith("mtp.")}  # fmt: skip
     if any("language_model." in name for name in text):
@@ -79,7 +77,7 @@ def open_checkpoint(directory) -> dict[str, Stored]:
 
 
 class Source(NamedTuple):
-    """Where a part of one of our parameters is in a checkpoint."""
+    """Store where a part of one of our parameters is in a checkpoint."""
 
     name: str
     shape: tuple  # of the stored tensor
@@ -120,7 +118,7 @@ def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
     """Load a Hugging Face checkpoint directory, strictly: every tensor has a place and the reverse.
 
     model: fill this one as it is. If `parallelize` has made it, each rank reads its own part.
-        All ranks must call, and what one rank finds wrong in its part, all raise.
+        All ranks must call, and an error of one rank is raised on all.
     dtype, device: of a new model. Default: the `dtype` of config.json, or the widest dtype that is
         stored if config.json does not say; the CPU.
 
@@ -150,35 +148,43 @@ def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
             require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
         sources = {name: sources_of(name, p.shape, stored, config)
                    for name, p in whole.named_parameters()}  # fmt: skip
-        wanted = {source.name: source.shape for some in sources.values() for source in some}
-        found = {name: tuple(x.part.get_shape()) for name, x in stored.items()}
-        wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
-        if wrong:
-            told = [f"{name} {found.get(name, 'missing')} for {wanted.get(name, 'no parameter')}"
-                    for name in wrong[:8]]  # fmt: skip
-            raise ValueError(f"{directory}: {len(wrong)} tensors do not fit its config.json: "
-                             f"{'; '.join(told)}")  # fmt: skip
-
-        # Quantized weights mean something only together with their scales, and integers are not
-        # weights at all. A cast would train them all the same.
-        for name, (path, part) in stored.items():
-            if part.get_dtype() not in DTYPES:
-                raise ValueError(f"{path}: {name} is stored as {part.get_dtype()}; expected one of "
-                                 f"{', '.join(DTYPES)}: convert the checkpoint")  # fmt: skip
+        require_matching(sources, stored, directory)
         if head is not None:
             require_tied(head, stored[TIED])
         if model is None:
-            kept = dtype or _checkpoint_dtype(directory, stored)
-            model = whole.to(kept).to_empty(device=device or "cpu")
+            dtype = dtype or checkpoint_dtype(directory, stored)
+            model = whole.to(dtype).to_empty(device=device or "cpu")
         places = part_of(model).places
         for name, parameter in model.named_parameters():
             if name in sources:
-                _copy_in(local(parameter), places[name].region, sources[name], stored)
+                copy_part(local(parameter), places[name].region, sources[name], stored)
             else:
                 parameter.zero_()
         for buffer in model.buffers():
             buffer.zero_()
         return model
+
+
+def require_matching(sources, stored, directory) -> None:
+    """Raise a ValueError unless a checkpoint has our parameters' tensors only, as floats.
+
+    sources: {parameter: its Sources}. stored: of `open_checkpoint`.
+    """
+    expected = {source.name: source.shape for some in sources.values() for source in some}
+    shapes = {name: tuple(x.part.get_shape()) for name, x in stored.items()}
+    mismatched = sorted({name for name, _ in expected.items() ^ shapes.items()})
+    if mismatched:
+        lines = [f"{name} {shapes.get(name, 'missing')} for {expected.get(name, 'no parameter')}"
+                 for name in mismatched[:8]]  # fmt: skip
+        raise ValueError(f"{directory}: {len(mismatched)} tensors do not fit its config.json: "
+                         f"{'; '.join(lines)}")  # fmt: skip
+
+    # Quantized weights mean something only together with their scales, and integers are not
+    # weights at all. A cast would train them all the same.
+    for name, (path, part) in stored.items():
+        if part.get_dtype() not in DTYPES:
+            raise ValueError(f"{path}: {name} is stored as {part.get_dtype()}; expected one of "
+                             f"{', '.join(DTYPES)}: convert the checkpoint")  # fmt: skip
 
 
 def require_tied(head, embedding) -> None:
@@ -194,23 +200,23 @@ def require_tied(head, embedding) -> None:
                          f"to use it, set tie_word_embeddings to false in config.json")
 
 
-def _checkpoint_dtype(directory, stored):
+def checkpoint_dtype(directory, stored):
     """Return the dtype that a checkpoint's config.json names, or the widest of its tensors."""
     raw = read_json(directory / "config.json")
     # Not the dtype of whichever tensor comes first: a checkpoint in bfloat16 may have a norm or a
     # router in float32.
     for part in (raw, raw.get("text_config") or {}):
-        said = part.get("dtype") or part.get("torch_dtype")
-        if said in [str(x).removeprefix("torch.") for x in DTYPES.values()]:
-            return getattr(torch, said)
+        name = part.get("dtype") or part.get("torch_dtype")
+        if name in [str(x).removeprefix("torch.") for x in DTYPES.values()]:
+            return getattr(torch, name)
     return reduce(torch.promote_types, {DTYPES[x.part.get_dtype()] for x in stored.values()})
 
 
-def _copy_in(own, region, sources, stored):
+def copy_part(own, region, sources, stored):
     """Copy this rank's part of a parameter, and read no more of each stored tensor."""
     for source in sources:
-        # What to read, and where it goes. An expert's tensor goes into that expert's slice, if this
-        # rank has it. Stacked gate and up begin at a row of their own.
+        # Read `cut`, and write it into `into`. An expert's tensor goes into that expert's slice, if
+        # this rank has it. Stacked gate and up begin at a row of their own.
         cut = list(region)
         into = own
         if source.expert is not None:
@@ -250,62 +256,73 @@ def save_hf(
     """
     if any(buffer.any() for buffer in model.buffers()):
         raise ValueError("no Hugging Face checkpoint holds a router bias: save the state dict")
-    raw = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
+    config = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
     directory = Path(directory)
     places = part_of(model).places
-    meet = tensors is not None or any(place.cuts for place in places.values())
-    rank = dist.get_rank() if meet else 0
+    is_collective = tensors is not None or any(place.cuts for place in places.values())
+    rank = dist.get_rank() if is_collective else 0
     writers = 1 if tensors is None else dist.get_world_size()
     if tensors is None:
         tensors = ((name, places[name].gather(local(p))) for name, p in model.named_parameters())
     copies = {TIED: "lm_head.weight"} if untie and model.config.tie_word_embeddings else {}
-
-    # Names of parameters, file by file. One parameter alone may be larger than a file should be.
-    files = [[]]
-    sizes = {}
-    for name, p in model.named_parameters():
-        count = 2 if name in copies else 1
-        sizes[name] = count * math.prod(places[name].shape) * p.element_size()
-        if files[-1] and sum(sizes[x] for x in [*files[-1], name]) > max_shard_bytes:
-            files.append([])
-        files[-1].append(name)
+    files = files_by_size(model, copies, max_shard_bytes)
 
     # A rank goes on to gather after a failed write, as the others wait for it.
     weight_map = {}  # tensor name -> file name
-    problem = None
-    for n, names in enumerate(files):
-        place = f"-{n + 1:05}-of-{len(files):05}" if len(files) > 1 else ""
-        held = {}
-        for name, whole in itertools.islice(tensors, len(names)):
+    write_error = None
+    for n, sizes in enumerate(files):
+        number = f"-{n + 1:05}-of-{len(files):05}" if len(files) > 1 else ""
+        file = f"model{number}.safetensors"
+        contents = {}
+        for name, whole in itertools.islice(tensors, len(sizes)):
             stored = models.stored(name, in_file_order(name, whole, model.config))
             stored |= {copies[name]: whole} if name in copies else {}
-            weight_map |= dict.fromkeys(stored, f"model{place}.safetensors")
-            if n % writers == rank and problem is None:
-                held |= {at: x.detach().cpu().contiguous().clone() for at, x in stored.items()}
+            weight_map |= dict.fromkeys(stored, file)
+            if n % writers == rank and write_error is None:
+                contents |= {at: x.detach().cpu().contiguous().clone() for at, x in stored.items()}
         try:
-            if held and n == 0 and writers == 1:  # older weights would be read with the new ones
+            if contents and n == 0 and writers == 1:  # readers would take older weights too
                 for old in [directory / INDEX, *directory.glob("model*.safetensors")]:
                     old.unlink(missing_ok=True)
-            if held:
-                write_tensors(held, directory / f"model{place}.safetensors")
+            if contents:
+                write_tensors(contents, directory / file)
         except OSError as error:
-            problem = error
-    texts = {"config.json": raw}
+            write_error = error
+    texts = {"config.json": config}
     if len(files) > 1:
-        total = sum(sizes.values())
+        total = sum(sum(sizes.values()) for sizes in files)
         texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    with errors_on_all_ranks(alone=not meet):
-        if problem is not None:
-            raise problem
+    with errors_on_all_ranks(alone=not is_collective):
+        if write_error is not None:
+            raise write_error
         for name in texts if rank == 0 else ():
-            with _writing(directory / name):
-                text = json.dumps(texts[name], indent=2) + "\n"
-                (directory / name).write_text(text, encoding="utf-8")
+            write_json(texts[name], directory / name)
+
+
+def files_by_size(model, copies, most) -> list[dict]:
+    """Return {parameter: its bytes} of each file, of at most so many bytes if it has several.
+
+    copies: parameters that are stored twice.
+    """
+    files = [{}]
+    for name, p in model.named_parameters():
+        shape = part_of(model).places[name].shape
+        size = math.prod(shape) * p.element_size() * (2 if name in copies else 1)
+        if files[-1] and sum(files[-1].values()) + size > most:
+            files.append({})
+        files[-1][name] = size
+    return files
+
+
+def write_json(content, path) -> None:
+    """Write one JSON file."""
+    with naming_path(path):
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
-def _writing(path):
-    """Name in an OSError what cannot be written."""
+def naming_path(path):
+    """Name the path in an OSError of writing it."""
     try:
         yield
     except (safetensors.SafetensorError, OSError) as error:
@@ -314,14 +331,14 @@ def _writing(path):
 
 def write_tensors(tensors, path) -> None:
     """Write one safetensors file."""
-    with _writing(path):
+    with naming_path(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
         path.chmod(0o644)  # safetensors lets only us read it, and an engine may be another user
 
 
-# The files of a checkpoint besides its weights and config.json: all that text.py needs, and how its
-# authors sample. Some say the same in an older form.
+# The files of a checkpoint in addition to its weights and config.json: all that text.py needs, and
+# how its authors sample. Some hold the same in an older form.
 TEXT_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
@@ -374,14 +391,14 @@ def save_factors(model, directory, base) -> None:
     )  # fmt: skip
     directory = Path(directory)
     write_tensors(stored, directory / ADAPTER_WEIGHTS)
-    (directory / ADAPTER_CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    write_json(raw, directory / ADAPTER_CONFIG)
 
 
 # The definition of a model ----------------------------------------------------------------------
 
 
 class BiasedDefinition(models.Definition):
-    """`models.Definition` with YaRN's factor, and a router's bias, which acts on the choice, (6').
+    """Compute `models.Definition` with YaRN's factor, and with a router's bias, which only selects.
     """
 
     def __init__(self, model):
