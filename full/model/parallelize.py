@@ -1,8 +1,7 @@
-"""Splits a model by a plan, for training or for sampling, and copies weights from one to another.
+"""Split a model by a plan, for training or for sampling, and copy weights between split models.
 
-It calls `parallel.py` where that has the step. `split_for_decoding` splits models that only sample.
-FSDP2: arXiv:2304.11277. Not here: Float8; under t gradients of logits (`model(tokens)`), and
-embeddings as input.
+The steps that `parallel.py` has are called there. FSDP2: arXiv:2304.11277. Not here: Float8; under
+t gradients of logits (`model(tokens)`), and embeddings as input.
 """
 
 import contextlib
@@ -41,7 +40,7 @@ MODES = "ddp", "fsdp", "zero1"
 
 
 class SplitOptions(NamedTuple):
-    """How `parallelize` splits a model, besides the plan.
+    """Store how `parallelize` splits a model, in addition to the plan.
 
     mode: "ddp" (whole copies), "zero1" (copies, with `LocalOptimizer(zero=True)`) or "fsdp" (FSDP2;
         HSDP if the grid replicates). `parallel.fully_shard_layer` has both.
@@ -87,20 +86,19 @@ def parallelize(model, plan, *, device_mesh, attention=None, **options):
     clip_grad_norm and the optimizer's step.
     """
     options = SplitOptions(**options)
-    mode, sequence, schedule, ac, compiles, offload, compute_dtype = options
+    mode, schedule = options.mode, options.schedule
     for name, value, known in (("mode", mode, MODES), ("schedule", schedule, SCHEDULES)):
         if value not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-    budget = memory_budget(ac)
-    if ac not in AC and budget is None:
-        raise ValueError(f"ac: {KNOWN_AC}, got {ac!r}")
+    if options.ac not in AC and memory_budget(options.ac) is None:
+        raise ValueError(f"ac: {KNOWN_AC}, got {options.ac!r}")
     plan.require_fits(config=getattr(model, "config", None))
-    for is_wrong, text in misfits(model, plan, device_mesh, attention, options):
+    for is_wrong, text in option_errors(model, plan, device_mesh, attention, options):
         if is_wrong:
             raise ValueError(f"plan {plan}: {text}")
     if attention is not None:
         model.attention = attention
-    grid = with_sequence(device_mesh, sequence)
+    grid = with_sequence(device_mesh, options.sequence)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     is_tied = not hasattr(model, "lm_head") and not isinstance(model, Critic)
     shard_model(model, grid)
@@ -112,43 +110,39 @@ def parallelize(model, plan, *, device_mesh, attention=None, **options):
     places = {name: place_of(name, shapes[name], grid, mode, is_tied and schedule != "zbv")
               if not lora.is_factor(name) else lora.place_of_factor(name, shapes[name], grid, mode)
               for name, _ in model.named_parameters()}  # fmt: skip
-    model.part = Part(plan, grid.device, places, grid, mode, offload, compute_dtype, pipeline)
+    model.part = Part(plan, grid.device, places, grid, mode, options.offload,
+                      options.compute_dtype, pipeline)  # fmt: skip
 
     # The order matters. What is computed again includes the messages inside a layer. FSDP is last,
     # because it cuts what the others have left.
-    if ac in ("full", "op"):
-        again = dict(use_reentrant=False)
-        if ac == "op":
-            again["context_fn"] = functools.partial(keep_products_and_messages, plan)
-        for layer in model.model.layers:
-            layer.forward = functools.partial(checkpoint, layer.forward, **again)
-    if compiles:
-        how = "inductor" if budget is None else functools.partial(compile_within, budget)
-        for layer in model.model.layers:
-            layer.compile(dynamic=True, backend=how)
+    if options.ac in ("full", "op"):
+        recompute_layers(model, plan, options.ac)
+    if options.compile:
+        compile_layers(model, memory_budget(options.ac))
     if mode == "fsdp":
         for root in model.part.pipeline.stages(model).values():
             apply_fsdp(root, model.part)
     return model
 
 
-def misfits(model, plan, grid, attention, options) -> list:
-    """Return (whether it is so, the error) of options that need or exclude one another."""
-    mode, sequence, schedule, ac, compiles, offload, compute_dtype = options
+def option_errors(model, plan, grid, attention, options) -> list:
+    """Return (is_wrong, text) pairs: options that need or exclude each other."""
+    mode, schedule, ac, compute_dtype = (
+        options.mode, options.schedule, options.ac, options.compute_dtype)  # fmt: skip
     is_fsdp = mode == "fsdp"
     is_sparse = hasattr(model, "config") and bool(model.config.sparse_layers)
     stages = plan.pp * SCHEDULES[schedule][1]
     layers = len(model.model.layers) if plan.pp > 1 else stages
     names = dict(model.named_parameters(remove_duplicate=False))
     wide = trained_dtype(model)
-    coarser = compute_dtype is None or (
+    is_coarser = compute_dtype is None or (
         compute_dtype.is_floating_point and torch.finfo(compute_dtype).eps > torch.finfo(wide).eps)
     return [
         (plan != grid.plan,
-         f"expected its grid, got that of plan {grid.plan}; use Grid(plan)"),
+         f"expected its grid, got the grid of plan {grid.plan}; use Grid(plan)"),
         (getattr(model, "part", None) is not None or isinstance(model, fsdp.FSDPModule),
          "expected a whole model, got one that is split or sharded already; split it once"),
-        (not coarser,
+        (not is_coarser,
          f"compute_dtype: expected a coarser dtype than the weights' {wide}, got {compute_dtype}"),
         (plan.tp > 1 and len(names) > len({*map(id, names.values())}),
          "one parameter with two names cannot be cut; set tie_word_embeddings"),
@@ -156,7 +150,7 @@ def misfits(model, plan, grid, attention, options) -> list:
         (stages > layers, f"{schedule} cuts {stages} stages, but the model has {layers} layers"),
         (grid.group["replicate"].size() > 1 and not is_fsdp,
          f'a grid that replicates shards needs mode="fsdp", got mode={mode!r}'),
-        (offload and not is_fsdp,
+        (options.offload and not is_fsdp,
          f'offload=True moves shards: it needs mode="fsdp", got mode={mode!r}'),
         (plan.cp > 1 and attention is None,
          "c splits sequences: give attention=, e.g. a ring over its c ranks"),
@@ -165,11 +159,11 @@ def misfits(model, plan, grid, attention, options) -> list:
          'zbv has no mode="fsdp" and no ac="op", which follow one backward of a layer'),
         (is_fsdp and ac == "op" and is_sparse and grid.experts["fsdp"].size() == 1,
          'each expert is whole on one rank, and ac="op" does not follow FSDP2 there; use "full"'),
-        (memory_budget(ac) is not None and not compiles,
+        (memory_budget(ac) is not None and not options.compile,
          f"ac={ac!r} is the compiler's: it needs compile=True"),
-        (ac == "op" and compiles and plan.tp * plan.ep > 1,
+        (ac == "op" and options.compile and plan.tp * plan.ep > 1,
          'torch.compile cannot keep what messages have brought: use ac="full", or no compile'),
-        (is_sparse and plan.tp > 1 and not sequence and plan.etp == 1,
+        (is_sparse and plan.tp > 1 and not options.sequence and plan.etp == 1,
          f"without sequence=True every tensor rank would send the same tokens to the experts; use "
          f"ffn's t = {plan.tp}"),
     ]  # fmt: skip
@@ -198,7 +192,7 @@ def shard_model(model, grid) -> None:
             # It computes logits and log-probs itself, in chunks, from a rank's rows.
             del model.logits, model.logprobs
             model.shard = dict(group=group["t"], vocab_start=model.model.embed_tokens.first)
-        # Where a row enters the model.
+        # A row of tokens enters the model here.
         model.model.embed_tokens.register_forward_pre_hook(
             lambda _, args: grid.require_cut(args[0].shape[1])
         )
@@ -288,24 +282,33 @@ def materialise(model) -> None:
         root.to_empty(device="cpu" if part.offload else part.device)
 
 
-# What ac="op" keeps of a layer.
-KEPT = {"mm", "bmm", "addmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention"}  # fmt: skip
+# The results that ac="op" stores of a layer.
+STORED = {"mm", "bmm", "addmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu",
+          "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+          "_scaled_dot_product_cudnn_attention"}  # fmt: skip
 
-KEPT_MESSAGES = {"allreduce_", "allgather_", "reduce_scatter_", "alltoall_base_"}
+STORED_MESSAGES = {"allreduce_", "allgather_", "reduce_scatter_", "alltoall_base_"}
+
+
+def recompute_layers(model, plan, ac) -> None:
+    """Compute each layer again in the backward: all of it, or all but what ac="op" stores."""
+    options = dict(use_reentrant=False)
+    if ac == "op":
+        options["context_fn"] = functools.partial(keep_products_and_messages, plan)
+    for layer in model.model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
 
 def keep_products_and_messages(plan):
     """Return a context for a layer's forward, and one for running it again in the backward.
 
-    Norms, activations and rotations are computed again. Products and attention are kept, and what
-    the collectives of t and e have brought. A ring sends its blocks again: keeping them would undo
-    what it saves. FSDP2 gathers weights by other collectives, which are not kept either.
+    Norms, activations and rotations are computed again. The results of products, of attention and
+    of the collectives of t and e are stored. A ring sends its blocks again: to store them would
+    undo its saving. FSDP2 gathers weights by other collectives, which are not stored either.
     """
 
     def policy(context, op, *args, **options):
-        if op._overloadpacket.__name__ in KEPT:
+        if op._overloadpacket.__name__ in STORED:
             return ckpt.CheckpointPolicy.MUST_SAVE
         return ckpt.CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -313,8 +316,8 @@ def keep_products_and_messages(plan):
     if plan.tp * plan.ep == 1:
         return contexts
     # Messages come first, so that torch, which counts operations, does not see what it copies.
-    kept = deque()
-    return [both(Messages(kept, again), context) for again, context in enumerate(contexts)]
+    stored = deque()
+    return [both(Messages(stored, again), context) for again, context in enumerate(contexts)]
 
 
 @contextlib.contextmanager
@@ -326,8 +329,15 @@ def both(first, second):
 
 def memory_budget(ac) -> float | None:
     """Return the number of ac="memory_budget=0.5", from 0 to 1. None for any other ac."""
-    found = re.fullmatch(r"memory_budget=(0?\.[0-9]+|0|1|1\.0)", f"{ac}")
-    return float(found[1]) if found else None
+    match = re.fullmatch(r"memory_budget=(0?\.[0-9]+|0|1|1\.0)", f"{ac}")
+    return float(match[1]) if match else None
+
+
+def compile_layers(model, budget) -> None:
+    """Compile each layer by itself, for any length. budget: of `memory_budget`, or None."""
+    backend = "inductor" if budget is None else functools.partial(compile_within, budget)
+    for layer in model.model.layers:
+        layer.compile(dynamic=True, backend=backend)
 
 
 def compile_within(budget, graph, inputs, **options):
@@ -339,18 +349,18 @@ def compile_within(budget, graph, inputs, **options):
 
 
 class Messages(TorchDispatchMode):
-    """Keep what collectives bring while a layer runs, and give it back when the layer runs again.
+    """Store the results of collectives while a layer runs, for when the layer runs again.
 
-    kept: deque of (tensors, what the collective returned), in the order of the calls.
+    stored: deque of (tensors, what the collective returned), in the order of the calls.
     """
 
-    def __init__(self, kept, again):
+    def __init__(self, stored, again):
         super().__init__()
-        self.kept = kept
+        self.stored = stored
         self.again = again
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace != "c10d" or op._overloadpacket.__name__ not in KEPT_MESSAGES:
+        if op.namespace != "c10d" or op._overloadpacket.__name__ not in STORED_MESSAGES:
             return op(*args, **(kwargs or {}))
         # COMM: torch's collectives fill their first argument. Nothing is sent again: all ranks of a
         # group run the same layers again, and none of them sends. Pinned by
@@ -358,11 +368,11 @@ class Messages(TorchDispatchMode):
         filled = tree_leaves(args[0])
         if not self.again:
             work = op(*args, **(kwargs or {}))
-            self.kept.append(([x.detach() for x in filled], work))
+            self.stored.append(([x.detach() for x in filled], work))
             return work
-        brought, work = self.kept.popleft()
-        for x, old in zip(filled, brought, strict=True):
-            x.copy_(old)
+        results, work = self.stored.popleft()
+        for x, result in zip(filled, results, strict=True):
+            x.copy_(result)
         return work
 
 
@@ -400,21 +410,21 @@ def split_for_decoding(model, grid):
     return model
 
 
-# What a rank sends ------------------------------------------------------------------------------
+# Weights from one model to another --------------------------------------------------------------
 # For: a sampler that gets a policy's weights, one tensor after the other.
 
 
 def share_or_allocate(source, target, device) -> None:
     """Give a model on the meta device memory, the source's own where it can have it.
 
-    source, target: as in `gather_weights`. What an optimizer writes into a shared parameter of the
-        source is in the target at once, and `copy_weights` leaves it out.
+    source, target: as in `gather_weights`. A shared parameter needs no copy: the optimizer's update
+        is in both models, and `copy_weights` leaves it out.
 
     The content of new memory is undefined.
     """
-    # Both are cut alike by t and e. But FSDP moves its shards' memory about, a stage of a pipeline
-    # has some of the layers only, which the other ranks of its pipeline need to be sent, and what
-    # has factors is not shared: the target gets the merged weights.
+    # Both are sharded identically by t and e. But FSDP moves its shards in memory, a stage of a
+    # pipeline lacks the other stages' layers, and a matrix with factors has merged weights in the
+    # target only.
     shared = {}
     part = part_of(source)
     if part.mode != "fsdp" and part.plan.pp == 1:
@@ -437,9 +447,9 @@ def copy_weights(source, target, optimizer=None) -> None:
     The arguments are those of `gather_weights`. A parameter that both have in one memory is left
     out.
     """
-    wanted = dict(target.named_parameters()) | persistent_buffers(target)
+    tensors = dict(target.named_parameters()) | persistent_buffers(target)
     for name, x in gather_weights(source, target, optimizer):
-        local(wanted[name].detach()).copy_(x)
+        local(tensors[name].detach()).copy_(x)
 
 
 @torch.no_grad()
@@ -466,42 +476,50 @@ def gather_weights(source, target, optimizer=None):
     factors_of_matrix = lora.factors_of(source)
     factors, places_of_factors = weights_and_places(source, optimizer)
 
-    # COMM: an all-gather over the stages says what each of them has. The first stage that has a
-    # tensor sends it. The ranks of this group have other layers, and the same entries of what t and
-    # e cut. Pinned by
-    # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-    group = part.grid.group["p"] if part.plan.pp > 1 else None
-    table = {name: places[name].shape for name in tensors if not lora.is_factor(name)}
-    tables = [table] if group is None else all_gather_objects(table, group)
+    def local_weight(name, num_cuts):
+        """Return this rank's entries of the merged weight, cut as the target is by t and e."""
+        x = places[name].gather(local(tensors[name].detach()), num_cuts)
+        if name not in factors_of_matrix:
+            return x
+        pair = [places_of_factors[factor].gather(local(factors[factor].detach()))
+                for factor in factors_of_matrix[name]]  # fmt: skip
+        region = [slice(r.start, r.stop) for r in places[name].boxes[num_cuts]]
+        return lora.merged(x, *pair, source.lora.scale, region)
 
-    # Every rank has all tables now, so all of them find a difference before any weight is sent.
-    wanted = dict(target.named_parameters()) | persistent_buffers(target)
-    targets = {name: whole_place(x) for name, x in wanted.items()} | part_of(target).places
-    shapes = {name: shape for table in tables for name, shape in table.items()}
-    differ = shapes.items() ^ {name: targets[name].shape for name in wanted}.items()
+    # Every rank gets all tables, so all of them see a difference before any weight is sent.
+    group = part.grid.group["p"] if part.plan.pp > 1 else None
+    shapes_of_stages = gather_shapes(tensors, places, group)
+    target_tensors = dict(target.named_parameters()) | persistent_buffers(target)
+    target_places = {name: whole_place(x) for name, x in target_tensors.items()}
+    target_places |= part_of(target).places
+    shapes = {name: shape for table in shapes_of_stages for name, shape in table.items()}
+    differ = shapes.items() ^ {name: target_places[name].shape for name in target_tensors}.items()
     if differ:
         raise ValueError(f"models differ: {sorted({name for name, _ in differ})}")
 
-    for name, q in wanted.items():
+    for name, q in target_tensors.items():
         q = local(q.detach())
-        x = local(tensors[name].detach()) if name in tensors else None
-        if x is not None and not q.is_meta and x.is_set_to(q):
+        has_weight = name in tensors
+        if has_weight and not q.is_meta and local(tensors[name].detach()).is_set_to(q):
             continue
         # The source was first cut as the target is, by t and e, or the target is whole. Only what
         # was cut after that, by FSDP, is gathered.
-        kept = len(targets[name].cuts)
-        if x is not None:
-            x = places[name].gather(x, kept)
-            if name in factors_of_matrix:
-                pair = [places_of_factors[factor].gather(local(factors[factor].detach()))
-                        for factor in factors_of_matrix[name]]  # fmt: skip
-                region = [slice(r.start, r.stop) for r in places[name].boxes[kept]]
-                x = lora.merged(x, *pair, source.lora.scale, region)
+        x = local_weight(name, len(target_places[name].cuts)) if has_weight else None
         if group is not None:
-            # COMM: a broadcast over the stages. All take the names in one order. Pinned by
+            # COMM: a broadcast over the stages, from the first that has the tensor. All take the
+            # names in one order. Pinned by
             # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
             to = dict(dtype=q.dtype, device=part.grid.device if q.is_meta else q.device)
-            x = torch.empty(q.shape, **to) if x is None else x.to(**to).contiguous()
-            first = next(stage for stage, table in enumerate(tables) if name in table)
+            x = x.to(**to).contiguous() if has_weight else torch.empty(q.shape, **to)
+            first = next(stage for stage, table in enumerate(shapes_of_stages) if name in table)
             dist.broadcast(x, group=group, group_src=first)
         yield name, x
+
+
+def gather_shapes(tensors, places, group) -> list:
+    """Return {name: whole shape} of each stage of a pipeline. Collective over a group of stages."""
+    # COMM: an all-gather over the stages. The ranks of this group have other layers, and the same
+    # entries of what t and e cut. Pinned by
+    # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+    table = {name: places[name].shape for name in tensors if not lora.is_factor(name)}
+    return [table] if group is None else all_gather_objects(table, group)

@@ -281,7 +281,7 @@ CALLS = [  # plan, kind of model, options of `_call`, what all ranks say
     ("d2e2", "moe", dict(mode="fsdp", ac="op"), "d2e2: each expert is whole on one rank"),
     ("t2", "dense", dict(compile=True, ac="op"), "torch.compile cannot keep what messages"),
     ("p2", "dense", dict(schedule="zbv"), "zbv cuts 4 stages, but the model has 2 layers"),
-    ("d2", "dense", dict(grid="t2"), "plan d2: expected its grid, got that of plan t2"),
+    ("d2", "dense", dict(grid="t2"), "plan d2: expected its grid, got the grid of plan t2"),
     ("d2", "dense", dict(schedule="zbv"), "plan d2: schedule='zbv' needs a pipeline"),
 ]
 
