@@ -171,10 +171,10 @@ class Batch:
             fresh, logits_RV = prefill(self.model, prompts)
             self.after |= dict(zip(new, logits_RV))
             into = self.prompts if self.shares else self.cache
-            into.begin(fresh, range(len(new)))
+            into.append_rows(fresh, range(len(new)))
             self.held += new
         if self.shares:
-            self.cache.begin(self.prompts, [self.held.index(p) for p in wanted], share=True)
+            self.cache.share_prompts(self.prompts, [self.held.index(p) for p in wanted])
         logits_BV = torch.stack([self.after[prompt] for prompt in wanted])
         self.logits_BV = torch.cat([self.logits_BV, logits_BV]) if self.rows else logits_BV
         self.rows = self.rows + entering
