@@ -24,24 +24,15 @@ from full.model.transformer import causal_attention
 
 
 class Step(NamedTuple):
-    """Store what one forward does with the stores of all layers of one window.
+    """Store what one forward does with the stores of all layers of one window."""
 
-    lengths: the cache's, before this forward.
-    moves: (row, first, count). The row's slots first..first+count-1, or tokens of its prompt, move
-        to slots 0..count-1, and its others are dropped.
-    is_prompt: no row has a token yet.
-    low, high: the new tokens attend to slots low..high-1.
-    slot_BS: the slots of the new tokens. None: slots high-S..high-1 in every row.
-    visible_B1SC: which of the slots they see. None: all.
-    """
-
-    lengths: list
-    moves: list
-    is_prompt: bool
-    low: int = 0
+    lengths: list  # the cache's, before this forward
+    moves: list  # (row, first, count): slots, or prompt tokens, from first on go to 0..count-1
+    is_prompt: bool  # no row has a token yet
+    low: int = 0  # the new tokens attend to slots low..high-1
     high: int = 0
-    slot_BS: torch.Tensor | None = None
-    visible_B1SC: torch.Tensor | None = None
+    slot_BS: torch.Tensor | None = None  # of the new tokens. None: high-S..high-1 in every row
+    visible_B1SC: torch.Tensor | None = None  # True where a new token sees a slot. None: everywhere
 
 
 class KVCache(models.KVCache, Attention):

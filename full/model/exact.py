@@ -121,7 +121,7 @@ def draw(N, K, dtype, device):
 
 
 class Product(torch.autograd.Function):
-    """`product` with an ordinary gradient, which needs no order: no sampler is compared with it."""
+    """Compute `product` with an ordinary gradient: no sampler is compared with it."""
 
     @staticmethod
     def forward(ctx, x_NK, weight_IK):
@@ -135,7 +135,7 @@ class Product(torch.autograd.Function):
 
 
 class ExactLinear(nn.Module):
-    """A linear whose products are exact."""
+    """Run a linear by exact products."""
 
     def __init__(self, linear):
         super().__init__()
@@ -147,7 +147,7 @@ class ExactLinear(nn.Module):
 
 
 class ExactExperts(Experts):
-    """`Experts` with exact products of each expert's rows."""
+    """Run `Experts` by exact products of each expert's rows."""
 
     def product(self, name, x_NM, counts_E, /):
         parts = zip(x_NM.split(counts_E.tolist()), getattr(self, name))
@@ -155,13 +155,13 @@ class ExactExperts(Experts):
 
 
 class ExactSparseMLP(SparseMLP):
-    """`SparseMLP` with exact experts."""
+    """Run `SparseMLP` with exact experts."""
 
     experts_class = ExactExperts
 
 
 class ExactLayer(Layer):
-    """`Layer` with exact experts, linears and activations."""
+    """Run `Layer` with exact experts, linears and activations."""
 
     sparse_class = ExactSparseMLP
 
@@ -247,7 +247,7 @@ def queries_that_see(start, end, first_B, h, R, window):
 
 
 class ExactCache(KVCache):
-    """`KVCache` with exact attention. All layers keep all tokens; rows share no prompt."""
+    """Attend exactly. All layers store all tokens, and rows share no prompt."""
 
     copies_prompts = True
 
@@ -295,7 +295,7 @@ def packed_attention(document_1S):
 
 
 class ExactLogprobs(TokenLogprobs):
-    """Log-probs by the formula of `models.sample`, and entropies; backward by `TokenLogprobs`."""
+    """Compute log-probs as `models.sample` does, and entropies; backward by `TokenLogprobs`."""
 
     @staticmethod
     def forward(ctx, hidden_NM, weight_VM, targets_N, options, logits):
@@ -324,7 +324,7 @@ class ExactLogprobs(TokenLogprobs):
 
 
 class ExactRope(Rope):
-    """`Rope` with exact angles."""
+    """Compute the angles of `Rope` exactly."""
 
     def __call__(self, positions_BS, dtype, /):
         N = positions_BS.numel()
@@ -334,7 +334,7 @@ class ExactRope(Rope):
 
 
 class ExactTransformer(Transformer):
-    """`Transformer` with exact logits and log-probs, and an exact cache.
+    """Run `Transformer` with exact logits and log-probs, and an exact cache.
 
     Its attention is exact where `hidden` is given `packed_attention`, or that of its cache_class.
     One thread: torch cuts a tensor among several, and each part has an end.

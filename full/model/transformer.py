@@ -47,7 +47,7 @@ class RMSNorm(models.RMSNorm):
 
 
 class Rope:
-    """positions (B, S) -> {layer type: (cos, sin)}, once a forward for all layers."""
+    """Compute {layer type: (cos, sin)} of positions (B, S), once a forward for all layers."""
 
     def __init__(self, config):
         ropes = config.rope_parameters.items()
