@@ -60,7 +60,7 @@ def tile_forward(q_bHiD, k_bGjD, v_bGjD, visible, scale):
 
 
 class Saved(NamedTuple):
-    """The tensors that a forward stores, or those of one tile: O(S), no scores."""
+    """Store the tensors of a forward for its backward, or of one tile: O(S), no scores."""
 
     q: torch.Tensor
     k: torch.Tensor

@@ -168,11 +168,11 @@ class DecodingBatch:
             fresh, logits_RV = prefill(self.model, [self.tokens[prompt] for prompt in new])
             self.prompt_logits |= dict(zip(new, logits_RV))
             into = self.prompts if self.shares else self.cache
-            into.begin(fresh, range(len(new)))
+            into.append_rows(fresh, range(len(new)))
             self.cached_prompts += new
         if self.shares:
             rows_of_prompts = [self.cached_prompts.index(prompt) for prompt in prompts]
-            self.cache.begin(self.prompts, rows_of_prompts, share=True)
+            self.cache.share_prompts(self.prompts, rows_of_prompts)
         logits_BV = torch.stack([self.prompt_logits[prompt] for prompt in prompts])
         self.logits_BV = torch.cat([self.logits_BV, logits_BV]) if self.rows else logits_BV
         self.rows = self.rows + entering

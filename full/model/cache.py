@@ -1,14 +1,14 @@
-"""Keeps keys and values of rows that come and go, and those of a shared prompt once.
+"""Cache keys and values of rows that enter and leave, and store a shared prompt's once.
 
-The cache has memory that grows with need, sliding layers that forget, rows that leave and enter
-without a copy of the others, and prompts whose keys several rows share. To generate 8 answers of 32
-tokens to a prompt of 256, `models.generate` takes 2.2 times as long. The cache has 2 G D numbers
-per token and layer and room to grow, in sliding layers for the tokens that a window may reach, and
-in recurrent layers H K V numbers per row, whatever its length.
+The stores grow with need, sliding layers drop old tokens, and a row enters or leaves without a copy
+of the others. To generate 8 answers of 32 tokens to a prompt of 256, `models.generate` takes 2.2
+times as long. The cache has 2 G D numbers per token and layer and spare slots, in sliding layers
+for the tokens of a window, and in recurrent layers H K V numbers per row, whatever its length.
 
-Letters:  B rows   S new tokens of a row   C room of the cache   R prompts, L slots of a prompt   H
-query heads   G key heads   D width of a head   V words   h query heads of a key head times new
-tokens   In recurrent layers those of deltanet.py; T past inputs and new ones, n past inputs
+Letters:  B rows   S new tokens of a row   C slots of the cache   R prompts, L slots of a prompt
+H query heads   G key heads   D width of a head   V vocabulary entries   h query heads of a key head
+times new tokens   In recurrent layers those of deltanet.py; T past inputs and new ones, n past
+inputs
 """
 
 import math
@@ -24,22 +24,22 @@ from full.model.transformer import causal_attention
 
 
 class Step(NamedTuple):
-    """What one forward does with the stores of all layers of one window."""
+    """Store what one forward does with the stores of all layers of one window."""
 
     lengths: list  # the cache's, before this forward
-    kept: list  # (row, first, count): only these of its slots, or prompt, stay: in slots 0..count-1
+    moves: list  # (row, first, count): slots, or prompt tokens, from first on go to 0..count-1
     is_prompt: bool  # no row has a token yet
     low: int = 0  # the new tokens attend to slots low..high-1
     high: int = 0
-    slot_BS: torch.Tensor | None = None  # where they go. None: slots high-S..high-1 in every row
-    visible_B1SC: torch.Tensor | None = None  # which of the slots they see. None: all
+    slot_BS: torch.Tensor | None = None  # of the new tokens. None: high-S..high-1 in every row
+    visible_B1SC: torch.Tensor | None = None  # True where a new token sees a slot. None: everywhere
 
 
 class KVCache(models.KVCache, Attention):
-    """Keys and values of the tokens so far, for rows of any lengths.
+    """Store keys and values of the tokens so far, for rows of any lengths.
 
-    The slot of a row's token is its position minus `first` of the row, which is 0, but for tokens
-    that no window reaches any more, and for a prompt that is kept in another cache:
+    The slot of a row's token is its position minus `first` of the row. `first` is 0 unless no
+    window reaches the row's first tokens any more, or its prompt is in another cache:
 
         sliding layer, window 3     row 0   k k k k . .      lengths 6 2, first 2 0
                                     row 1   k k . . . .
@@ -51,15 +51,15 @@ class KVCache(models.KVCache, Attention):
     they see is decided once a forward, for all layers of one window: `Step`.
     """
 
-    copies_prompts = False  # True: `begin` copies the keys of full layers too
+    copies_prompts = False  # True: `share_prompts` copies the keys of full layers too
 
     def __init__(self, rows=0, device=None, capacity=0):
         super().__init__(rows, slots={})  # window -> C. Layers are (2, rows or more, G, C, D)
         self.device = device
-        self.capacity = capacity  # rows that stores are made for, if there are not more
+        self.capacity = capacity  # stores have at least so many rows
         self.window_of = {}  # layer -> its window. None: a full layer
         self.first = {}  # window -> the position of each row's slot 0
-        self.prompts = None  # the cache that holds the prompts of `begin`
+        self.prompts = None  # the cache of `share_prompts`
         self.prompt_of = []  # and each row's row there
         self.groups = None  # `PromptGroups` of these, made when they are needed
         self.counts = None  # new tokens of each row that are real. None: all
@@ -68,7 +68,7 @@ class KVCache(models.KVCache, Attention):
 
     @property
     def attention(self):
-        """What layers call: this cache."""
+        """Return what layers call: this cache."""
         return self
 
     def attend(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
@@ -107,76 +107,81 @@ class KVCache(models.KVCache, Attention):
         # Padding would stay in a state forever, while later tokens overwrite its keys. Without
         # decay and correction the state after it is the one before it.
         inputs_BnX, state_BHKV = self.states[layer]
-        B, _, S, _ = q_BHSK.shape
+        S = q_BHSK.shape[2]
         if self.counts and min(self.counts) < S:
             count_B1 = torch.tensor(self.counts, device=q_BHSK.device)[:, None]
             is_real_B1S = (torch.arange(S, device=q_BHSK.device) < count_B1)[:, None]
             log_a_BHS, b_BHS = log_a_BHS * is_real_B1S, b_BHS * is_real_B1S
-        given = q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, state_BHKV
-        out_BHSV, state_BHKV = by_chunk(*given)
+        out_BHSV, state_BHKV = by_chunk(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, state_BHKV)
         self.states[layer] = inputs_BnX, state_BHKV
         return out_BHSV
 
     def write(self, k_BGSD, v_BGSD, layer, window):
         """Store keys and values of S new tokens a row. Return the `Step`, and the layer's store."""
-        B, _, S, _ = k_BGSD.shape
+        S = k_BGSD.shape[2]
         step = self.steps.get(window)
         if step is None or step.lengths is not self.lengths:  # a forward ends with a new list
             step = self.steps[window] = self._plan(S, window)
         new_2BGSD = torch.stack([k_BGSD, v_BGSD])
         store = self._store(layer, window, new_2BGSD)
-        old = new_2BGSD if step.is_prompt else store
-        for b, first, count in step.kept:
-            store[:, b, :, :count] = old[:, b, :, first : first + count].clone()
-        if step.is_prompt and not step.kept:
-            store[:, :B, :, :S] = new_2BGSD
-        elif not step.is_prompt and step.slot_BS is None:
-            store[:, :B, :, step.high - S : step.high] = new_2BGSD
-        elif not step.is_prompt:
-            # Indexing by tables, as in `models.KVCache`, gives (B, S, 2, G, D).
-            row_B1 = torch.arange(B, device=store.device)[:, None]
-            store[:, row_B1, :, step.slot_BS] = new_2BGSD.permute(1, 3, 0, 2, 4)
+        source = new_2BGSD if step.is_prompt else store
+        for b, first, count in step.moves:
+            store[:, b, :, :count] = source[:, b, :, first : first + count].clone()
+        if not step.is_prompt:
+            self._write_tokens(store, new_2BGSD, step)
+        elif not step.moves:
+            store[:, : len(self.lengths), :, :S] = new_2BGSD
         return step, store
+
+    def _write_tokens(self, store, new_2BGSD, step):
+        """Write S new tokens of each row into their slots."""
+        _, B, _, S, _ = new_2BGSD.shape
+        if step.slot_BS is None:
+            store[:, :B, :, step.high - S : step.high] = new_2BGSD
+            return
+        # Indexing by tables, as in `models.KVCache`, gives (B, S, 2, G, D).
+        row_B1 = torch.arange(B, device=store.device)[:, None]
+        store[:, row_B1, :, step.slot_BS] = new_2BGSD.permute(1, 3, 0, 2, 4)
 
     def _plan(self, S, window):
         """Return the `Step` of S new tokens a row in the layers of one window."""
         first = self.first.setdefault(window, [0] * len(self.lengths))
         slots = self.slots.setdefault(window, 0)
         reach = window or math.inf  # tokens that a query sees, its own included
-        kept = []
+        moves = []
         if not any(self.lengths):
-            # The token after a prompt sees reach - 1 of its tokens. A sliding layer keeps these.
+            # The token after a prompt sees reach - 1 of its tokens. A sliding layer stores these.
             if S >= reach:
                 for b, count in enumerate(self.counts or [S] * len(self.lengths)):
                     first[b] = max(0, count - reach + 1)
-                    kept.append((b, first[b], count - first[b]))
+                    moves.append((b, first[b], count - first[b]))
             self.slots[window] = max(slots, min(S, reach))
-            return Step(self.lengths, kept, True)
+            return Step(self.lengths, moves, True)
 
-        # A sliding layer whose store is full forgets first what no query will see again.
-        # Stores have half as many slots again as they need, so that they seldom grow or forget.
+        # A sliding layer whose store is full first drops the tokens that no query will see again.
+        # Stores have 1.5 times the slots that they need, so that they seldom grow or move tokens.
         stored = [length - start for length, start in zip(self.lengths, first)]
         if max(stored) + S > slots:
             for b, count in enumerate(stored):
                 if count >= reach:
                     first[b] += count - reach + 1
                     stored[b] = reach - 1
-                    kept.append((b, count - reach + 1, reach - 1))
+                    moves.append((b, count - reach + 1, reach - 1))
             need = max(stored) + S
             self.slots[window] = max(slots, need + 32, need * 3 // 2)
 
-        # One new token in each of equally long rows sees all of a slice. Otherwise a mask says what
-        # it sees. Slots are positions up to a constant of the row, so it is `models.visible_keys`.
+        # One new token in each of equally long rows sees all of a slice. Otherwise there is a mask.
+        # Slots are positions up to a constant of the row, so it is `models.visible_keys`.
         low = max(0, min(stored) + 1 - reach)
         high = max(stored) + S
-        even = min(stored) == max(stored)
-        if even and S == 1:
-            return Step(self.lengths, kept, False, low, high)
+        is_even = min(stored) == max(stored)
+        if is_even and S == 1:
+            return Step(self.lengths, moves, False, low, high)
         stored_B1 = torch.tensor(stored, device=self.device)[:, None]
         slot_BS = stored_B1 + torch.arange(S, device=self.device)
         slot_1C = torch.arange(low, high, device=self.device)[None]
         visible = models.visible_keys(slot_BS, slot_1C, window)
-        return Step(self.lengths, kept, False, low, high, None if even else slot_BS, visible)
+        return Step(self.lengths, moves, False, low, high, None if is_even else slot_BS, visible)
 
     def _store(self, layer, window, like):
         """Return the layer's store, made or grown to hold all rows and `slots[window]` slots.
@@ -211,41 +216,47 @@ class KVCache(models.KVCache, Attention):
             if to:
                 store[:, to] = store[:, source]
         self.first = {window: [first[b] for b in rows] for window, first in self.first.items()}
-        self.states = {layer: tuple(x[rows] for x in kept) for layer, kept in self.states.items()}
+        self.states = {layer: tuple(x[rows] for x in state) for layer, state in self.states.items()}
         if self.prompts is not None:
             self.prompt_of = [self.prompt_of[b] for b in rows]
 
-    def begin(self, other, rows, /, *, share=False):
-        """Append rows that begin with the tokens that rows of another cache hold.
+    def append_rows(self, source, rows, /):
+        """Append rows that begin with the tokens of rows of another cache, which is used up.
 
-        other: a cache of the same layers. rows: list of indices, repeats allowed.
-        share: keep reading the keys of full layers there, where all rows of one prompt read them at
-            once. Sliding layers are copied: they hold a window only. Default: all layers are
-            copied, one after the other, and `other` is used up.
+        source: a cache of the same layers. rows: list of indices, repeats allowed.
         """
-        # Shared layers store nothing of the new rows yet: their slot 0 is for the token after the
-        # prompt.
+        self._append(source, rows, [*source.first], pops=True)
+
+    def share_prompts(self, source, rows, /):
+        """Append rows whose full layers read the keys of their prompts in another cache.
+
+        source, rows: as in `append_rows`. All rows of a prompt read its keys at once. Sliding
+            layers are copied: they hold a window only.
+        """
+        windows = [x for x in source.first if x is not None or self.copies_prompts]
+        self._append(source, rows, windows, pops=False)
+        self.prompts = source
+        self.prompt_of = self.prompt_of + list(rows)
+
+    def _append(self, source, rows, windows, pops):
+        """Append rows, and copy the layers of these windows; pops: take each out of the source."""
+        # The other layers store nothing of the new rows yet: their slot 0 is for the token after
+        # the prompt.
         old = len(self.lengths)
-        copied = list(other.first)
-        if share and not self.copies_prompts:
-            copied = [window for window in other.first if window is not None]
-        self.lengths = self.lengths + [other.lengths[r] for r in rows]
-        for window, first in other.first.items():
-            starts = first if window in copied else other.lengths
+        self.lengths = self.lengths + [source.lengths[r] for r in rows]
+        for window, first in source.first.items():
+            starts = first if window in windows else source.lengths
             self.first[window] = self.first.get(window, []) + [starts[r] for r in rows]
-        for layer, kept in other.states.items():
-            own = self.states.get(layer, [x[:0] for x in kept])
-            self.states[layer] = tuple(torch.cat([x, y[rows]]) for x, y in zip(own, kept))
-        for window in copied:
-            self.slots[window] = max(self.slots.get(window, 0), other.slots[window])
-        for layer, window in other.window_of.items():
-            if window in copied:
-                theirs = other.layers[layer] if share else other.layers.pop(layer)
-                store = self._store(layer, window, theirs)
-                store[:, old : len(self.lengths), :, : theirs.shape[3]] = theirs[:, rows]
-        if share:
-            self.prompts = other
-            self.prompt_of = self.prompt_of + list(rows)
+        for layer, state in source.states.items():
+            own = self.states.get(layer, [x[:0] for x in state])
+            self.states[layer] = tuple(torch.cat([x, y[rows]]) for x, y in zip(own, state))
+        for window in windows:
+            self.slots[window] = max(self.slots.get(window, 0), source.slots[window])
+        for layer, window in source.window_of.items():
+            if window in windows:
+                keys = source.layers.pop(layer) if pops else source.layers[layer]
+                store = self._store(layer, window, keys)
+                store[:, old : len(self.lengths), :, : keys.shape[3]] = keys[:, rows]
 
     def _attend_with_prompts(self, q_BHSD, k_BGCD, v_BGCD, step, layer, scale):
         """Attend by one softmax over a prompt's keys, read once for all its rows, and own keys."""
@@ -280,7 +291,7 @@ class KVCache(models.KVCache, Attention):
 
 
 class PromptGroups:
-    """Which rows begin with each of R prompts, so that a product reads a prompt's keys once.
+    """Store which rows begin with each of R prompts, so that a product reads its keys once.
 
         prompt of each row   [0, 1, 0, 0]
         rows of each prompt  [[0, 2, 3], [1, 0, 0]]     the two last zeros are padding
@@ -303,7 +314,7 @@ class PromptGroups:
             self.beyond_B11L = (slot_L >= length_B[:, None])[:, None, None]
 
     def product(self, x_BGhX, y_RGXY):
-        """Return x[b] @ y[prompt of b], (B, G, h, Y): a prompt's rows are side by side in it."""
+        """Return x[b] @ y[prompt of b], (B, G, h, Y), by one product for all rows of a prompt."""
         size = self.rows_Rn.shape
         x_RnGhX = x_BGhX.unflatten(0, size) if self.in_order else x_BGhX[self.rows_Rn]
         out_RGmY = x_RnGhX.transpose(1, 2).flatten(2, 3) @ y_RGXY

@@ -1,4 +1,4 @@
-"""Computes gated DeltaNet, the recurrent layers of Qwen3.5, token by token and in chunks.
+"""Compute gated DeltaNet, the recurrent layers of Qwen3.5, token by token and in chunks.
 
 A recurrent layer keeps one matrix S per head instead of all keys and values. A token first lets S
 fade, then replaces what S holds under its key by its value, then reads S with its query. For the
@@ -6,20 +6,20 @@ tokens t = 1, 2, .. of a document, per head, with x the layer's input and |k| = 
 
     (1)  q, k, v = silu(conv(Wx)),  conv_t = sum_n w_n (Wx)_(t-n), n = 0..kernel-1, a w per channel
     (2)  a_t     = exp(-exp(A) softplus(x_t . W_a + dt))  in (0, 1),  b_t = sigmoid(x_t . W_b)
-    (3)  u_t     = b_t (v_t - (a_t S_(t-1))^T k_t)        the correction of what S says under k_t
-         S_t     = a_t S_(t-1) + k_t u_t^T                S_0 = 0
+    (3)  u_t     = b_t (v_t - (a_t S_(t-1))^T k_t)   the error of the value that S stores under k_t
+         S_t     = a_t S_(t-1) + k_t u_t^T           S_0 = 0
          o_t     = S_t^T q_t / sqrt(K)
     (4)  y_t     = O [norm(o_t) * silu(Z x_t)]
-    (5)  chunk of C tokens, S_0 the state before it, D_ij = a_(j+1) .. a_i what of j is left at i:
+    (5)  for C tokens after the state S_0. D_ij = a_(j+1) .. a_i is left of token j's write at i:
          (I + [b_i D_ij k_i . k_j]_(j<i)) U = b (V - D_i0 K S_0)
          o_i = D_i0 q_i S_0 + sum_(j<=i) D_ij (q_i . k_j) u_j,   S_C = D_C0 S_0 + sum_j D_Cj k_j u_j
     (6)  S_C = A S_0 + B and o_i = R_i S_0 + o0_i: run (3) with values [v 0] from the state [0 I],
-         and it returns [o0 R] and [B A], since every column of S goes its own way
+         and it returns [o0 R] and [B A], since no column of S depends on another
 
-As with attention, the layer does not know which tokens come before which: the caller says so. A
-recurrent layer calls two methods of an `attend.Attention`, as `Documents` is one. (5) has C
-times fewer steps than (3), and products of (C, C) matrices in addition. Every fourth layer is
-softmax attention, `GatedAttention`. Not here: the fused kernels of flash-linear-attention.
+As with attention, the layer does not know which tokens come before which. It calls two methods of
+an `attend.Attention`, such as `Documents`, which knows. (5) has C times fewer steps than (3), and
+products of (C, C) matrices in addition. Every fourth layer is softmax attention, `GatedAttention`.
+Not here: the fused kernels of flash-linear-attention.
 
 Letters:  B rows   S tokens   M width   H heads, G = H / r of keys   K width of a key   V of a value
 X = 2 G K + H V channels of the convolution   C chunk   c = C + 1   k kernel   D width of a head
@@ -38,7 +38,7 @@ import models
 from full.attention.attend import Attention
 from full.model.config import rope_frequencies
 
-CHUNK = 64  # tokens of (5): the triangular system grows with it, the number of steps shrinks
+CHUNK = 64  # tokens of (5). With more, the triangular system grows and there are fewer steps
 
 # The recurrence ---------------------------------------------------------------------------------
 # Token by token, which is the definition, and in chunks, which trains.
@@ -48,7 +48,7 @@ def by_token(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, S_BHKV=None):
     """Return the outputs (B, H, S, V) and the last state: equation (3) and nothing else."""
     S_BHKV = first_state(k_BHSK, v_BHSV) if S_BHKV is None else S_BHKV
     out = []
-    # One unbind. To slice each token would make the backward quadratic in the number of tokens.
+    # With a slice for each token, the backward would be quadratic in the number of tokens.
     tokens = zip(*(x.unbind(2) for x in (q_BHSK, k_BHSK, v_BHSV, log_a_BHS.exp(), b_BHS)))
     for q_BHK, k_BHK, v_BHV, a_BH, b_BH in tokens:
         S_BHKV = a_BH[..., None, None] * S_BHKV
@@ -91,7 +91,7 @@ def one_chunk(q_BHCK, k_BHCK, v_BHCV, log_a_BHC, b_BHC, restart_BC, S_BHKV):
 
 
 def by_chunk(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, S_BHKV=None, restart_BS=None, size=CHUNK):
-    """Do what `by_token` does, `size` tokens at a time.
+    """Return what `by_token` returns, computed `size` tokens at a time by (5).
 
     S_BHKV: the state before the first token. Default: 0.
     restart_BS: bool. Where a document begins, with the state 0. Default: nowhere.
@@ -101,9 +101,9 @@ def by_chunk(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, S_BHKV=None, restart_BS=N
         restart_BS = torch.zeros_like(b_BHS[:, 0], dtype=torch.bool)
     out = []
     chunks = [x.split(size, 2) for x in (q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS)]
-    for *given, restart_BC in zip(*chunks, restart_BS.split(size, 1)):
-        part, S_BHKV = one_chunk(*given, restart_BC, S_BHKV)
-        out.append(part)
+    for *qkv_decay_gate, restart_BC in zip(*chunks, restart_BS.split(size, 1)):
+        out_BHCV, S_BHKV = one_chunk(*qkv_decay_gate, restart_BC, S_BHKV)
+        out.append(out_BHCV)
     return torch.cat(out, 2), S_BHKV
 
 
@@ -111,10 +111,10 @@ def by_chunk(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, S_BHKV=None, restart_BS=N
 
 
 class Documents(Attention):
-    """The attention of rows of documents side by side.
+    """Compute all layers on rows of documents that are next to each other.
 
     attention: the callable of the softmax layers, in which tokens see their own document.
-    ids_BS: int64. Which document each token is of. Default: each row is a document.
+    ids_BS: int64. The number of each token's document. Default: each row is a document.
     """
 
     def __init__(self, attention, ids_BS=None):
@@ -141,7 +141,7 @@ class Documents(Attention):
 
 
 class TokenByToken(Documents):
-    """Rows that are a document each, by (3) in the place of (5): what audits trust."""
+    """Compute rows that are a document each, by (3) instead of (5), for audits."""
 
     def recurrence(self, q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS, /, *, layer):
         return by_token(q_BHSK, k_BHSK, v_BHSV, log_a_BHS, b_BHS)[0]
@@ -195,25 +195,25 @@ class GatedDeltaNet(nn.Module):
         y_BSGX = y_BSX.unflatten(-1, (-1, 2 * K + width_v))
         q_BSGK, k_BSGK, v_BSGX = y_BSGX.split([K, K, width_v], -1)
         v_BHSV = v_BSGX.flatten(2).unflatten(-1, (-1, self.value_width)).transpose(1, 2)
-        # A key head serves value heads that are side by side.
+        # The value heads of a key head are consecutive.
         q_BHSK, k_BHSK = (unit(x).repeat_interleave(self.values_per_key, 2).transpose(1, 2)
                           for x in (q_BSGK, k_BSGK))  # fmt: skip
         raw_BSH = self.in_proj_a(x_BSM).to(wide) + self.dt_bias.to(wide)
         log_a_BSH = -self.A_log.to(wide).exp() * F.softplus(raw_BSH)
         b_BSH = self.in_proj_b(x_BSM).to(wide).sigmoid()  # (2)
-        given = q_BHSK * K**-0.5, k_BHSK, v_BHSV
-        out_BHSV = attention.recurrence(*given, log_a_BSH.mT, b_BSH.mT, layer=self.layer)
+        qkv = q_BHSK * K**-0.5, k_BHSK, v_BHSV
+        out_BHSV = attention.recurrence(*qkv, log_a_BSH.mT, b_BSH.mT, layer=self.layer)
         gate_BSX = F.silu(self.in_proj_z(x_BSM).to(wide))
         out_BSX = self.norm(out_BHSV.transpose(1, 2)).flatten(2) * gate_BSX
         return self.out_proj(out_BSX.to(x_BSM.dtype))  # (4)
 
 
 def rows_in_file(config):
-    """Return which row of in_proj_qkv, or of conv1d, in a file each row of ours is, int64 (X,)."""
-    # A file has all q, then all k, then all v. Here a key head's q and k and the v of its value
-    # heads are side by side, so that ranks of t have whole heads. 2 key heads of width 1, r = 2:
+    """Return the file's row of each of our rows of in_proj_qkv, or of conv1d, int64 (X,)."""
+    # A file has all q, then all k, then all v. Our rows have a key head's q and k and the v of its
+    # value heads in sequence, so that ranks of t have whole heads. 2 key heads of width 1, r = 2:
     #     file   q0 q1 k0 k1 v0 v1 v2 v3
-    #     here   q0 k0 v0 v1 q1 k1 v2 v3
+    #     ours   q0 k0 v0 v1 q1 k1 v2 v3
     G = config.linear_num_key_heads
     width_q = G * config.linear_key_head_dim
     width_v = config.linear_num_value_heads * config.linear_value_head_dim
@@ -228,7 +228,7 @@ def unit(x_BSGK):
 
 
 class GatedAttention(models.Attention):
-    """`models.Attention` with a gate on the output, and RoPE for a part of each head."""
+    """Compute `models.Attention` with a gate on the output, and RoPE on a part of each head."""
 
     def __init__(self, config, layer, norm_class):
         super().__init__(config, layer, norm_class)
@@ -252,7 +252,8 @@ class GatedAttention(models.Attention):
 
 
 class HybridDefinition(models.Definition):
-    """`models.Definition` with recurrent layers and gated attention: without the code above."""
+    """Compute `models.Definition` with recurrent layers and gated attention, not by the code above.
+    """
 
     def attention(self, n, name, states):
         if self.config.layer_types[n] == models.FULL:

@@ -1,4 +1,4 @@
-"""Computes every sum of a model in a fixed order, so that the sampler is the trainer bit for bit.
+"""Compute every sum of a model in a fixed order, so that the sampler is the trainer bit for bit.
 
 A sum of floats depends on its order: (1e8 + 1) - 1e8 is 0 in float32, and (1e8 - 1e8) + 1 is 1. A
 kernel chooses the order by the shapes of its arguments. So a token that is decoded in a batch of
@@ -6,8 +6,9 @@ kernel chooses the order by the shapes of its arguments. So a token that is deco
 a policy to itself is not 1. In an `ExactTransformer` no result depends on other tokens, or
 on how many there are:
 
-    products    rows are padded to a multiple of 16, and taken at most 256 at a time: many kernels
-                sum along K in one order from some number of rows on. Else they are taken by 16.
+    products    rows are padded to a multiple of 16 (ROWS), and at most 256 are multiplied at once:
+                many kernels sum along K in one order from some number of rows on. If this machine's
+                kernel does not, 16 rows are multiplied at once.
     attention   over blocks of 64 keys, one after another. The first begins at position 0.
                 A block that a query does not see adds exact zeros, so it may be left out.
     functions   exp, log, cos, silu and the like get a multiple of 64 numbers. Kernels compute the
@@ -22,7 +23,8 @@ The backward is the ordinary one. The cost is in full/RESULTS.md.
 Equations (1) and (3) are in ring_attention.py, (7) to (9) in models.py.
 
 Letters:  B rows   S new tokens of a row, C of its keys   H query heads   G key heads   D width of
-a head   N tokens   K, I widths of a product   V words   n R groups of R queries of a key head
+a head   N tokens   K, I widths of a product   V vocabulary entries   n groups of R
+queries of a key head
 """
 
 import functools
@@ -41,10 +43,10 @@ from full.model.logprobs import LogprobOptions, TokenLogprobs, require_tokens_in
 from full.model.transformer import Layer, Rope, Transformer
 from full.ranks.places import set_tensor, variant_of
 
-ROWS = 16  # a product has a multiple of so many rows
-TILES = 256, ROWS  # and at most so many: the first number that is exact on this machine
+ROWS = 16  # the rows of a product are padded to a multiple of ROWS
+TILES = 256, ROWS  # most rows of one product: the first of these that is exact on this machine
 KEYS = 64  # of a block
-NUMBERS = 64  # a function gets a multiple of it: more than any vector register holds
+NUMBERS = 64  # a function gets a multiple of this: more than any vector register holds
 
 
 def elementwise(function, x):
@@ -80,7 +82,13 @@ def tile_of(I, K, dtype, device) -> int:
         groups = [slice(*ends) for ends in ((0, 1), (3, 4), (5, 22), (9, 100), (200, len(x_NK)))]
         if all(torch.equal(tiles_of(x_NK[n], weight_IK, tile), whole_NI[n]) for n in groups):
             return tile
-    raise ValueError(f"the bits of a product of width {K} to {I} in {dtype}")
+    refuse(f"a product of width {K} to {I} in {dtype}")
+
+
+def refuse(kernel):
+    """Raise the ValueError of a kernel that is not exact on this machine."""
+    raise ValueError(f"exact: on this machine the bits of {kernel} depend on other rows; try "
+                     f"another machine, or another torch")  # fmt: skip
 
 
 def batched_product(a_nRX, b_nXY):
@@ -113,7 +121,7 @@ def draw(N, K, dtype, device):
 
 
 class Product(torch.autograd.Function):
-    """`product` with an ordinary gradient, which needs no order: no sampler is compared with it."""
+    """Compute `product` with an ordinary gradient: no sampler is compared with it."""
 
     @staticmethod
     def forward(ctx, x_NK, weight_IK):
@@ -127,7 +135,7 @@ class Product(torch.autograd.Function):
 
 
 class ExactLinear(nn.Module):
-    """A linear whose products are exact."""
+    """Run a linear by exact products."""
 
     def __init__(self, linear):
         super().__init__()
@@ -139,7 +147,7 @@ class ExactLinear(nn.Module):
 
 
 class ExactExperts(Experts):
-    """`Experts` with exact products of each expert's rows."""
+    """Run `Experts` by exact products of each expert's rows."""
 
     def product(self, name, x_NM, counts_E, /):
         parts = zip(x_NM.split(counts_E.tolist()), getattr(self, name))
@@ -147,13 +155,13 @@ class ExactExperts(Experts):
 
 
 class ExactSparseMLP(SparseMLP):
-    """`SparseMLP` with exact experts."""
+    """Run `SparseMLP` with exact experts."""
 
     experts_class = ExactExperts
 
 
 class ExactLayer(Layer):
-    """`Layer` with exact experts, linears and activations."""
+    """Run `Layer` with exact experts, linears and activations."""
 
     sparse_class = ExactSparseMLP
 
@@ -195,17 +203,10 @@ def exact_attention(q_BHSD, k_BGCD, v_BGCD, first_B, scale, window=None):
     total_nR1 = torch.zeros_like(top_nR1)
     out_nRD = torch.zeros_like(q_nRD)
     for start in range(0, C, KEYS):
-        # Which queries see this key block? Those at positions `start` and later, and with a window
-        # up to end + window - 2. Rounded outwards to whole groups of rows.
         end = start + KEYS
-        low = max(0, start - max(first_B)) * h // ROWS * ROWS
-        high = R
-        if window is not None:
-            last = max(0, end + window - 1 - min(first_B)) * h
-            high = min(R, -(-last // ROWS) * ROWS)
-        if low >= high:
+        rows = queries_that_see(start, end, first_B, h, R, window)
+        if rows.start >= rows.stop:
             continue
-        rows = slice(low, high)
         blocks = (x_BGCD[:, :, start:end].flatten(0, 1).to(wide) for x_BGCD in (k_BGCD, v_BGCD))
         k_nKD, v_nKD = (F.pad(x, (0, 0, 0, KEYS - x.shape[1])).contiguous() for x in blocks)
         key_K = torch.arange(start, end, device=q_nRD.device)
@@ -232,8 +233,21 @@ def exact_attention(q_BHSD, k_BGCD, v_BGCD, first_B, scale, window=None):
     return per_head(out_nRD / total_nR1), per_head(top_nR1 + total_nR1.log())[..., 0]
 
 
+def queries_that_see(start, end, first_B, h, R, window):
+    """Return the slice of R rows, h a token, that may see the keys at positions start .. end - 1.
+
+    It consists of whole groups of ROWS, rounded outwards, and may be empty.
+    """
+    # Tokens at positions `start` and later see them, and with a window up to end + window - 2.
+    low = max(0, start - max(first_B)) * h // ROWS * ROWS
+    if window is None:
+        return slice(low, R)
+    last = max(0, end + window - 1 - min(first_B)) * h
+    return slice(low, min(R, -(-last // ROWS) * ROWS))
+
+
 class ExactCache(KVCache):
-    """`KVCache` with exact attention. All layers keep all tokens; rows share no prompt."""
+    """Attend exactly. All layers store all tokens, and rows share no prompt."""
 
     copies_prompts = True
 
@@ -281,7 +295,7 @@ def packed_attention(document_1S):
 
 
 class ExactLogprobs(TokenLogprobs):
-    """Log-probs by the formula of `models.sample`, and entropies; backward by `TokenLogprobs`."""
+    """Compute log-probs as `models.sample` does, and entropies; backward by `TokenLogprobs`."""
 
     @staticmethod
     def forward(ctx, hidden_NM, weight_VM, targets_N, options, logits):
@@ -310,7 +324,7 @@ class ExactLogprobs(TokenLogprobs):
 
 
 class ExactRope(Rope):
-    """`Rope` with exact angles."""
+    """Compute the angles of `Rope` exactly."""
 
     def __call__(self, positions_BS, dtype, /):
         N = positions_BS.numel()
@@ -320,7 +334,7 @@ class ExactRope(Rope):
 
 
 class ExactTransformer(Transformer):
-    """`Transformer` with exact logits and log-probs, and an exact cache.
+    """Run `Transformer` with exact logits and log-probs, and an exact cache.
 
     Its attention is exact where `hidden` is given `packed_attention`, or that of its cache_class.
     One thread: torch cuts a tensor among several, and each part has an end.
@@ -364,36 +378,31 @@ def require_exact_kernels(model, device="cpu") -> None:
     dtype = model.head_weight.dtype
     wide = torch.promote_types(dtype, torch.float32)
     device = torch.device(device)
-    try:
-        for p in [p for p in model.parameters() if p.dim() > 1]:
-            tile_of(*p.shape[-2:], p.dtype, device)
+    for p in [p for p in model.parameters() if p.dim() > 1]:
+        tile_of(*p.shape[-2:], p.dtype, device)
 
-        # A row of tokens, and each of some of its tokens alone.
-        sizes = dict(H=c.num_attention_heads, G=c.num_key_value_heads)
-        S, D = 2 * KEYS + 5, c.head_dim
-        q, k, v = (draw(3 * sizes[x] * S, D, wide, device).view(3, -1, S, D) for x in "HGG")
-        out, _ = exact_attention(q, k, v, [0] * 3, 1.0)
-        for n in (0, 17, KEYS, S - 1):
-            keys = [x[1:2, :, : n + 1] for x in (k, v)]
-            alone, _ = exact_attention(q[1:2, :, n : n + 1], *keys, [n], 1.0)
-            require_equal(alone, out[1:2, :, n : n + 1], f"attention with heads of {D}")
+    # A row of tokens, and each of some of its tokens alone.
+    sizes = dict(H=c.num_attention_heads, G=c.num_key_value_heads)
+    S, D = 2 * KEYS + 5, c.head_dim
+    q, k, v = (draw(3 * sizes[x] * S, D, wide, device).view(3, -1, S, D) for x in "HGG")
+    out, _ = exact_attention(q, k, v, [0] * 3, 1.0)
+    for n in (0, 17, KEYS, S - 1):
+        keys = [x[1:2, :, : n + 1] for x in (k, v)]
+        alone, _ = exact_attention(q[1:2, :, n : n + 1], *keys, [n], 1.0)
+        require_equal(alone, out[1:2, :, n : n + 1], f"attention with heads of {D}")
 
-        # Functions of numbers, and sums of rows.
-        x_NM = draw(67, c.hidden_size, dtype, device)
-        functions = {"exp": torch.exp, "cos": torch.cos, "sin": torch.sin, "tanh": torch.tanh,
-                     c.hidden_act: models.ACTIVATIONS[c.hidden_act]}  # fmt: skip
-        for name, function in functions.items():
-            found = elementwise(function, x_NM)[5:9], elementwise(function, x_NM[5:9])
-            require_equal(*found, f"{name} in {dtype}")
-        norm = functools.partial(F.rms_norm, normalized_shape=x_NM.shape[1:])
-        for name, function in (("norms", norm), ("softmax", lambda x: x.double().softmax(-1))):
-            require_equal(function(x_NM)[5:9], function(x_NM[5:9]), f"{name} in {dtype}")
-    except ValueError as error:
-        raise ValueError(f"exact: on this machine {error} depend on other rows; try "
-                         f"another machine, or another torch") from error  # fmt: skip
+    # Functions of numbers, and sums of rows.
+    x_NM = draw(67, c.hidden_size, dtype, device)
+    functions = {"exp": torch.exp, "cos": torch.cos, "sin": torch.sin, "tanh": torch.tanh,
+                 c.hidden_act: models.ACTIVATIONS[c.hidden_act]}  # fmt: skip
+    functions = {name: functools.partial(elementwise, f) for name, f in functions.items()}
+    functions["norms"] = functools.partial(F.rms_norm, normalized_shape=x_NM.shape[1:])
+    functions["softmax"] = lambda x: x.double().softmax(-1)
+    for name, function in functions.items():
+        require_equal(function(x_NM)[5:9], function(x_NM[5:9]), f"{name} in {dtype}")
 
 
-def require_equal(a, b, what):
+def require_equal(a, b, kernel):
     """Raise ValueError unless two tensors are equal to the bit."""
     if not torch.equal(a, b):
-        raise ValueError(f"the bits of {what}")
+        refuse(kernel)

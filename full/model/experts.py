@@ -1,9 +1,9 @@
-"""Routes tokens to experts, and moves a bias of the router that evens out the experts' loads.
+"""Route tokens to experts, and move a bias of the router that evens out the experts' loads.
 
     (6')  experts = the K largest of p_e + b_e, where the bias b evens out the experts' load
     (11)  b_e     = rate * (steps in which e had less than the mean load - steps it had more)
 
-Not here: shared experts, a loss of balance.
+Not here: shared experts, a load-balancing loss.
 
 Letters:  E experts   K of them for a token   I width of an expert   M width of the model   N tokens
 L sparse layers
@@ -42,7 +42,7 @@ class SparseMLP(models.SparseMLP):
 
     def __init__(self, config):
         super().__init__(config)
-        self.layer = None  # its number, which a `Routing` is told
+        self.layer = None  # its number, which a `Routing` gets
         self.rows_group = None  # ranks that have the same rows, and send a share of them each
         self.rate = config.router_bias_rate  # 0: the router has no bias
         # NUMERICS: votes are whole steps of b. b is not stored, so no cast of the model rounds it.
@@ -53,8 +53,8 @@ class SparseMLP(models.SparseMLP):
     def forward(self, x_BSM, /, on_routing=None):
         x_NM = rows_nM = x_BSM.flatten(0, -2)
         if self.rows_group is not None:
-            # 5 rows on 2 ranks are 0 1 2 and 3 4 -, where - is a row of zeros. Wherever it is
-            # routed to, its result is cut off.
+            # 5 rows on 2 ranks are 0 1 2 and 3 4 -, where - is a row of zeros. Its result is cut
+            # off below.
             padded_NM = F.pad(x_NM, (0, 0, 0, -len(x_NM) % self.rows_group.size()))
             rows_nM = parallel.own_chunk(padded_NM, self.rows_group)
         probs_nE, topk_ids_nK, topk_weights_nK = self.route(rows_nM)
@@ -102,7 +102,7 @@ def grouped_linear(x_NM, weight_EIM, counts_E, /):
 
 
 class Routing:
-    """What the sparse layers of a forward call, once each: `hidden(.., on_routing=Routing())`."""
+    """Receive a forward's routing: `hidden(.., on_routing=Routing())`, a call a sparse layer."""
 
     def __call__(self, probs_NE, topk_ids_NK, /, *, layer):
         """Take the router's probabilities, and the ids of the experts that each token goes to."""
@@ -112,21 +112,21 @@ class Routing:
 class RoutingCounts(Routing):
     """Count which experts tokens go to, in a forward.
 
-    held_N: int64, (N,). How many sequences hold each of the forward's B x S tokens. In a tree it is
-        any number. It is 0 for padding, and for a token that another rank counts.
+    copies_N: int64, (N,). The number of sequences that have each of the forward's B x S tokens. In
+        a tree it is any number. It is 0 for padding, and for a token that another rank counts.
 
     After the forward, counts[layer] is int64, (E,), as `update_router_bias` gets it.
     """
 
-    def __init__(self, held_N, /):
-        self.held_N = held_N
+    def __init__(self, copies_N, /):
+        self.copies_N = copies_N
         self.counts = {}  # by layer: a layer that is computed again overwrites its own
 
     @torch.compiler.disable  # each forward has an object of its own, for which nothing is compiled
     def __call__(self, probs_NE, topk_ids_NK, /, *, layer):
-        held_NK = self.held_N[:, None].expand_as(topk_ids_NK)
-        counts_E = self.held_N.new_zeros(probs_NE.shape[1])
-        self.counts[layer] = counts_E.index_add_(0, topk_ids_NK.flatten(), held_NK.flatten())
+        copies_NK = self.copies_N[:, None].expand_as(topk_ids_NK)
+        counts_E = self.copies_N.new_zeros(probs_NE.shape[1])
+        self.counts[layer] = counts_E.index_add_(0, topk_ids_NK.flatten(), copies_NK.flatten())
 
 
 @torch.no_grad()
@@ -147,7 +147,7 @@ class ExpertLoads:
     """Count which experts the tokens of a step go to: for the loads, and for the routers' bias.
 
     `begin` and `end` enclose one forward_backward. A token that several trajectories share in a
-    tree counts once for each of them. For a model without experts all of it does nothing.
+    tree counts once for each of them. Nothing happens for a model without experts.
 
     counts_LE: tokens of each expert in an optimizer step, for L layers with E experts each.
     parts: the `RoutingCounts` of each micro-batch on this rank.
@@ -164,9 +164,9 @@ class ExpertLoads:
         """Begin a forward_backward."""
         self.parts = []
 
-    def of_micro_batch(self, held_N) -> RoutingCounts:
+    def of_micro_batch(self, copies_N) -> RoutingCounts:
         """Return the callback of a micro-batch's sparse layers; see `RoutingCounts`."""
-        self.parts.append(RoutingCounts(held_N))
+        self.parts.append(RoutingCounts(copies_N))
         return self.parts[-1]
 
     def end(self) -> dict:
@@ -184,7 +184,8 @@ class ExpertLoads:
         counts_LE = counts_LE.cpu()
         self.counts_LE += counts_LE
 
-        # 1: all experts of a layer got as much; E / K: every token chose the same experts.
+        # 1: every expert of the layer got the same number of tokens. E / K: every token was sent
+        # to the same experts.
         load_L = counts_LE.amax(1) / counts_LE.mean(1).clamp(min=1 / counts_LE.shape[1])
         return {"experts/load_max": load_L.max().item()}
 
@@ -195,10 +196,10 @@ class ExpertLoads:
 
 
 class CallsInStep:
-    """The model calls of ranks that exchange rows of experts, one at a time on all of them.
+    """Keep ranks in step that exchange expert rows: all make the same number of model calls.
 
-        rank 0   call  call  call  call  end           a rank that has ended runs one token that
-        rank 1   call  call  end   ....  ....          is not used, as long as another one calls
+        rank 0   call  call  call  call  end           a rank that has ended feeds one unused token
+        rank 1   call  call  end   ....  ....          for each call of another rank
     """
 
     def __init__(self, group, device):
@@ -209,24 +210,25 @@ class CallsInStep:
     def begin(self):
         """Wait until all ranks are at a model call. `Transformer.hidden` begins with it."""
         if not self.has_ended:
-            self.ranks_that_call(1)
+            self.count_calls(1)
 
-    def ranks_that_call(self, here) -> int:
+    def count_calls(self, own) -> int:
+        """Return the number of ranks that are at a model call; own: 1 if this rank is, else 0."""
         # COMM: an all-reduce of one number over the e ranks before each model call, so that a rank
         # which has ended knows whether the others need its experts once more. Pinned by
         # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        count = torch.tensor(here, device=self.device)
+        count = torch.tensor(own, device=self.device)
         dist.all_reduce(count, group=self.group)
         return int(count)
 
 
 @torch.no_grad()
 def end_together(model) -> None:
-    """Serve this rank's experts until the other ranks have decoded all they had, too."""
+    """Serve this rank's experts until the other ranks have decoded their rows too."""
     calls = getattr(model, "calls", None)  # a model of the five has none
     if calls is not None:
         token_11 = torch.zeros(1, 1, dtype=torch.int64, device=calls.device)
         calls.has_ended = True
-        while calls.ranks_that_call(0):
+        while calls.count_calls(0):
             model.hidden(token_11)
         calls.has_ended = False

@@ -1,4 +1,4 @@
-"""Freezes a model and trains two small factors beside some of its matrices: LoRA.
+"""Freeze a model and train two small factors for each of some of its matrices: LoRA.
 
     (13)  y  = x W^T + (alpha / r) (x A^T) B^T      W (out, in) is frozen; A (r, in), B (out, r)
     (14)  W' = W + (alpha / r) B A                  what a sampler, an engine and `export` get
@@ -15,7 +15,7 @@ are partial, and are summed over t too. Ranks that leave this out train differen
     router                       nothing            whole          whole
 
 A stack of experts (E, out, in) has stacks of factors, (E, r, in) and (E, out, r). e cuts all of
-them alike, and ffn's t cuts them as t does. Not here: dropout of x, DoRA, and factors of an
+them identically, and ffn's t cuts them as t does. Not here: dropout of x, DoRA, and factors of an
 embedding.
 
 References: LoRA arXiv:2106.09685, equation 3. The first values and the files are those of PEFT.
@@ -36,7 +36,7 @@ from full.ranks.places import Place, local, part_of, place_of, set_tensor, varia
 
 
 class AdaptedLinear(nn.Module):
-    """A linear, whole or a rank's part, with its factors: (13)."""
+    """Compute (13): a linear, whole or a rank's part, with its factors."""
 
     def __init__(self, linear, scale, A_rI, B_Or):
         super().__init__()
@@ -57,7 +57,7 @@ class AdaptedLinear(nn.Module):
 
 
 class AdaptedExperts(Experts):
-    """Experts with stacks of factors beside those of their three stacks that `lora` names."""
+    """Run experts with stacks of factors for the matrices that `lora` names."""
 
     def __init__(self, config, lora):
         super().__init__(config)
@@ -85,7 +85,7 @@ def new_factors(weight, r):
 
 
 class AdaptedTransformer(Transformer):
-    """A `Transformer` with factors beside the matrices whose last names are in lora.targets.
+    """Run a `Transformer` with factors for the matrices whose last names are in lora.targets.
 
     ValueError for a target that the model does not have.
     """
@@ -100,9 +100,9 @@ class AdaptedTransformer(Transformer):
                 set_tensor(self, path, AdaptedLinear(part, lora.scale, *factors))
             if isinstance(part, Experts):
                 set_tensor(self, path, AdaptedExperts(config, lora))
-        found = {name.removesuffix(".weight").split(".")[-1] for name in factors_of(self)}
+        adapted = {name.removesuffix(".weight").split(".")[-1] for name in factors_of(self)}
         for target in lora.targets:
-            if target not in found:
+            if target not in adapted:
                 tied = "; its head is its embedding" if target == "lm_head" else ""
                 raise ValueError(f"lora_targets: the model has no matrix to adapt called "
                                  f"{target!r}{tied}")  # fmt: skip

@@ -90,7 +90,8 @@ def parallelize(model, plan, *, device_mesh, attention=None, **options):
     for name, value, known in (("mode", mode, MODES), ("schedule", schedule, SCHEDULES)):
         if value not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-    if options.ac not in AC and memory_budget(options.ac) is None:
+    budget = memory_budget(options.ac)
+    if options.ac not in AC and budget is None:
         raise ValueError(f"ac: {KNOWN_AC}, got {options.ac!r}")
     plan.require_fits(config=getattr(model, "config", None))
     for is_wrong, text in option_errors(model, plan, device_mesh, attention, options):
@@ -116,9 +117,15 @@ def parallelize(model, plan, *, device_mesh, attention=None, **options):
     # The order matters. What is computed again includes the messages inside a layer. FSDP is last,
     # because it cuts what the others have left.
     if options.ac in ("full", "op"):
-        recompute_layers(model, plan, options.ac)
+        recompute = dict(use_reentrant=False)
+        if options.ac == "op":
+            recompute["context_fn"] = functools.partial(keep_products_and_messages, plan)
+        for layer in model.model.layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, **recompute)
     if options.compile:
-        compile_layers(model, memory_budget(options.ac))
+        backend = "inductor" if budget is None else functools.partial(compile_within, budget)
+        for layer in model.model.layers:
+            layer.compile(dynamic=True, backend=backend)
     if mode == "fsdp":
         for root in model.part.pipeline.stages(model).values():
             apply_fsdp(root, model.part)
@@ -290,15 +297,6 @@ STORED = {"mm", "bmm", "addmm", "_grouped_mm", "_scaled_dot_product_flash_attent
 STORED_MESSAGES = {"allreduce_", "allgather_", "reduce_scatter_", "alltoall_base_"}
 
 
-def recompute_layers(model, plan, ac) -> None:
-    """Compute each layer again in the backward: all of it, or all but what ac="op" stores."""
-    options = dict(use_reentrant=False)
-    if ac == "op":
-        options["context_fn"] = functools.partial(keep_products_and_messages, plan)
-    for layer in model.model.layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, **options)
-
-
 def keep_products_and_messages(plan):
     """Return a context for a layer's forward, and one for running it again in the backward.
 
@@ -331,13 +329,6 @@ def memory_budget(ac) -> float | None:
     """Return the number of ac="memory_budget=0.5", from 0 to 1. None for any other ac."""
     match = re.fullmatch(r"memory_budget=(0?\.[0-9]+|0|1|1\.0)", f"{ac}")
     return float(match[1]) if match else None
-
-
-def compile_layers(model, budget) -> None:
-    """Compile each layer by itself, for any length. budget: of `memory_budget`, or None."""
-    backend = "inductor" if budget is None else functools.partial(compile_within, budget)
-    for layer in model.model.layers:
-        layer.compile(dynamic=True, backend=backend)
 
 
 def compile_within(budget, graph, inputs, **options):

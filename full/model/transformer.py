@@ -1,4 +1,4 @@
-"""Runs `models.Transformer` in any dtype, with balanced experts and recurrent layers, on ranks.
+"""Run `models.Transformer` in any dtype, with balanced experts and recurrent layers, on ranks.
 
 Cost per token: 2 flops forward and 4 backward for each parameter outside the embedding that the
 token meets (K of the E experts), and 4 S H D forward per layer in attention. A causal mask hides
@@ -6,8 +6,8 @@ half of that. Not here: dropout (no released model has any), quantized weights, 
 
 Equations (1) to (9) are in models.py.
 
-Letters:  B rows   S tokens of a row   C tokens that they may see   M width   V words   H query
-heads G key heads   D width of a head
+Letters:  B rows   S tokens of a row   C tokens that they may see   M width   V vocabulary
+entries   H query heads   G key heads   D width of a head
 
 References: RoPE arXiv:2104.09864; RMSNorm arXiv:1910.07467; GQA arXiv:2305.13245.
 """
@@ -47,7 +47,7 @@ class RMSNorm(models.RMSNorm):
 
 
 class Rope:
-    """positions (B, S) -> {layer type: (cos, sin)}, once a forward for all layers."""
+    """Compute {layer type: (cos, sin)} of positions (B, S), once a forward for all layers."""
 
     def __init__(self, config):
         ropes = config.rope_parameters.items()
@@ -96,7 +96,7 @@ def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
 
 
 class Layer(models.Layer):
-    """A layer of this folder's parts. A recurrent one has `linear_attn`, and no `self_attn`."""
+    """Run a layer of this folder's parts. A recurrent one has `linear_attn`, and no `self_attn`."""
 
     norm_class, sparse_class = RMSNorm, SparseMLP
 
@@ -133,7 +133,7 @@ def drawn_weights(model, seed: int):
 
     Matrices are normal(0, initializer_range), norms are 1, biases are 0; A and dt of recurrent
     layers are as transformers draws them. A critic's head is 0 too, so that the first values are 0.
-    The seed decides all, alike in every dtype and under every plan.
+    The seed decides all, identically in every dtype and under every plan.
     """
     # One tensor at a time: the draws of a tensor follow the draws of the tensor before it. In
     # float32 on the CPU, so that dtype and device do not change the draw.
@@ -164,7 +164,7 @@ def draw_weights(model, seed: int):
 
 
 class Transformer(models.Transformer):
-    """A causal language model: `models.Transformer` with the layers above.
+    """Run a causal language model: `models.Transformer` with the layers above.
 
     `forward(tokens)` gives logits (B, S, V). Training calls its two halves: `.hidden(tokens)`
     stops before the head, (B, S, M), and `.logprobs(hidden, targets)` applies the head in chunks
@@ -172,8 +172,8 @@ class Transformer(models.Transformer):
     """
 
     layer_class, rope_class = Layer, Rope
-    residual_dtype = None  # of the states between layers. None: as the weights
-    head_dtype = None  # of the head's product, if it is wider. None: as the weights
+    residual_dtype = None  # of the states between layers. None: the dtype of the weights
+    head_dtype = None  # of the head's product, if it is wider. None: the dtype of the weights
 
     # What a plan sets.
     part = None  # the `Part` that this rank has. None: every rank has a copy
@@ -202,8 +202,8 @@ class Transformer(models.Transformer):
         if self.calls is not None:
             self.calls.begin()
         if tokens_BS.dim() != (3 if tokens_BS.is_floating_point() else 2):
-            found = tuple(tokens_BS.shape)
-            raise ValueError(f"tokens: expected (B, S), or states (B, S, M), got {found}")
+            got = tuple(tokens_BS.shape)
+            raise ValueError(f"tokens: expected (B, S), or states (B, S, M), got {got}")
         x_BSM = tokens_BS if tokens_BS.is_floating_point() else self.embed(tokens_BS)
 
         # In mixed precision the sum of all layers stays wide, and each layer computes narrow: its
@@ -271,7 +271,7 @@ class Transformer(models.Transformer):
 
 
 class Critic(Transformer):
-    """A critic: a model that gives a state a value, and a token no log-prob.
+    """Compute the value of each state, and no log-probs: a critic.
 
     It has no head, so of a pipeline the first stage alone has the embedding. `load_hf` reads it
     from a policy's checkpoint, which has no `score`: it begins with zeros.

@@ -135,7 +135,7 @@ def test_all_forks_of_a_row_that_has_reached_the_limit_are_truncated():
 def test_waiting_rows_fill_slots_and_prompts_are_kept_while_rows_need_them(slots, monkeypatch):
     model, rows, computed, prompts = model_of("qwen3"), talks(), [], []
     rows[1].queue.clear()
-    sample, begin = models.sample, KVCache.begin
+    sample, share_prompts = models.sample, KVCache.share_prompts
     model.model.embed_tokens.register_forward_hook(
         lambda _, given, out: computed.append(len(given[0])))  # fmt: skip
 
@@ -147,12 +147,12 @@ def test_waiting_rows_fill_slots_and_prompts_are_kept_while_rows_need_them(slots
         assert 0 < len(prompts[-1].lengths) <= len({row.tokens[0] for row in alive})
         return sample(logits, *draws, **options)
 
-    def watched_begin(self, other, rows, **options):
-        prompts.extend([other] if options.get("share") else [])
-        begin(self, other, rows, **options)
+    def watched_share(self, source, rows):
+        prompts.append(source)
+        share_prompts(self, source, rows)
 
     monkeypatch.setattr("models.sample", watched_sample)
-    monkeypatch.setattr(KVCache, "begin", watched_begin)
+    monkeypatch.setattr(KVCache, "share_prompts", watched_share)
     generate(model, rows, max_new_tokens=NEW, end=ENDS, slots=slots)
     assert sum(computed) == 3 + sum(row.new - 1 for row in rows)  # three prompts, then each token
     assert computed[0] == min(slots, 2)  # prompts that enter together are computed together

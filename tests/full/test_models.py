@@ -103,7 +103,7 @@ def test_bfloat16_shared_prompts_are_as_exact_as_copies():
         prompt, cache = KVCache(1), KVCache()
         prompt.attention(q[:, :, :39], k[:, :, :39], v[:, :, :39], **options)
         prompt.lengths = [39]
-        cache.begin(prompt, row, share=share)
+        (cache.share_prompts if share else cache.append_rows)(prompt, row)
         assert bool(prompt.layers) == share  # rows that do not share take the keys over
         got = cache.attention(*(x[row, :, 39:] for x in (q, k, v)), **options)
         truth = ATTEND(*(x.double() for x in (q[:, :, 39:], k, v)), scale=1.0, enable_gqa=True)
