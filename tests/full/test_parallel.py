@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from full.learn.packing import run_forwards, run_micro_batches
-from full.model.parallelize import KEPT, parallelize
+from full.model.parallelize import STORED, parallelize
 from full.model.transformer import causal_attention
 from full.ranks import optimizer as optimizer_py
 from full.ranks.optimizer import (
@@ -221,7 +221,7 @@ def test_what_checkpointing_computes_again(process_group, ac):
             with counter:
                 return run(*args, **options)
         finally:
-            kept = KEPT if ac == "op" else ()
+            kept = STORED if ac == "op" else ()
             by_op = counter.get_flop_counts()["Global"].items()
             again[n] = sum(flops for op, flops in by_op if op.__name__ not in kept)
 
