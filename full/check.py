@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 import parallel
 from full import equivalence
-from full.audit.audit import NOT_BY_HAND, Audit
-from full.audit.models import Models
+from full.audit.audit import NOT_BY_HAND, RecordedStep, compare_step
+from full.audit.models import StepModels
 from full.learn.batches import RolloutQueue
 from full.learn.trainer import Trainer, first_weights
 from full.model.hf import save_hf
@@ -211,8 +211,8 @@ def step_error(device="cpu", **changes) -> float:
         files = SimpleNamespace(directory=directory, config=alone, engine="", exact=False,
                                 metrics=[{}, found], rollouts=lambda *_: lines)  # fmt: skip
         sampled = paths[0 if config.staleness else 1]
-        audit = Audit(files, Models(files, task, paths[1], sampled, paths[2]), task, 1)
-        rows = audit.run()
+        models = StepModels(files, task, paths[1], sampled, paths[2])
+        rows, _, weights = compare_step(RecordedStep(files, models, task, 1))
     unknown = [x for x in found.keys() - {row.key for row in rows} if not x.startswith(NOT_BY_HAND)]
     if unknown:
         print(f"the definition does not know {', '.join(sorted(unknown))}")
@@ -224,7 +224,7 @@ def step_error(device="cpu", **changes) -> float:
     worst = [row.difference / max(1.0, abs(row.by_hand)) for row in rows
              if not row.key.startswith(left_out)]  # fmt: skip
     for model, _, prefix in trainer.learners:
-        worst += [(p.detach().cpu() - audit.weights[prefix][name]).abs().max().item()
+        worst += [(p.detach().cpu() - weights[prefix][name]).abs().max().item()
                   for name, p in model.named_parameters() if p.requires_grad]  # fmt: skip
     return float(max(worst))
 
