@@ -23,8 +23,9 @@ from typing import NamedTuple
 import torch
 
 from conformance import checks, definition
-from conformance.computed import EXACT, LEAST, METRICS, TINY, Row, Step
+from conformance.computed import EXACT, LEAST, TINY, Row, Step
 from conformance.mistakes import updates_explained
+from conformance.twin import DECISIONS, METRICS, metrics
 from full.audit import models as step_models
 from full.audit.replay import (
     RunFiles, groups_played, mean, minibatches, replay, rollout_metrics, settings,
@@ -237,7 +238,7 @@ def train(data, prefix, models, sequences, stored, had_findings) -> Trained:
     lr = config.critic_lr * (lr / config.lr) if prefix else lr
     after, before = stored.pop(), stored.pop()
     done = int(max(x.item() for x in before.pop("step").values()))
-    kinds, steps, metrics, findings, near = [before, before], [], [], {}, 0
+    kinds, steps, measured, findings, near = [before, before], [], [], {}, 0
     del before
     for n, update in enumerate(data.updates):
         hyperparameters = dict(lr=lr, betas=[0.9, config.beta2], eps=1e-8,
@@ -257,10 +258,10 @@ def train(data, prefix, models, sequences, stored, had_findings) -> Trained:
         findings |= in_words(checks.check_gradient(step),
                              f"{prefix}update {n + 1}: " if many else prefix)  # fmt: skip
         size = max(step.full.norm, TINY)
-        metrics.append(step.metrics() | {f"{path}grad_norm": (
+        measured.append(metrics(step) | {f"{path}grad_norm": (
             step.full.norm, step.distances["gradient norm"] * size, step.floor * size)})
         if not prefix and models[0].counts():
-            metrics[-1]["experts/load_max"], more = step_models.route(config, models, len(rows[0]))
+            measured[-1]["experts/load_max"], more = step_models.route(config, models, len(rows[0]))
             near += more
         kinds = [one.next_kinds(gradient) for one, gradient in (
             (step, step.clip(step.full)), (step.twin, step.shaken))]  # fmt: skip
@@ -269,7 +270,7 @@ def train(data, prefix, models, sequences, stored, had_findings) -> Trained:
     if many and after and findings and not had_findings:
         if text := next(updates_explained(steps), ""):
             findings = {f"{prefix}updates 1 to {len(steps)}": text}
-    rows = data.compare(f"{path}lr", lr) + check_updates(data, prefix, metrics)
+    rows = data.compare(f"{path}lr", lr) + check_updates(data, prefix, measured)
     for key, name in (("gradient", "gradient"), ("parameters", "weights")):
         if steps and name in steps[-1].measured:
             row = steps[-1].measured[name]
@@ -277,16 +278,16 @@ def train(data, prefix, models, sequences, stored, had_findings) -> Trained:
     return Trained(rows, findings, kinds, near)
 
 
-def check_updates(data, prefix, metrics) -> list:
+def check_updates(data, prefix, measured) -> list:
     """Compare the metrics of a model's updates: the first one's, and of all."""
-    if not metrics:
+    if not measured:
         return []
     # The first update's come before those that a change of the weights has a part in.
     of_critic = ("critic/grad_norm", "value/loss")
-    names = [name for name in metrics[0] if (name in of_critic) == bool(prefix)]
-    rows = [data.compare(f"{name}_first", *metrics[0][name]) for name in names]
+    names = [name for name in measured[0] if (name in of_critic) == bool(prefix)]
+    rows = [data.compare(f"{name}_first", *measured[0][name]) for name in names]
     for name in names:
-        columns = zip(*(by_name[name] for by_name in metrics))
+        columns = zip(*(by_name[name] for by_name in measured))
         rows.append(data.compare(name, *(RUN_METRICS[name].reduce(list(x)) for x in columns)))
     return list(itertools.chain(*rows))
 
@@ -345,7 +346,7 @@ def cause(data, row, near) -> str:
         why = f"{near} choices of experts are within rounding"
     elif not row.by_hand:
         return f"the number is 0, and rounding in {dtype} may make it {row.allowed:.0e}"
-    elif key in METRICS and METRICS[key][0] in ("clips", "masked"):
+    elif key in METRICS and METRICS[key][0] in DECISIONS:
         why = "so many tokens are within rounding of a bound"
     elif row.because:
         why = row.because
