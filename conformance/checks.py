@@ -15,6 +15,7 @@ from conformance.mistakes import (
     model_mistakes, updates_explained, wrong_parts,
 )  # fmt: skip
 from conformance.sequences import advantages, denominator
+from conformance.twin import measure, metrics
 
 MOST_SOLVED = 3  # mistakes of a large model that are tried with its gradient: each takes a backward
 
@@ -245,7 +246,7 @@ def check_gradient(step):
     `step.full` is then the definition's gradient before the clip, and `step.shaken` the twin's.
     """
     loss, g = step.solve()
-    step.full, step.shaken = g, step.measure(g, loss) if step.twin else None
+    step.full, step.shaken = g, measure(step, g, loss) if step.twin else None
     errors, numbers = step.errors(g), step.numbers
     if "gradient norm" in errors:
         step.note("gradient norm", errors["gradient norm"][0], numbers["grad_norm"], g.norm,
@@ -280,7 +281,7 @@ def check_gradient(step):
 
 def check_metrics(step):
     """Return {name: (finding, figures)} of the metrics that were recorded."""
-    found, recorded = step.metrics(), step.numbers.get("metrics", {})
+    found, recorded = metrics(step), step.numbers.get("metrics", {})
     rows = {}
     for name in [name for name in recorded if name in found]:
         value, distance, floor = found[name]

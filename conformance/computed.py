@@ -3,15 +3,14 @@
 `Step` holds both: the recorded numbers, and the definition's. Weights, moments and gradients are
 read one parameter at a time, so a large model never stands in memory a second time.
 
-The twin measures how far rounding goes: it is the same step once more, in the trainer's precision.
-With the definition's loss 0.1000000, the twin's 0.1000003 and FACTOR 8, a recorded loss may be off
-by 2.4e-6 and a floor. Nothing is derived about kernels, models or sums.
+The twin is the same step once more, in the trainer's precision. twin.py measures by it how far
+rounding goes. With the definition's loss 0.1000000, the twin's 0.1000003 and FACTOR 8, a recorded
+loss may be off by 2.4e-6 and a floor. Nothing is derived about kernels, models or sums.
 """
 
 import functools
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -22,8 +21,8 @@ from safetensors.torch import load_file
 from conformance import command
 from conformance import definition as D
 from conformance.sequences import (
-    Gradient, definition, denominator, furthest, lists_of, nudge, own_name, score,
-    terms_of, together, trim_memory,
+    Gradient, definition, denominator, furthest, lists_of, nudge, own_name, score, terms_of,
+    together, trim_memory,
 )  # fmt: skip
 
 DEFAULTS = D.DEFAULTS | dict(
@@ -40,19 +39,6 @@ TINY = 1e-300  # in place of a size of 0, which numbers are relative to
 MOMENTS = ("before", "exp_avg", "exp_avg_sq")  # weight, m, v
 PIECE = 2**20  # entries of a tensor in one piece
 SMALL = 1e10  # tokens x weights up to which graphs are kept, and mistakes in gradients are tried
-
-# Metrics of the trained tokens: what of a token, see `Step.tokens`, and how it is reduced.
-METRICS = {
-    "logprob_gap/max": ("gap", "max"), "logprob_gap/mean": ("gap", "mean"),
-    "logprob_gap/kl": ("gap_kl", "mean"), "ratio/token_mean": ("r", "mean"),
-    "ratio/max": ("r", "max"), "ratio/clipped_fraction": ("clips", "mean"),
-    "importance/masked_fraction": ("masked", "mean"), "entropy/token_mean": ("H", "mean"),
-    "kl/token_mean": ("k", "mean"), "value/loss": ("critic", "mean"),
-    "loss/policy_token_mean": ("policy", "sum"), "loss/token_mean": ("loss", "sum"),
-}  # fmt: skip
-DECISIONS = ("clips", "masked")  # the twin's are all turned that may be
-FARTHEST = 20.0  # a log-prob that is off by more than this says nothing
-REDUCE = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax}
 
 
 class Row(NamedTuple):
@@ -164,6 +150,7 @@ class Step:
         self.distances = {}  # quantity: the twin's relative distance
         self.floors = {}  # quantity: its floor, relative, if it is not `floor`
         self.measured = {}  # quantity: a Row
+        self.token_distances = {}  # how far the twin's tokens are off, set by twin.py
         self.gradient = self.recorded_gradient()
         self.empty()
 
@@ -409,150 +396,3 @@ class Step:
     def loss_error(self, loss):
         """Return how far the recorded loss is from another, relative to the terms' sizes."""
         return abs(self.numbers["loss"] - loss) / max(self.size_of_loss, abs(loss), TINY)
-
-    # What the tokens say, and the twin
-
-    def tokens(self, rows=None):
-        """Return {name: (N,)}: numbers of all trained tokens, in order.
-
-        rows: the definition's Sequences. Default: with what the model says.
-        """
-        rows = [s.trained() for s in self.sequences] if rows is None else rows
-        terms = [t for row in terms_of(self.c, self.sequences, rows=rows) for t in row]
-        names = ("r", "clips", "x", "policy", "loss", "k", "H", "critic", "share", "dlp", "dH",
-                 "dv")  # fmt: skip
-        x = {name: torch.tensor([float(getattr(t, name)) for t in terms], dtype=torch.float64)
-             for name in names}  # fmt: skip
-        x |= {name: x[name] * x["share"] for name in ("policy", "loss", "dlp", "dH", "dv")}
-        if rows and rows[0].smp is not None:
-            gap = torch.tensor([lp - smp for row in rows for lp, smp in zip(row.lp, row.smp)],
-                               dtype=torch.float64)  # fmt: skip
-            x |= dict(gap=gap.abs(), gap_kl=torch.expm1(gap) - gap)
-        return x | dict(masked=(x["x"] == 0).double())
-
-    def far(self, way):
-        """Return the trained tokens' rows, off by half of FACTOR times what the twin's are off.
-
-        way: 1 or -1, the direction of log-probs. What they are compared with goes the other way.
-        """
-        def put(way, mine, its):
-            return mine and [a + way * min(FACTOR / 2 * abs(a - b), FARTHEST)
-                             for a, b in zip(mine, its)]  # fmt: skip
-
-        rows = []
-        for s, x in zip(self.sequences, self.twin.sequences):
-            a, b = s.trained(), x.trained()
-            moved = {name: put(way, getattr(a, name), getattr(b, name))
-                     for name in ("lp", "H", "v")}  # fmt: skip
-            moved |= {name: put(-way, getattr(a, name), getattr(b, name))
-                      for name in ("old", "ref", "v_old", "g")}  # fmt: skip
-            moved |= {} if s.old_logprobs else dict(old=moved["lp"])
-            rows.append(replace(a, **moved))
-        return rows
-
-    @functools.cached_property
-    def apart(self):
-        """How far the trained tokens' numbers are off in the twin: {name: (N,)}."""
-        # A KL of two equal log-probs is d^2 / 2 of what d is off. If a trainer's d is 4 times as
-        # far off as the twin's, its KL is 16 times as far off. So the equations also get the rows
-        # of `far`. Of a line, FACTOR times the twin's distance is more than this.
-        if not self.twin:
-            return {name: torch.zeros_like(x) for name, x in self.tokens().items()}
-        mine, its = self.tokens(), self.twin.tokens()
-        moved = [self.tokens(self.far(way)) for way in (1, -1)]
-        return {name: torch.stack([
-            (its[name] - x).abs() * (1 / FACTOR if name in DECISIONS else 1.0),
-            *((y[name] - x).abs() / FACTOR for y in moved if name not in DECISIONS)]).amax(0)
-            for name, x in mine.items()}  # fmt: skip
-
-    def curvature(self):
-        """Return how much faster than the twin's errors the factors of the gradients grow."""
-        # The gradient is a sum over tokens of factors times gradients of log-probs.
-        mine, its = self.tokens(), self.twin.tokens()
-        far, near = (math.hypot(*(x[name].norm().item() for name in ("dlp", "dH", "dv")))
-                     for x in (self.apart, {name: its[name] - x for name, x in mine.items()}))
-        return max(1.0, far / max(near, TINY))
-
-    def metrics(self):
-        """Return {name: (value, the twin's distance, floor)} of METRICS."""
-        mine, found = self.tokens(), {}
-        eps = torch.finfo(torch.promote_types(self.dtype, torch.float32)).eps
-        for name, (of, how) in METRICS.items():
-            if of not in mine:
-                continue
-            x, off = (z[of] if len(z[of]) else torch.zeros(1).double() for z in (mine, self.apart))
-            value, size, off = (REDUCE[how](z).item() for z in (x, x.abs(), off))
-            # A difference of log-probs, and a KL, are 0 up to the rounding of 1.
-            least = {"k": self.floor / 8, "gap_kl": self.floor / 8, "gap": 2 * eps}.get(of, 0.0)
-            found[name] = value, off, self.floor * size + least
-        return found
-
-    def shifts(self):
-        """Return how rounding may move log-probs and old ones: pairs, twice each way."""
-        # Half of FACTOR times the root mean square of the twin's distances, of the log-ratio alone,
-        # and of both log-probs together.
-        pairs = [(s.trained(), x.trained()) for s, x in zip(self.sequences, self.twin.sequences)
-                 if s.lp and x.lp]  # fmt: skip
-        old = [a - b for s, x in pairs for a, b in zip(s.old, x.old)]
-        ratio = [a - b - (c - d) for s, x in pairs
-                 for a, b, c, d in zip(s.lp, s.old, x.lp, x.old)]  # fmt: skip
-        by, both = (FACTOR / 2 * math.hypot(*x) / math.sqrt(max(1, len(x)))
-                    for x in (ratio, old))  # fmt: skip
-        return (by, 0.0), (-by, 0.0), (both, both), (-both, -both)
-
-    def turn(self, c, place, row, terms):
-        """Take the other decision in the twin's terms wherever rounding may turn it."""
-        # Decisions are the clips of (3) and the masks of (4). With a bound of 1.2, a ratio of 1.199
-        # is clipped in no trainer in float64 and in some in bfloat16, and a token's gradient is at
-        # stake. So the twin of a token near the bound is on its other side.
-        (s,) = (s for s in self.sequences if s.place == place)
-        decided = [(t.clips, t.x == 0) for t in D.terms_of(self.c, s.trained())]
-        for by, old_by in self.shifts():
-            moved = replace(row, lp=[x + by for x in row.lp], old=[x + old_by for x in row.old])
-            for n, other in enumerate(D.terms_of(c, moved)):
-                if (other.clips, other.x == 0) != decided[n]:
-                    terms[n] = replace(other, share=terms[n].share)
-
-    def measure(self, g, loss):
-        """Measure what is allowed by the twin. g, loss: the definition's.
-
-        Return the clipped Gradient of the twin, for its update.
-        """
-        # The twin's gradient is off in a random direction, and so is its update. The sizes of these
-        # are what the trainer's own rounding may do.
-        twin = self.twin
-        twin.c.mistake = self.turn
-        _, other = twin.solve()
-        mine, its = self.clip(g), self.clip(other)
-        curvature = self.curvature()
-        apart = {n: curvature * off for n, off in mine.distances(its).items()}
-        size = max(g.norm, TINY)
-        self.distances["gradient norm"] = max(
-            math.hypot(*apart.values()) / max(mine.norm, TINY),
-            curvature * abs(g.norm - other.norm) / size)
-        self.distances["gradient"], _ = furthest(apart, mine.norms, self.sizes)
-        self.floors["gradient"] = self.floor + self.noise
-        drift = self.apart["loss"].sum().item()
-        self.distances["loss"] = drift / max(self.size_of_loss, abs(loss), TINY)
-
-        # AdamW turns a small gradient's rounding into a step of full size. So it is not enough to
-        # multiply what the twin's step is off: each entry is put off by half of FACTOR times what
-        # the entries of its tensor usually are, and to the side to which the twin's is: rounding
-        # has sides that all trainers in this precision share.
-        def shaken(n):
-            x = mine[n]
-            is_used = (x != 0) | (its[n] != 0)  # by a token of the step
-            by = FACTOR / 2 * apart[n] / math.sqrt(x.numel())
-            return x + by * is_used * (its[n] - x).sign()
-
-        shaken = Gradient(self.named, shaken)
-        if self.can_update():
-            # If the recorded gradient is known, the weights have no part of its rounding.
-            used, its_used = (self.gradient or x for x in (mine, shaken))
-            off, norms = {}, {}
-            for n in self.named:
-                after = self.adamw(n, used[n])[0]
-                off[n] = (after - twin.adamw(n, its_used[n])[0]).norm().item()
-                norms[n] = (after - self.state("before", n)).norm().item()
-            self.distances["weights"], _ = furthest(off, norms, self.sizes)
-        return shaken

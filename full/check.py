@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 import train_grpo
 from full import equivalence
-from full.audit.audit import NOT_BY_HAND, Audit
-from full.audit.models import Models
+from full.audit.audit import NOT_BY_HAND, RecordedStep, compare_step
+from full.audit.models import StepModels
 from full.learn.batches import RolloutQueue
 from full.learn.trainer import Trainer, first_weights
 from full.model.hf import save_hf
@@ -131,8 +131,8 @@ def step_error(device="cpu", **changes) -> float:
         folder = Path(folder)
         config, task, trainer = small_run(folder, device, changes)
         batch, metrics = two_steps(config, task, trainer, folder)
-        audit = audit_of_second_step(config, task, batch, metrics, folder)
-        rows = audit.run()
+        recorded = second_step(config, task, batch, metrics, folder)
+        rows, _, weights = compare_step(recorded)
 
     # A row in which nothing happened could not fail.
     truncated = [t for group in batch.groups.values() for t in group if t.truncated]
@@ -141,7 +141,7 @@ def step_error(device="cpu", **changes) -> float:
     unknown = [name for name in metrics.keys() - keys if not name.startswith(NOT_BY_HAND)]
     if unknown:
         print(f"the definition does not know {', '.join(sorted(unknown))}")
-    return largest_difference(rows, audit.weights, trainer)
+    return largest_difference(rows, weights, trainer)
 
 
 def small_run(folder, device, changes):
@@ -201,16 +201,16 @@ def do_step(config, source, trainer, step) -> dict:
     return line
 
 
-def audit_of_second_step(config, task, batch, metrics, folder) -> Audit:
-    """Return the Audit of step 1, which begins at its checkpoint as the audit of a run does."""
+def second_step(config, task, batch, metrics, folder) -> RecordedStep:
+    """Return step 1 as the audit of a run gets it: it begins at its checkpoint."""
     lines = {n: [rollout_line(task, 1, i, t) for i, t in enumerate(group)]
              for n, group in batch.groups.items()}  # with the advantages
     alone = dataclasses.replace(config, device="cpu", **ONE_PROCESS)
     files = SimpleNamespace(directory=RunDirectory(folder), config=alone, engine="", exact=False,
                             metrics=[{}, metrics], rollouts=lambda *_: lines)  # fmt: skip
     sampled = checkpoint(folder, 0 if config.staleness else 1)
-    models = Models(files, task, checkpoint(folder, 1), sampled, checkpoint(folder, 2))
-    return Audit(files, models, task, 1)
+    models = StepModels(files, task, checkpoint(folder, 1), sampled, checkpoint(folder, 2))
+    return RecordedStep(files, models, task, 1)
 
 
 def largest_difference(rows, weights, trainer) -> float:

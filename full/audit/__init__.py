@@ -2,5 +2,5 @@
 
 Read audit (from a run's settings to the kit), replay (the task says the rollouts again), models
 (each model in float64 and in the run's precision). `full.api` imports `audited` and its
-`Report`; check also imports `Audit` and `Models`, for a step in memory.
+`Report`; check also imports `compare_step` and `StepModels`, for a step in memory.
 """

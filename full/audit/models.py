@@ -6,7 +6,9 @@ a time. The step kit trusts the forward of a model for one sequence, and so does
 
 import copy
 import dataclasses
+import itertools
 import math
+import statistics
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,18 +20,16 @@ from safetensors.torch import load_file, save_file
 from conformance import definition as D
 from conformance.computed import FACTOR
 from conformance.sequences import nudge, score, together, trim_memory
-from full.audit.replay import mean
 from full.learn.rollouts import Sampler, play_held_out
-from full.learn.trainer import empty_critic, set_wide_dtypes
+from full.learn.trainer import CRITIC, empty_critic, first_weights
 from full.model.deltanet import TokenByToken
 from full.model.exact import packed_attention, require_exact_kernels
-from full.model.hf import load_hf
 from full.model.lora import merge, plain
 from full.model.transformer import causal_attention
 from full.ranks.checkpoint import read_checkpoint
 from full.ranks.optimizer import persistent_buffers
 from full.ranks.places import set_tensor
-from full.run.build import build, empty_policy, policy_in, shape_of
+from full.run.build import build, build_teacher, empty_policy, policy_in, shape_of
 
 # How far the log-probs of an engine may be from the definition's, by the dtype of its weights: a
 # token's, and the mean over all tokens, which also finds a small change of the temperature. An
@@ -42,7 +42,7 @@ from full.run.build import build, empty_policy, policy_in, shape_of
 #     vLLM 0.32, SmolLM2-135M             bfloat16    0.65       0.055
 #     the same, each of 14 steps          bfloat16    2.3        0.053
 ENGINE = {"float64": (1e-9, 1e-9), "float32": (1e-3, 1e-4), "bfloat16": (4.0, 0.1)}
-SURPRISE = 5  # deviations that an engine's sum of -log p may be from the sum of the entropies
+MOST_DEVIATIONS = 5  # of an engine's sum of -log p from the sum of the entropies
 
 # Of a forward of several sequences. Each backward touches the memory of all gradients, which takes
 # longer than the sums of one short sequence; a graph of this many tokens is smaller than they are.
@@ -71,7 +71,7 @@ class OnDisk(Mapping):
         return len(self.files)
 
 
-class Called(torch.nn.Module):
+class KitModel(torch.nn.Module):
     """A run's model as the step kit calls it. `module` is a prefix that the kit knows.
 
     tick: called at each forward.
@@ -109,7 +109,7 @@ class Called(torch.nn.Module):
                 for layer in (self.routed[0] if self.routed else ())}  # fmt: skip
 
 
-def pair(model, dtype, tick) -> list:
+def with_twin(model, dtype, tick) -> list:
     """Return [a model in float64, the same in a run's precision]. Float64's twin is nudged."""
     if model is None:
         return [None, None]
@@ -119,18 +119,34 @@ def pair(model, dtype, tick) -> list:
     if dtype == "float64":
         nudge(model.parameters())
     trim_memory()
-    return [Called(wide.double(), tick), Called(model, tick)]
+    return [KitModel(wide.double(), tick), KitModel(model, tick)]
 
 
 def near_choices(models) -> int:
     """Return how many choices of experts rounding may turn, by how far the twin's leads are off."""
-    mine, its = ([lead for by in model.routed for _, leads in by.values() for lead in leads]
+    exact, rounded = ([lead for by in model.routed for _, leads in by.values() for lead in leads]
                  for model in models)  # fmt: skip
-    most = FACTOR * max((abs(x - y) for x, y in zip(mine, its)), default=0.0)
-    return sum(x <= most for x in mine)
+    most = FACTOR * max((abs(x - y) for x, y in zip(exact, rounded)), default=0.0)
+    return sum(x <= most for x in exact)
 
 
-class Models:
+def route(config, models, count) -> tuple:
+    """Count the tokens of experts in an update of `count` rollouts, and move the biases.
+
+    Return (largest load, distance, floor), and how many choices rounding may turn.
+    """
+    for model in models:
+        model.routed = model.routed[-count:]  # of the forwards with a graph
+    counts, near = models[0].counts(), near_choices(models)
+    means = {layer: n_E.mean().item() for layer, n_E in counts.items()}
+    load = max(n_E.max().item() / means[layer] for layer, n_E in counts.items())
+    if config.router_bias_rate:
+        for model, (layer, n_E) in itertools.product(models, counts.items()):
+            model.module.model.layers[layer].mlp.votes += D.votes(n_E)
+    return (load, 0.0, near / min(means.values())), near
+
+
+class StepModels:
     """What the checkpoints before, at and after a step hold.
 
     before, sampled, after: paths of checkpoints. after may be None.
@@ -148,12 +164,12 @@ class Models:
         """Return the policy before the step and its twin."""
         compute = self.config.compute
         model = policy_in(self.before, self.config, self.task, compute, merged=False)
-        return pair(model, compute, self.tick)
+        return with_twin(model, compute, self.tick)
 
     def sampler(self):
         """Return the model that sampled, whose weights a push rounds, and its twin."""
         dtype = self.config.rollout_dtype
-        return pair(policy_in(self.sampled, self.config, self.task, dtype), dtype, self.tick)
+        return with_twin(policy_in(self.sampled, self.config, self.task, dtype), dtype, self.tick)
 
     def reference(self):
         """Return the frozen reference and its twin. The reference of factors is their base."""
@@ -167,14 +183,15 @@ class Models:
         else:
             model = build(self.config, self.task)[2].to_empty(device="cpu")
             self.files.directory.read_reference(SimpleNamespace(model=None, reference=model))
-        return pair(model, self.config.compute, self.tick)
+        return with_twin(model, self.config.compute, self.tick)
 
     def teacher(self):
         """Return the teacher and its twin."""
         if not self.config.teacher:
             return [None, None]
-        model = load_hf(self.config.teacher, dtype=getattr(torch, self.config.compute))
-        return pair(set_wide_dtypes(self.config, model), self.config.compute, self.tick)
+        model = build_teacher(self.config).to_empty(device="cpu")
+        first_weights(model, self.config.teacher)
+        return with_twin(model, self.config.compute, self.tick)
 
     def critic(self, weights):
         """Return a critic with these weights and its twin."""
@@ -182,9 +199,9 @@ class Models:
         for name, x in weights.items():
             set_tensor(critic, name, torch.nn.Parameter(x.clone()))
         compute = self.config.compute
-        return pair(critic.to(getattr(torch, compute)), compute, self.tick)
+        return with_twin(critic.to(getattr(torch, compute)), compute, self.tick)
 
-    def kinds(self, path, prefix="") -> dict:
+    def weights_and_moments(self, path, prefix="") -> dict:
         """Return trained weights and AdamW's moments of a checkpoint, as the kit names them.
 
         prefix: of the names of the critic, or "" for the policy.
@@ -192,17 +209,18 @@ class Models:
         make = empty_critic if prefix else empty_policy
         named = {name: p for name, p in make(self.config, self.shape).named_parameters()
                  if p.requires_grad}  # fmt: skip
-        ends = dict(before="", exp_avg=".exp_avg", exp_avg_sq=".exp_avg_sq", step=".step")
-        found = {kind: {name: torch.empty(()) if kind == "step" else torch.empty(
-            p.shape, dtype=p.dtype) for name, p in named.items()} for kind in ends}  # fmt: skip
-        read_checkpoint(path, {
-            f"{prefix}{'optimizer' if end else 'model'}.{name}{end}": found[kind][name]
-            for kind, end in ends.items() for name in named},
-            only=(f"{prefix}model.", f"{prefix}optimizer."))  # fmt: skip
-        stored = {kind: self.new_kind() for kind in found}
-        for kind, by in found.items():
-            for name in named:
-                stored[kind][name] = by.pop(name)
+        tensors, wanted = {}, {}
+        for kind, end in dict(before="", exp_avg=".exp_avg", exp_avg_sq=".exp_avg_sq",
+                              step=".step").items():  # fmt: skip
+            for name, p in named.items():
+                x = torch.empty(()) if kind == "step" else torch.empty(p.shape, dtype=p.dtype)
+                part = "optimizer" if end else "model"
+                tensors[kind, name] = wanted[f"{prefix}{part}.{name}{end}"] = x
+        read_checkpoint(path, wanted, only=(f"{prefix}model.", f"{prefix}optimizer."))
+        wanted.clear()
+        stored = {kind: self.new_kind() for kind, _ in tensors}
+        for kind, name in [*tensors]:
+            stored[kind][name] = tensors.pop((kind, name))
         trim_memory()
         return stored
 
@@ -234,7 +252,26 @@ class Models:
             model.get_parameter(name).data = weights[name].to(precision)
         rounded = getattr(torch, self.config.rollout_dtype)
         model = merge(model, rounded) if self.config.lora is not None else model.to(rounded)
-        return Called(model.to(precision).requires_grad_(False), self.tick)
+        return KitModel(model.to(precision).requires_grad_(False), self.tick)
+
+    @torch.no_grad()
+    def read(self, models, rows, column, *, of=0, mirrored=lambda place: True):
+        """Set a column of Sequences to a model's numbers. of: 0 log-probs, -1 values.
+
+        models, rows: pairs, the definition's and the twin's. Without a model nothing is set.
+        mirrored: at which places the twin gets its own number, mirrored at the definition's.
+        """
+        # Two forwards of a trainer round apart, and a difference of the twin's own two would be 0.
+        # Mirrored, they are off by the sum of both.
+        if models[0] is None:
+            return
+        exact, rounded = ([output[of].tolist() for part in together(rows[0], self.most_tokens)
+                           for output in score(model, part, self.config.temperature)]
+                          for model in models)  # fmt: skip
+        for n, (s, twin, mine, other) in enumerate(zip(*rows, exact, rounded)):
+            setattr(s, column, mine)
+            setattr(twin, column, [2 * x - y if mirrored(n + t) else y
+                                   for t, (x, y) in enumerate(zip(mine, other))])  # fmt: skip
 
 
 # What models say of whole rollouts ----------------------------------------------------------------
@@ -245,24 +282,37 @@ def half(place) -> bool:
     return place.bit_count() % 2 == 1
 
 
-@torch.no_grad()
-def read(models, rows, column, *, temperature, most_tokens, of=0, mirrored=lambda place: True):
-    """Set a column of Sequences to a model's numbers. of: 0 log-probs, -1 values.
+def read_models(data, critic_weights) -> tuple:
+    """Read the numbers that the updates need of each trained rollout: ref, old, values, rewards.
 
-    models: the definition's model and the twin's.
-    rows: the Sequences of the definition and of the twin.
-    mirrored: at which places the twin gets its own number, mirrored at the definition's.
+    data: RecordedStep of audit.py. Return {prefix: models that are trained} and the Sequences. Both
+    are pairs: the definition's and the twin's.
     """
-    # Two forwards of a trainer round apart, and a difference of the twin's own two would be 0.
-    # Mirrored, they are off by the sum of both.
-    if models[0] is None:
-        return
-    mine, its = ([found[of].tolist() for part in together(rows[0], most_tokens)
-                  for found in score(model, part, temperature)] for model in models)  # fmt: skip
-    for n, (s, x) in enumerate(zip(*rows)):
-        setattr(s, column, mine[n])
-        setattr(x, column, [2 * a - b if mirrored(n + t) else b
-                            for t, (a, b) in enumerate(zip(mine[n], its[n]))])  # fmt: skip
+    config, models = data.config, data.models
+    sequences = data.sequences(data.trained)
+    trained = {"": models.policy()}
+    if config.advantage == "gae":
+        trained[CRITIC] = models.critic(critic_weights)
+        models.read(trained[CRITIC], sequences, "values", of=-1)
+
+    # A reward's KL is against recorded log-probs. The loss compares two forwards, whose errors
+    # add up or cancel out: half of the tokens have each.
+    models.read(models.reference(), sequences, "ref_logprobs",
+                mirrored=half if config.kl_in == "loss" else lambda place: False)  # fmt: skip
+    models.read(models.teacher(), sequences, "teacher_logprobs")
+    current = len(data.batches[0]) if config.first_minibatch_uses_current_logprobs else 0
+    later = [row[current:] for row in sequences]
+    if config.proximal:
+        models.read(trained[""], later, "old_logprobs", mirrored=half)
+    else:
+        for s in itertools.chain(*later):
+            s.old_logprobs = s.sampler_logprobs
+    for r, *both in zip(data.trained, *sequences):
+        for s in both:
+            r.set_rewards(data.c, s)
+            if not data.is_in_loss(r):
+                s.mask = [False] * len(s.mask)
+    return trained, sequences
 
 
 @torch.no_grad()
@@ -290,35 +340,35 @@ def exact_numbers(models, rollouts, step) -> tuple:
 
 
 @torch.no_grad()
-def surprise(model, rollouts, config) -> tuple:
+def log_likelihood_test(model, rollouts, config) -> tuple:
     """Return the sum of -log p of an engine's tokens, of their entropies, and its deviation.
 
     They are equal on average if tokens are drawn by p, and not if sampling is greedy or truncated.
     """
-    found, expected, squares = 0.0, 0.0, 0.0
+    total, expected, squares = 0.0, 0.0, 0.0
     for r in rollouts:
         # With forks several rollouts share a turn, which was drawn once.
-        own = [t for t in r.at if r.shares(config, t)[-1][0] == r.number]
+        own = [t for t in r.at if r.first_sharer(config, t) == r.number]
         logits = model(torch.tensor(r.tokens)[None], at=(0, torch.tensor(own) - 1))[0]
         lp, H, logp_NV = D.scores(logits, [r.tokens[t] for t in own], config.temperature)
         seen_NV = logp_NV.where(logp_NV.isfinite(), 0.0)
         variance = (logp_NV.exp() * (seen_NV + H[:, None]) ** 2).sum()
-        found, expected = found - lp.sum().item(), expected + H.sum().item()
+        total, expected = total - lp.sum().item(), expected + H.sum().item()
         squares += ((lp + H).square().sum() + variance).item()
-    return found, expected, math.sqrt(squares)
+    return total, expected, math.sqrt(squares)
 
 
 @torch.no_grad()
-def solved(models, make_twin, recorded) -> tuple:
+def solved(models, make_model, recorded) -> tuple:
     """Return which part of held-out prompts greedy play solves, and how far rounding may move it.
 
-    models: of `Models`. make_twin: from 0 or 1 to the model in float64 or its twin.
+    models: StepModels. make_model: from 0 or 1 to the model in float64 or its twin.
     recorded: the run's number. Where it is the same, no play is looked at again.
     """
-    model = make_twin(0)
+    model = make_model(0)
     _, groups = play_held_out(models.config, models.task, Sampler(model.module))
     played = [t for (t,) in groups]
-    value = mean([t.reward >= 1 for t in played])
+    value = statistics.fmean([t.reward >= 1 for t in played])
     if abs(value - recorded) < 1e-9:
         return value, 0.0
 
@@ -330,8 +380,8 @@ def solved(models, make_twin, recorded) -> tuple:
             best_N2 = model(torch.tensor(t.tokens)[None], at=(0, at))[0].double().topk(2).values
             yield best_N2[:, 0] - best_N2[:, 1]
 
-    mine = list(leads(model))
+    exact = list(leads(model))
     del model
-    its = list(leads(make_twin(1)))
-    most = FACTOR * max((x - y).abs().max().item() for x, y in zip(mine, its))
-    return value, mean([x.min().item() <= most for x in mine])
+    rounded = list(leads(make_model(1)))
+    most = FACTOR * max((x - y).abs().max().item() for x, y in zip(exact, rounded))
+    return value, statistics.fmean([x.min().item() <= most for x in exact])

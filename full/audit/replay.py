@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import train_grpo
-from conformance import definition as D
+from conformance import definition
 from conformance.sequences import Sequence, gae
 from full.learn.rollouts import Trajectory, as_reward, draw_prompts
 from full.learn.trainer import Trainer
@@ -96,7 +96,7 @@ class RunFiles:
 
 def settings(config) -> dict:
     """Return the settings of the step kit that are a run's."""
-    given = {x: getattr(config, x) for x in D.DEFAULTS if hasattr(config, x)}
+    given = {x: getattr(config, x) for x in definition.DEFAULTS if hasattr(config, x)}
     given |= dict(largest_d=10.0, clip_eps=0.0, critic="separate")
     if config.objective == "cispo":
         given |= dict(clip_low=1.0, clip_high=config.cispo_bound - 1)
@@ -129,18 +129,18 @@ class Rollout:
         # 0.3 + 0.3.
         return functools.reduce(float.__add__, [reward for _, reward in self.rewards], 0.0)
 
-    def play_again(self, config, task, state, prompt):
-        """Say the sampled tokens to the task again.
+    def replay(self, config, task, state, prompt):
+        """Let the task answer the sampled tokens again.
 
             ?  3  .  higher  5  .        the prompt, a turn, the reply, a turn
                x  x          x  x        sampled: places 1 2 and 4 5, in `at`
         """
-        def hear(said, place):
-            pairs = zip(said, self.tokens[place:])
+        def expect(tokens, place):
+            pairs = zip(tokens, self.tokens[place:])
             self.differs += sum(token != other for token, other in pairs)
-            return place + len(said)
+            return place + len(tokens)
 
-        self.prompt = place = turn = hear(prompt, 0)
+        self.prompt = place = turn = expect(prompt, 0)
         ended = False
         while place < len(self.tokens) and not ended:
             self.at.append(place)
@@ -152,7 +152,7 @@ class Rollout:
             state, reply, reward = task.reply(state, self.tokens[turn:place])
             self.rewards.append((place - 1, as_reward(reward)))
             ended = reply is None
-            place = turn = hear(reply or (), place)
+            place = turn = expect(reply or (), place)
 
         # A rollout ends where the task says so, or at the limit. Tokens past its end were never
         # said, and a rollout that neither ended nor met the limit lacks some.
@@ -166,30 +166,30 @@ class Rollout:
         return len({t + 1 for t, on in enumerate(self.line["sampled"]) if on} ^ {*self.at})
 
     def compared_rewards(self) -> tuple:
-        """Return the sum of the recorded rewards, of the task's, and how far two are apart."""
-        noted, own = {at + 1: x for at, x in self.line["rewards"]}, dict(self.rewards)
-        apart = [abs(noted.get(t, 0.0) - own.get(t, 0.0)) for t in {*noted, *own}]
-        off = max([float(bool(self.line["truncated"]) != self.truncated), *apart])
-        return sum(noted.values()), sum(own.values()), off
+        """Return the recorded sum, the replayed sum, and the largest difference of a turn."""
+        recorded, replayed = {at + 1: x for at, x in self.line["rewards"]}, dict(self.rewards)
+        differences = [abs(recorded.get(t, 0.0) - replayed.get(t, 0.0))
+                       for t in {*recorded, *replayed}]  # fmt: skip
+        if bool(self.line["truncated"]) != self.truncated:
+            differences.append(1.0)
+        return sum(recorded.values()), sum(replayed.values()), max(differences, default=0.0)
 
-    def shares(self, config, place) -> list:
-        """Return for each turn up to a place which rollouts share it: the first, and how many."""
+    def first_sharer(self, config, place) -> int:
+        """Return the first rollout of those that share the turn of a place."""
         # With 2 forks at each of 2 turns a prompt is played for 4 rollouts until turn 1 ends, then
         # for 2 until turn 2 ends. Rollout 3 shares turns with rollouts 0 to 3, 2 and 3, and none.
-        found = []
-        for turn in range(1 + len([end for end, _ in self.rewards if end < place])):
-            share = config.forks ** max(0, config.fork_turns - turn)
-            found.append((self.number - self.number % share, share))
-        return found
+        turn = len([end for end, _ in self.rewards if end < place])
+        count = config.forks ** max(0, config.fork_turns - turn)
+        return self.number - self.number % count
 
     def draws(self, config, step) -> list:
         """Return the random number of each place. Rollouts share those of a turn they share."""
         @functools.cache
-        def of(first):
+        def draws_of(first):
             key, count = (config.seed, step, self.group, first), len(self.tokens) - self.prompt
             return [0.0] * self.prompt + train_grpo.uniforms(key, count).tolist()
 
-        return [of(self.shares(config, t)[-1][0])[t] for t in range(len(self.tokens))]
+        return [draws_of(self.first_sharer(config, t))[t] for t in range(len(self.tokens))]
 
     def sequence(self, place, world=1, **columns) -> Sequence:
         """Return the rollout as a Sequence of the step kit."""
@@ -204,11 +204,13 @@ class Rollout:
         return Sequence(place, self.tokens, **columns)
 
     def set_rewards(self, c, s):
-        """Give a Sequence its rewards, less what the KL and the length take off, and returns."""
-        chosen = SimpleNamespace(**{name: [x[t] for t in self.at] for name, x in (
-            ("smp", s.sampler_logprobs), ("ref", s.ref_logprobs or s.tokens))})  # fmt: skip
-        lost = D.penalties(c, chosen)
-        lost[-1:] = [x + D.overlong_penalty(c, len(self.tokens) - self.prompt) for x in lost[-1:]]
+        """Set a Sequence's rewards, minus the penalties of KL and length, and its returns."""
+        ref = s.ref_logprobs or s.tokens  # without a KL, it is not read
+        trained = SimpleNamespace(
+            smp=[s.sampler_logprobs[t] for t in self.at], ref=[ref[t] for t in self.at])
+        lost = definition.penalties(c, trained)
+        if lost:
+            lost[-1] += definition.overlong_penalty(c, len(self.tokens) - self.prompt)
         s.rewards = self.reward - math.fsum(lost)
         s.token_rewards = [0.0] * len(s.tokens)
         for t, x in zip(self.at, lost):
@@ -228,7 +230,7 @@ def replay(config, task, step, lines) -> dict:
     for n, state, prompt in draw_prompts(config, task, ROLLOUT, step, lines, first=first):
         groups[n] = [Rollout(n, i, line) for i, line in enumerate(lines[n])]
         for rollout in groups[n]:
-            rollout.play_again(config, task, state, prompt)
+            rollout.replay(config, task, state, prompt)
     return groups
 
 

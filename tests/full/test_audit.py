@@ -445,7 +445,7 @@ def test_tokens_past_the_end_and_missing_tokens_are_counted(tokens, differs):
     """A lone 9 ends a rollout of `Chat`; another one goes on to the limit, here 4 tokens."""
     task = Chat()
     r = Rollout(group=0, number=0, line=dict(tokens=[0, 1, *tokens]))
-    r.play_again(Config(max_new_tokens=4), task, *task.prompt(None, 1, False))
+    r.replay(Config(max_new_tokens=4), task, *task.prompt(None, 1, False))
     assert r.differs == differs
 
 
