@@ -137,22 +137,22 @@ class _ChunkAttention(Attention):
     def windows(self, x_1nX, /, *, kernel, layer):
         """Return each token's last inputs, as `Forest.windows`."""
         def read_of(chunk):
-            return self.forest.inputs_read_after(chunk.start, chunk.stop, kernel)
+            return self.forest.inputs_read_later(chunk.start, chunk.stop, kernel)
 
         start, stop, _ = self.chunk
         self.leave((layer, "inputs"), lambda: [x_1nX[:, read_of(self.chunk) - start]])
         above = [(read_of(chunk), *leaves[layer, "inputs"]) for chunk, leaves in self.stack]
         return self.forest.inputs_at(x_1nX, np.arange(start, stop), above, kernel)
 
-    def recurrence(self, *given, layer):
+    def recurrence(self, *qkvab, layer):
         """Return the outputs of a chunk, as `Forest.recurrence`."""
         def read_of(chunk):
-            return self.forest.states_read_after(chunk.start, chunk.stop).tolist()
+            return self.forest.states_read_later(chunk.start, chunk.stop).tolist()
 
         states = {}
         for chunk, leaves in self.stack:
             states |= zip(read_of(chunk), leaves[layer, "states"], strict=True)
-        out_1HnV = self.forest.run(given, self.chunk.start, self.chunk.stop, states)
+        out_1HnV = self.forest.run_segment(qkvab, self.chunk.start, self.chunk.stop, states)
         self.leave((layer, "states"), lambda: [states[token] for token in read_of(self.chunk)])
         return out_1HnV
 
@@ -173,8 +173,8 @@ class _WithoutPadding(Attention):
         x_1SXk = self.attention.windows(x_1SX[:, : self.length], **options)
         return F.pad(x_1SXk, (0, 0, 0, 0, 0, self.pad))
 
-    def recurrence(self, *given, **options):
-        out = self.attention.recurrence(*(x[:, :, : self.length] for x in given), **options)
+    def recurrence(self, *qkvab, **options):
+        out = self.attention.recurrence(*(x[:, :, : self.length] for x in qkvab), **options)
         return F.pad(out, (0, 0, 0, self.pad))
 
 

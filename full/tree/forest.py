@@ -1,4 +1,4 @@
-"""Runs recurrent layers on packed rows, trees and ranks: a token goes on where its parent stopped.
+"""Run recurrent layers on packed rows, trees and ranks: each token continues its parent's state.
 
 Attention asks which tokens a token sees. A gated DeltaNet (deltanet.py) asks for less: the last
 inputs of its convolution, and the state before the token. Both are found at its parent, the token
@@ -7,25 +7,26 @@ before it. So documents, trees, chunks of a tree and shares of a ring are one th
     two documents 5 6 | 7 8      token    5  6  7  8      the tree 5 6 7 / 5 8    5  6  7  8
                                  parent   -  0  -  2                              -  0  1  0
 
-A stretch is the tokens start .. stop - 1 of a row: all of them, a chunk of a tree, or one of the
-two chunks that a rank has. Whoever runs it needs the states after some tokens of earlier stretches,
-and a few inputs. A chunk reads both from leaves: the state at a fork is one more leaf of the walk
-(chunks.py), and it stands for all tokens above it. Ranks run their stretches at the same time and
-have no state to begin with. But a state is affine in the state S_0 before the stretch: by (6) of
+A segment is the tokens start .. stop - 1 of a row: all of them, a chunk of a tree, or one of the
+two chunks that a rank has. It needs the states after some tokens of earlier segments, and a few
+inputs. A chunk reads both from leaves: the state at a fork is one more leaf of the walk
+(chunks.py), and it summarizes all tokens above it. Ranks run their segments at the same time and
+have no state to begin with. But a state is affine in the state S_0 before the segment: by (6) of
 deltanet.py one run gives A, B, R and o0 with S = A S_0 + B and o_i = R_i S_0 + o0_i. The ranks
-gather all [B A], K (K + V) numbers for each head, and follow the states from stretch to stretch.
-The recurrence then has K more columns than its V. A zigzag has two stretches a rank. It runs as
-many tokens as the contiguous shares of flash-linear-attention and Megatron-LM, and gathers twice as
-many states.
+gather all maps [B A], K (K + V) numbers for each head, and follow the states from segment to
+segment. The recurrence then has K more columns than its V. A zigzag has two segments a rank. It
+runs as many tokens as the contiguous shares of flash-linear-attention and Megatron-LM, and gathers
+twice as many states.
 
-Not here: a kernel for all pieces of a tree at once; each is a call of `by_chunk`.
+Not here: a kernel for all runs of a tree at once; each is a call of `by_chunk`.
 
-Letters:  N tokens of a row   n tokens of a stretch   s of a rank   m tokens that others read
+Letters:  N tokens of a row   n tokens of a segment   s of a rank   m tokens that others read
 X channels of the convolution   k its kernel   H heads   K width of a key   V of a value   v = V + K
-W ranks   c stretches of all ranks
+W ranks   c segments of all ranks
 """
 
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +36,14 @@ from full.attention.attend import Attention, attend, not_compiled
 from full.attention.ring import ring_attention
 from full.model.deltanet import by_chunk
 from parallel import Communicate, all_gather, reduce_scatter
+
+
+class Run(NamedTuple):
+    """Tokens first .. stop - 1 of a segment, without a fork inside."""
+
+    first: int
+    stop: int
+    ancestor: int  # the nearest ancestor of `first` in an earlier segment, or -1 for none
 
 
 class Forest:
@@ -49,68 +58,73 @@ class Forest:
         is_jump_N = (self.parent_N >= 0) & (self.parent_N != index_N - 1)
         self.jumps = index_N[is_jump_N]  # tokens that do not follow the token next to them
         self.last_child_N = latest(index_N, self.parent_N)
-        self.of_kernel = {}  # kernel -> `last_tokens`, which all layers share
+        self.tokens_of_kernel = {}  # kernel -> `last_tokens`, which all layers share
 
     def last_tokens(self, kernel):
-        """Return each token's last `kernel` tokens, itself the last, -1 for none, (N, k), and the
-        last token that has each one among them, (N,)."""
+        """Return each token's last tokens and last reader.
+
+        The last `kernel` tokens, (N, k): the token itself is the last, and -1 is none. The last
+        reader of a token, (N,): the last token that has it among its last tokens.
+        """
         # 5 6 7 / 5 8 and a kernel of 3: . . 5, . 5 6, 5 6 7, . 5 8.
-        if kernel not in self.of_kernel:
+        if kernel not in self.tokens_of_kernel:
             columns = [np.arange(len(self.parent_N))]
             for _ in range(kernel - 1):
                 columns.append(np.append(self.parent_N, -1)[columns[-1]])
             readers = [latest(columns[0], column_N) for column_N in columns]
-            self.of_kernel[kernel] = np.stack(columns[::-1], 1), np.max(readers, 0)
-        return self.of_kernel[kernel]
+            self.tokens_of_kernel[kernel] = np.stack(columns[::-1], 1), np.max(readers, 0)
+        return self.tokens_of_kernel[kernel]
 
-    def inputs_read_after(self, start, stop, kernel):
-        """Return which tokens of a stretch have inputs that later stretches read, ascending."""
-        return start + np.flatnonzero(self.last_tokens(kernel)[1][start:stop] >= stop)
+    def inputs_read_later(self, start, stop, kernel):
+        """Return the tokens of a segment whose inputs later segments read, ascending."""
+        _, last_reader_N = self.last_tokens(kernel)
+        return start + np.flatnonzero(last_reader_N[start:stop] >= stop)
 
-    def states_read_after(self, start, stop):
-        """Return the tokens of a stretch after which later stretches read the state, ascending."""
+    def states_read_later(self, start, stop):
+        """Return the tokens of a segment whose states later segments read, ascending."""
         return start + np.flatnonzero(self.last_child_N[start:stop] >= stop)
 
-    def inputs_at(self, x_1nX, tokens_n, elsewhere, kernel):
-        """Return the last `kernel` inputs of each token of some stretches, (1, n, X, k).
+    def inputs_at(self, x_1nX, tokens_n, others, kernel):
+        """Return the last `kernel` inputs of each token of some segments, (1, n, X, k).
 
-        elsewhere: (tokens (m,), their inputs (1, m, X)) pairs, of other stretches.
+        x_1nX: the inputs of these tokens.
+        others: (tokens (m,), their inputs (1, m, X)) pairs, of other segments.
         """
-        # All inputs that are at hand, and a zero, which is the input of token -1.
-        parts = [(tokens_n, x_1nX), *elsewhere, ([-1], torch.zeros_like(x_1nX[:, :1]))]
+        # All inputs, and a zero, which is the input of token -1.
+        parts = [(tokens_n, x_1nX), *others, ([-1], torch.zeros_like(x_1nX[:, :1]))]
         tokens, inputs = zip(*parts, strict=True)
         count = sum(map(len, tokens))
-        place_N = np.full(len(self.parent_N) + 1, count)  # a place out of range: what lacks, fails
+        # A token without an input here gets a place out of range, which raises.
+        place_N = np.full(len(self.parent_N) + 1, count)
         place_N[np.concatenate(tokens)] = np.arange(count)
         place_nk = torch.from_numpy(place_N[self.last_tokens(kernel)[0][tokens_n]])
         return torch.cat(inputs, 1)[:, place_nk.to(x_1nX.device)].mT
 
-    def pieces(self, start, stop):
-        """Yield each piece of a stretch that has no fork inside: its first token, the token after
-        its last one, and the token of an earlier stretch that it goes back to, or -1."""
-        # A piece ends after a parent of a jump, and begins at a jump: [5] [6 7] [8] of 5 6 7 / 5 8.
+    def runs(self, start, stop):
+        """Yield each `Run` of a segment."""
+        # A run ends after a parent of a jump, and begins at a jump: [5] [6 7] [8] of 5 6 7 / 5 8.
         cuts = np.concatenate([[start, stop], self.jumps, self.parent_N[self.jumps] + 1])
         cuts = np.unique(cuts[(start <= cuts) & (cuts <= stop)]).tolist()
-        origins = {}
+        ancestors = {}  # last token of a run -> the run's ancestor
         for first, after in itertools.pairwise(cuts):
             parent = int(self.parent_N[first])
-            origins[after - 1] = parent if parent < start else origins[parent]
-            yield first, after, origins[after - 1]
+            ancestors[after - 1] = parent if parent < start else ancestors[parent]
+            yield Run(first, after, ancestors[after - 1])
 
-    def run(self, given, start, stop, states):
-        """Return the outputs (1, H, n, V) of a stretch, and put states into `states`.
+    def run_segment(self, qkvab, start, stop, states):
+        """Return the outputs (1, H, n, V) of a segment, and add the states after its runs.
 
-        given: q, k, v, log_a and b of its tokens.
-        states: {token: the state after it}. It has the tokens that the pieces go back to.
+        qkvab: q, k, v, log_a and b of its tokens.
+        states: {token: the state after it}. It holds the states of the runs' ancestors.
         """
-        restart_1n = torch.from_numpy(self.parent_N[start:stop] < 0)[None].to(given[0].device)
+        restart_1n = torch.from_numpy(self.parent_N[start:stop] < 0)[None].to(qkvab[0].device)
         out = []
-        for first, after, _ in self.pieces(start, stop):
-            own = slice(first - start, after - start)
+        for first, after, _ in self.runs(start, stop):
+            local = slice(first - start, after - start)
             parent = int(self.parent_N[first])
             state = None if parent < 0 else states[parent]
             part, states[after - 1] = by_chunk(
-                *(x[:, :, own] for x in given), state, restart_1n[:, own])
+                *(x[:, :, local] for x in qkvab), state, restart_1n[:, local])
             out.append(part)
         return torch.cat(out, 2)
 
@@ -120,9 +134,9 @@ class Forest:
         return self.inputs_at(x_1NX, np.arange(len(self.parent_N)), [], kernel)
 
     @not_compiled
-    def recurrence(self, *given, layer):
+    def recurrence(self, *qkvab, layer):
         """Return the outputs (1, H, N, V) of q, k, v, log_a and b."""
-        return self.run(given, 0, len(self.parent_N), {})
+        return self.run_segment(qkvab, 0, len(self.parent_N), {})
 
 
 def parents_in(document_N):
@@ -140,7 +154,7 @@ def latest(index_N, read_N):
 
 
 class SharedForest(Forest):
-    """A `Forest` over W ranks: each has two of 2 W stretches of equal length, as a zigzag."""
+    """A `Forest` over W ranks: each has two of 2 W segments of equal length, as a zigzag."""
 
     def __init__(self, parent_N, group):
         super().__init__(parent_N)
@@ -149,78 +163,91 @@ class SharedForest(Forest):
         if len(self.parent_N) % (2 * W):
             raise ValueError(f"expected a row divisible by 2 c = {2 * W}, got {len(parent_N)}")
         edges = range(0, len(self.parent_N) + 1, len(self.parent_N) // (2 * W))
-        self.stretches = [*itertools.pairwise(edges)]
-        self.own = [self.stretches[c] for c in (group.rank(), 2 * W - 1 - group.rank())]
-        # Stretch c is the first one of rank c, or the second one of rank 2 W - 1 - c.
+        self.segments = [*itertools.pairwise(edges)]
+        self.own = [self.segments[c] for c in (group.rank(), 2 * W - 1 - group.rank())]
+        # Segment c is the first one of rank c, or the second one of rank 2 W - 1 - c.
         self.slots = [2 * c if c < W else 2 * (2 * W - 1 - c) + 1 for c in range(2 * W)]
 
     def gather(self, x_2):
-        """Return the tensors of all stretches, in order, from the tensors of our two."""
-        # COMM: an all-gather over the c ranks. Its backward, a reduce-scatter, sums what all ranks
-        # read of a stretch. So each rank needs a graph from it to all that it returns, even where
-        # it sends or reads padding only: the others wait for its backward. Pinned by
+        """Return the tensors of all segments, in order, from the tensors of our two."""
+        # COMM: an all-gather over the c ranks. Its backward, a reduce-scatter, sums the gradients
+        # of all readers of a segment. So each rank needs a graph from it to all that it returns,
+        # even where it sends or reads padding only: the others wait for its backward. Pinned by
         # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         return Communicate.apply(x_2, self.group, all_gather, reduce_scatter)[self.slots]
 
     @not_compiled
     def windows(self, x_1sX, /, *, kernel, layer):
         """Return the last `kernel` inputs of each of our tokens: (1, s, X, k)."""
-        # A stretch may be shorter than a kernel: a token may read inputs of several before it.
-        tokens_s = np.concatenate([np.arange(*stretch) for stretch in self.own])
-        reads = [self.inputs_read_after(*stretch, kernel) for stretch in self.stretches]
+        # A segment may be shorter than a kernel: a token may read inputs of several before it.
+        tokens_s = np.concatenate([np.arange(*segment) for segment in self.own])
+        reads = [self.inputs_read_later(*segment, kernel) for segment in self.segments]
         m = max(map(len, reads))
-        if m == 0:  # documents end where stretches end
+        if m == 0:  # documents end where segments end
             return self.inputs_at(x_1sX, tokens_s, [], kernel)
         # NUMERICS: gradients of what several ranks read are summed in float32 or better. Pinned by
         # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         wide = torch.promote_types(x_1sX.dtype, torch.float32)
-        sent = [x_1nX[0, self.inputs_read_after(*stretch, kernel) - stretch[0]]
-                for x_1nX, stretch in zip(x_1sX.to(wide).chunk(2, 1), self.own)]  # fmt: skip
-        found_cmX = self.gather(torch.stack([F.pad(x, (0, 0, 0, m - len(x))) for x in sent]))
-        elsewhere = [(read, x_mX[None, : len(read)].to(x_1sX.dtype))
-                     for read, x_mX in zip(reads, found_cmX)]  # fmt: skip
-        return self.inputs_at(x_1sX, tokens_s, elsewhere, kernel)
+        sent = [x_1nX[0, self.inputs_read_later(*segment, kernel) - segment[0]]
+                for x_1nX, segment in zip(x_1sX.to(wide).chunk(2, 1), self.own)]  # fmt: skip
+        inputs_cmX = self.gather(torch.stack([F.pad(x, (0, 0, 0, m - len(x))) for x in sent]))
+        others = [(read, x_mX[None, : len(read)].to(x_1sX.dtype))
+                  for read, x_mX in zip(reads, inputs_cmX)]  # fmt: skip
+        return self.inputs_at(x_1sX, tokens_s, others, kernel)
 
     @not_compiled
     def recurrence(self, q_1HsK, k_1HsK, v_1HsV, log_a_1Hs, b_1Hs, /, *, layer):
         """Return the outputs (1, H, s, V) of our tokens, by (6) of deltanet.py."""
-        # One run from [0 I], with values [v 0], gives the outputs from no state, and what any state
-        # would add to them.
+        # A run from [0 I], with values [v 0], gives the outputs [o0 R].
         # NUMERICS: the chain of A is in the dtype of the states, which is float32 or better. Pinned
         # by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         K, V = k_1HsK.shape[-1], v_1HsV.shape[-1]
-        start_1HKv = F.pad(torch.eye(K).to(v_1HsV), (V, 0)).expand(*k_1HsK.shape[:2], -1, -1)
-        given = q_1HsK, k_1HsK, F.pad(v_1HsV, (0, K)), log_a_1Hs, b_1Hs
-        reads = [self.states_read_after(*stretch).tolist() for stretch in self.stretches]
+        identity_1HKv = F.pad(torch.eye(K).to(v_1HsV), (V, 0)).expand(*k_1HsK.shape[:2], -1, -1)
+        qkvab = q_1HsK, k_1HsK, F.pad(v_1HsV, (0, K)), log_a_1Hs, b_1Hs
+        reads = [self.states_read_later(*segment).tolist() for segment in self.segments]
         m = max(map(len, reads))
-        parts = []
-        sent = []
-        for stretch, *half in zip(self.own, *(x.chunk(2, 2) for x in given)):
-            pieces = [*self.pieces(*stretch)]
-            maps = {origin: start_1HKv for _, _, origin in pieces if origin >= 0}
-            out_1Hnv = self.run(half, *stretch, maps)
-            parts += zip(pieces, out_1Hnv.split([after - first for first, after, _ in pieces], 2))
-            read = self.states_read_after(*stretch).tolist()
-            padding = [stretch[1] - 1] * (m - len(read))  # no zeros: they would have no graph
-            sent += [maps[token][0] for token in read + padding]
+        runs, outs, maps = self.local_maps(qkvab, identity_1HKv, m)
         if m == 0:
-            return torch.cat([out[..., :V] for _, out in parts], 2)
+            return torch.cat([out_1Hnv[..., :V] for out_1Hnv in outs], 2)
 
-        # Follow the states from stretch to stretch. The state of token -1 is 0.
-        found_cmHKv = self.gather(torch.stack(sent).unflatten(0, (2, m)))
-        number = {-1: 0}
-        states = [torch.zeros_like(start_1HKv[0, ..., :V])]
-        for stretch, read, maps_mHKv in zip(self.stretches, reads, found_cmHKv):
-            origins = {after - 1: origin for _, after, origin in self.pieces(*stretch)}
-            for token, BA_HKv in zip(read, maps_mHKv):
-                number[token] = len(states)
-                state_HKV = states[number[origins[token]]]
-                states.append(BA_HKv[..., V:] @ state_HKV + BA_HKv[..., :V])
+        maps_cmHKv = self.gather(torch.stack(maps).unflatten(0, (2, m)))
+        states = self.follow_states(reads, maps_cmHKv, torch.zeros_like(identity_1HKv[0, ..., :V]))
         # One tensor of all states, so that a rank which needs none has a graph to them as well.
-        states_mHKV = torch.stack(states)
-        outs = [out[..., :V] + out[..., V:] @ states_mHKV[number[origin]]
-                for (_, _, origin), out in parts]  # fmt: skip
+        place = {token: n for n, token in enumerate(states)}
+        states_mHKV = torch.stack([*states.values()])
+        outs = [out_1Hnv[..., :V] + out_1Hnv[..., V:] @ states_mHKV[place[run.ancestor]]
+                for run, out_1Hnv in zip(runs, outs)]  # fmt: skip
         return torch.cat(outs, 2)
+
+    def local_maps(self, qkvab, identity_1HKv, m):
+        """Run our two segments from [0 I]. Return their runs, outputs, and m maps [B A] of each."""
+        runs = []
+        outs = []
+        sent = []
+        for segment, *half in zip(self.own, *(x.chunk(2, 2) for x in qkvab)):
+            own_runs = [*self.runs(*segment)]
+            maps = {run.ancestor: identity_1HKv for run in own_runs if run.ancestor >= 0}
+            out_1Hnv = self.run_segment(half, *segment, maps)
+            runs += own_runs
+            outs += out_1Hnv.split([run.stop - run.first for run in own_runs], 2)
+            read = self.states_read_later(*segment).tolist()
+            padding = [segment[1] - 1] * (m - len(read))  # not zeros: they would have no graph
+            sent += [maps[token][0] for token in read + padding]
+        return runs, outs, sent
+
+    def follow_states(self, reads, maps_cmHKv, zero_HKV):
+        """Return {token: the state after it} of all tokens that others read, S = A S_0 + B.
+
+        reads: for each segment, the tokens whose maps are in maps_cmHKv.
+        """
+        V = zero_HKV.shape[-1]
+        states = {-1: zero_HKV}
+        for segment, read, maps_mHKv in zip(self.segments, reads, maps_cmHKv):
+            ancestors = {run.stop - 1: run.ancestor for run in self.runs(*segment)}
+            for token, map_HKv in zip(read, maps_mHKv):
+                A_HKK, B_HKV = map_HKv[..., V:], map_HKv[..., :V]
+                states[token] = A_HKK @ states[ancestors[token]] + B_HKV
+        return states
 
 
 class MaskedAttention(Attention):
@@ -241,8 +268,8 @@ class MaskedAttention(Attention):
     def windows(self, x_1SX, /, **options):
         return self.forest.windows(x_1SX, **options)
 
-    def recurrence(self, *given, layer):
-        return self.forest.recurrence(*given, layer=layer)
+    def recurrence(self, *qkvab, layer):
+        return self.forest.recurrence(*qkvab, layer=layer)
 
     def attend(self, q, k, v, /, *, layer, scale, window=None):
         # A layer with a window narrows the mask further.
