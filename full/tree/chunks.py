@@ -1,6 +1,6 @@
-"""Trains on a tree depth first, in chunks of bounded memory.
+"""Train on a tree depth first, in chunks of bounded memory.
 
-A chunk is a stretch of the preorder of at most max_tokens tokens: a segment of one path, followed
+A chunk is a segment of the preorder, of at most max_tokens tokens: a part of one path, followed
 by as many complete subtrees as fit. All ancestors of its tokens are in the chunk or on the path to
 its first token. Chunks run depth first, as the segments of `tree_attention.tree_backward` do. Whole
 subtrees in one call keep the matrices large.
@@ -11,15 +11,15 @@ subtrees in one call keep the matrices large.
     | chunks            | N, N                     | graphs of this chunk and of all above       |
     | chunks, recompute | N + N', N                | the graph of this chunk; K, V of one path   |
 
-N' counts the tokens of chunks that others are below. Where graphs are held, a chunk that is the
+N' counts the tokens of chunks that have chunks below. Where graphs are held, a chunk that is the
 only child of another is one call with it, because a cut there would free nothing.
 
 AReaL-DTA (arXiv:2602.00482) walks leaf by leaf, one segment at a time, and Tree Training
 (arXiv:2511.00413) packs a tree that fits into memory. Chunks are both. The first token below a fork
 is scored in its parent's chunk, so there is no cache of forks. A gated DeltaNet has no keys: its
 state at a fork is one more leaf (forest.py). Not here: dropout; mixers other than these two;
-batches of trees (a forest is one tree). A packed tree has what this has not: layers that exchange
-messages with ranks of other trees (experts, FSDP), and context ranks.
+batches of trees (a forest is one tree). Only a packed tree supports layers that exchange messages
+with ranks of other trees (experts, FSDP), and context ranks.
 
 Equations (1) to (5) are in tree_attention.py, (6) is in trie.py.
 
@@ -45,7 +45,7 @@ from tree_attention import depth_first, leaf_of
 
 
 class WalkOptions(NamedTuple):
-    """How `tree_backward` goes through a tree.
+    """Options of the walk of `tree_backward` through a tree.
 
     max_tokens: tokens of a chunk, at most. None: the whole tree is one chunk. Without recompute an
         only child joins its parent chunk, because both graphs would be held anyway.
@@ -107,7 +107,7 @@ class _ChunkAttention(Attention):
         self.counts = trie.positions[starts].diff().tolist()
 
     def leave(self, key, make):
-        """Note the tensors make() that chunks below read: the chunk's backward starts from them."""
+        """Keep the tensors make() for chunks below: the chunk's backward starts from them."""
         # After the forward a layer may call again, where a checkpoint recomputes it.
         if not self.in_forward:
             return
@@ -260,16 +260,18 @@ class _TreeWalk:
             return
         if not keep_graph:
             edges_e, scores, outputs = self.forward(chunk, stack)  # again, and now with a graph
+        self.backward(edges_e, scores, outputs, leaves)
 
-        # Backpropagate once for all losses that the chunk had a part in, from its scores; (4) is
-        # complete at them. And from its own keys, values, inputs and states, with what the chunks
-        # below have found for them. From here on nobody reads them.
+    def backward(self, edges_e, scores, outputs, leaves):
+        """Backpropagate once for all losses that depend on a chunk. The leaves are used up."""
+        # Start from the chunk's scores, whose gradients (4) are complete now, and from its keys,
+        # values, inputs and states, with the gradients that the chunks below have added.
         pairs = [(x, self.dscores_CN[c, edges_e]) for c, x in enumerate(scores) if self.is_used[c]]
         for key, tensors in outputs.items():
             for x, leaf in zip(tensors, leaves[key], strict=True):
                 if leaf.grad is not None:
                     pairs.append((x, leaf.grad))  # (5)
-        del leaves
+        leaves.clear()  # free their memory before the backward
         pairs = [(x, grad.to(x.dtype)) for x, grad in pairs if x.requires_grad]
         if pairs:
             torch.autograd.backward(*zip(*pairs, strict=True))
@@ -289,8 +291,9 @@ class _TreeWalk:
         # here: a chunk must be gone through once, not once for every sequence that shares it.
         leaves = [leaf_of(row_N[edges_RT].masked_fill(outside_RT, 0.0)) for row_N in self.scores_CN]
         with torch.enable_grad():
-            given = sequences, *leaves
-            loss = self.loss_fn(*(given if self.options.batched else (x[0] for x in given)))
+            columns = sequences, *leaves
+            arguments = columns if self.options.batched else [x[0] for x in columns]
+            loss = self.loss_fn(*arguments)
             loss = loss if torch.is_tensor(loss) else self.scores_CN.new_tensor(loss)
             if loss.dim():
                 raise ValueError(f"expected one number from loss_fn, of shape (), got "

@@ -1,4 +1,4 @@
-"""Packs sequences as arrays: as a tree of prefixes, which is cut and shared out, or end to end.
+"""Pack sequences into arrays: as a tree of their prefixes, or end to end.
 
 `TokenTrie` is `radix_tree` and `pack` of tree_attention.py in one. For 64 sequences of 640 tokens
 it takes a fifth of their time. Equations (1) to (5) are in tree_attention.py. In addition:
@@ -16,17 +16,13 @@ References: Tree Training arXiv:2511.00413; Prefix Grouper arXiv:2506.05433, whi
 prefix.
 """
 
-import bisect
-import itertools
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from full.attention.masks import ALL, Mask
-from full.ranks.joining import on_all_ranks
 
 
 class FlatTokens:
@@ -57,8 +53,7 @@ class FlatTokens:
 
 
 class TokenTrie:
-    """The tree of all prefixes of some sequences, packed in preorder; of a fork's branches the
-    largest comes first.
+    """The tree of all prefixes of some sequences, in preorder, a fork's largest branch first.
 
     sequences: 1-D integer tensors (or lists) of 1 token or more. Not changed.
 
@@ -100,8 +95,8 @@ class TokenTrie:
             differ = np.flatnonzero(x[:compared] != before[:compared])
             shared = int(differ[0]) if len(differ) else compared
 
-            # The predecessor's tokens past the shared ones have nothing more below them. Its own
-            # tokens past the shared ones are new, and continue the path.
+            # The predecessor's tokens past the shared ones get no more descendants. The tokens of this
+            # sequence past the shared ones are new, and continue the path.
             end[path[shared:]] = n
             new = np.arange(n, n + len(x) - shared)
             path = np.concatenate([path[:shared], new])
@@ -218,8 +213,7 @@ class TreeChunk(NamedTuple):
 
     def run_of(self, tokens):
         """Return the slice of ascending token indices, a tensor, that are in this chunk."""
-        first, after = torch.searchsorted(tokens, torch.tensor([self.start, self.stop])).tolist()
-        return slice(first, after)
+        return slice(*torch.searchsorted(tokens, torch.tensor([self.start, self.stop])).tolist())
 
 
 def partition_tree(trie, max_tokens=None, *, join_only_children=False) -> list[TreeChunk]:
@@ -244,7 +238,7 @@ def partition_tree(trie, max_tokens=None, *, join_only_children=False) -> list[T
         starts.append(start)
         limit = start + (max_tokens or N)
         stop = start
-        after = N  # the end of the subtree in which this chunk may have whole subtrees
+        subtree_stop = N  # the chunk may take whole subtrees up to here
 
         # A subtree that does not fit begins with a part of its path: along the largest branch of
         # each fork, which comes first, while there is room for the other branches. At the first
@@ -252,12 +246,12 @@ def partition_tree(trie, max_tokens=None, *, join_only_children=False) -> list[T
         while stop < min(N, limit) and end[stop] > limit:
             segment_end = segment_ends[np.searchsorted(segment_ends, stop, side="right")]
             stop = min(int(segment_end), limit)
-            after = int(end[stop - 1])
-            if stop == limit or after - int(end[stop]) >= limit - stop:
+            subtree_stop = int(end[stop - 1])
+            if stop == limit or subtree_stop - int(end[stop]) >= limit - stop:
                 break
 
         # Then whole subtrees: below the path, or, without one, the next ones in preorder.
-        while stop < min(after, limit) and end[stop] <= limit:
+        while stop < min(subtree_stop, limit) and end[stop] <= limit:
             stop = int(end[stop])
         start = stop
 
@@ -280,8 +274,8 @@ def wanted_edges(trie, masks=None):
     """Return the edges to score (e,), ascending, and which of them each wanted target is (K,).
 
     masks: a bool (L_i - 1,) for each sequence, of its targets tokens[1:]. Default: all are wanted.
-        Targets come sequence after sequence. Those of several may be one token of the tree, which
-        is scored once.
+        Targets come sequence after sequence. Several targets may be one token of the tree, which is
+        scored once.
 
     Raises ValueError unless each sequence has a mask, of its shape.
     """
@@ -308,90 +302,3 @@ def scores_of(model, hidden_nM, targets_n, temperature) -> tuple:
     if model.logprobs is None:
         return (model.values(hidden_nM),)
     return tuple(model.logprobs(hidden_nM, targets_n, temperature=temperature))  # (2), (6)
-
-
-# Runs of sequences -------------------------------------------------------------------------------
-# For: micro-batches, and data-parallel ranks whose sequences share prefixes.
-
-
-def pack(lengths, most, shared=None) -> list:
-    """Cut sequences into runs of at most `most` tokens, in order: lists of indices.
-
-    A longer sequence is alone in one. shared: how many tokens each has in common with the one
-    before it, where those are run once (a tree of prefixes).
-    """
-    # Lengths 9, 10 and 11 with a limit of 12, where all begin with the same 8:
-    #
-    #     shared None         [0] [1] [2]
-    #     shared [0, 8, 8]    [0, 1] [2]     9 + 2 new ones are 11; 3 more would be 14
-    packed = []
-    room = 0  # tokens that the last run can still take
-    for i, length in enumerate(lengths):
-        count = length if shared is None else length - shared[i]
-        # In a new run nothing is shared with the sequence before: it counts whole.
-        if not packed or count > room:
-            packed.append([])
-            room = most
-            count = length
-        packed[-1].append(i)
-        room -= count
-    return packed
-
-
-def pack_evenly(lengths, count, low, high, shared=None) -> list:
-    """Return `pack` by the least limit from low to high that makes at most `count` runs."""
-    def is_enough(limit):
-        return len(pack(lengths, limit, shared)) <= count
-
-    return pack(lengths, bisect.bisect_left(range(high), True, low, high, key=is_enough), shared)
-
-
-TOKEN = 6 * 1024  # a token's time over a pair's: 24 M^2 / 4 M FLOPs for a width M of 1024
-
-
-def time_of_path(lengths):
-    """Return the modeled time of paths of some lengths, integers in units of one pair."""
-    return lengths * TOKEN + lengths * (lengths + 1) // 2
-
-
-def partition(sequences, world) -> list[list[int]]:
-    """Return which sequences each of `world` ranks trains on: indices, the same on every rank.
-
-    They are runs of the sorted sequences, so that shared prefixes stay together, cut where the
-    largest modeled time of a rank is least. More ranks than sequences: some lists are empty.
-    """
-    # The time of a sorted sequence: its whole path if a rank begins with it, else only the tokens
-    # that it does not share with the one before.
-    trie = TokenTrie(sequences)
-    whole = time_of_path(trie.lengths.numpy()[trie.order]).tolist()
-    shared = time_of_path(trie.shared).tolist()
-    runs = pack_evenly(whole, world, max(whole, default=0), sum(whole), shared)
-    runs += [[]] * (world - len(runs))
-    return [[trie.order[k] for k in run] for run in runs]
-
-
-def redistribute(sequences, data, *, group=None):
-    """Distribute all ranks' sequences by `partition`; return this rank's (sequences, data).
-
-    sequences: this rank's own. data: anything that pickles, one for each (a tuple of advantages, a
-        mask, an id to find it again). Either may be [].
-
-    Every rank of the group calls it, once. Raises ValueError on every rank if the lists of any rank
-    do not fit.
-    """
-    def own():
-        arrays = arrays_of_ids(sequences)
-        if len(arrays) != len(data):
-            raise ValueError(f"{len(arrays)} sequences, but data for {len(data)}; one for each")
-        return arrays, list(data)
-
-    # COMM: every rank sends two messages, its error or None, then its sequences. Pinned
-    # by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-    is_alone = not dist.is_initialized()
-    parts = on_all_ranks(own, group, alone=is_alone)
-    arrays, items = (list(itertools.chain(*x)) for x in zip(*parts, strict=True))
-
-    # Every rank has the same list now, so every rank finds the same partition.
-    rank = 0 if is_alone else dist.get_rank(group)
-    share = partition(arrays, len(parts))[rank]
-    return [torch.from_numpy(arrays[i]) for i in share], [items[i] for i in share]
