@@ -1,7 +1,6 @@
-"""Plays rollouts that fork, asks tasks that are slow, and decodes with a model that is split.
+"""Play rollouts that fork, ask slow tasks from threads, and decode with a model that is split.
 
-Without tree rollouts, plans of several ranks and slow tasks this is `train_grpo.Episode` and
-nothing else: skip it.
+Without these three it is `train_grpo.Episode` and nothing else: skip it.
 
 Letters:  B trajectories   T positions of their padded log-prob vectors (the targets are tokens[1:],
 so a trajectory of L tokens has L - 1)   P groups of G rollouts each
@@ -28,9 +27,9 @@ from train_grpo import EVALUATION
 
 
 def as_reward(x) -> float:
-    """Return what a task gave as a reward, a number or an array of one. NaN: not a finite one."""
+    """Return a task's reward as a float, or NaN if it is not a finite number."""
     try:
-        x = x.item() if hasattr(x, "item") else x
+        x = x.item() if hasattr(x, "item") else x  # an array of one number
         return float(x) if math.isfinite(x) else math.nan
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return math.nan
@@ -61,7 +60,7 @@ class Trajectory:
             self.reward += reward
 
     def to_json(self) -> dict:
-        """Return what was sampled and heard as JSON values, which are read back bit for bit."""
+        """Return the tokens, log-probs and rewards as JSON values, which keep every bit."""
         return {
             "tokens": list(map(int, self.tokens)), "sampled": self.sampled.astype(int).tolist(),
             "logprobs": self.sampler_logprobs.tolist(), "truncated": bool(self.truncated),
@@ -74,7 +73,7 @@ class Trajectory:
 
         shape: the `ModelConfig` of the model.
         """
-        # A file may come from anybody. An id past the end would be read from beyond the embedding.
+        # Anybody may have written the file. An id past the vocabulary would read other memory.
         tokens = row["tokens"]
         if not all(type(t) is int and 0 <= t < shape.vocab_size for t in tokens):
             raise ValueError(f"group {group}: expected token ids under {shape.vocab_size}, got "
@@ -93,6 +92,8 @@ class ForkingEpisode(train_grpo.Episode):
     count: int. 1 without tree rollouts. Until it is 1, the episode forks at each end of a turn.
     """
 
+    is_local = True  # False: another rank has the task's state of this episode
+
     def __init__(self, key, group, number, state, prompt, limit, count=1):
         super().__init__(key, group, number, state, prompt, limit)
         self.key = key
@@ -100,11 +101,11 @@ class ForkingEpisode(train_grpo.Episode):
         self.count = count
         self.prompt = self.turn  # its number of tokens
         self.turn_rewards = []
-        self.answer = ()  # of the turn that has ended: the task's new state, reply and reward
+        self.answer = ()  # the task's new state, reply and reward, after a turn has ended
 
     def hear(self, state, reply, reward):
         """Take the task's answer to the turn. Return whether the episode goes on."""
-        # The reward stands at the turn's last target, which is one less than its last token.
+        # The reward is at the turn's last target, whose index is one less than its token's.
         self.turn_rewards = [*self.turn_rewards, (len(self.tokens) - 2, float(reward))]
         return super().hear(state, reply, reward)
 
@@ -142,59 +143,42 @@ LOOK_EVERY = 0.2  # seconds between two looks at replies that have not come
 GRACE = 5  # seconds that replies may still take after a signal
 
 
-def asker_of(task, limit=0):
-    """Return a function that fills in `answer` of episodes whose turn has ended, by asking a task.
+class ReplyPool:
+    """Ask a task about episodes whose turn has ended, from several threads.
 
-    A tool may take seconds, so threads ask for the episodes. The replies are put in the order of
-    the episodes, so threads change no result. A task that must not be asked by several threads has
-    the attribute `threads = False`.
+    A tool may take seconds. The replies are put in the order of the episodes, so threads change no
+    result. A task that must not be asked by several threads has the attribute `threads = False`.
 
     limit: seconds that a reply may take, or 0. After them, and some seconds after a signal, the
         threads are left alone and ReplyTimeout is raised.
     """
-    name = type(task).__name__
-    began = {}  # id of an episode -> when a thread began to ask about it
 
-    def place_of(episode):
-        line = f", {task.where(episode.state)}" if hasattr(task, "where") else ""
-        return f"in group {episode.group}, rollout {episode.number}{line}"
+    def __init__(self, task, limit=0):
+        self.task = task
+        self.name = type(task).__name__
+        self.limit = limit
+        self.began = {}  # id of an episode -> when a thread began to ask about it
+        # The replies of `guess` are arithmetic: a thread would cost more than the reply.
+        has_threads = getattr(task, "threads", True) and type(task) is not train_grpo.Guess
+        self.threads = ThreadPoolExecutor(REPLY_THREADS) if has_threads else None
 
-    def require_in_time(episode):
-        now, stop = time.monotonic(), Stop.current
-        seconds = now - began.get(id(episode), now)
-        number = stop.number if stop and stop.number and now > stop.seen_at + GRACE else 0
-        if number or 0 < limit < seconds:
-            shown = task.show(episode.tokens[episode.turn :])[:200]
-            raise ReplyTimeout(f"{name} has not replied after {seconds:.0f} s "
-                               f"{place_of(episode)}, to the answer {shown!r}", number)
-
-    def ask_one(episode):
-        began[id(episode)] = time.monotonic()
-        answer = episode.tokens[episode.turn :]
+    def ask(self, episodes):
+        """Set `answer` of each episode."""
         try:
-            state, reply, reward = task.reply(episode.state, answer)
-        except (Exception, SystemExit) as error:
-            error.add_note(place_of(episode))
+            answers = self.replies(episodes)
+        except (Exception, SystemExit):
+            # The threads end with their pool, which a program that keeps the error would keep too.
+            if self.threads:
+                self.threads.shutdown(wait=False, cancel_futures=True)
             raise
-        number = as_reward(reward)
-        if math.isnan(number):
-            raise ValueError(f"{name} gave reward {reward} {place_of(episode)}, for the answer "
-                             f"{task.show(answer)!r}: rewards must be finite")  # fmt: skip
-        # A token outside the vocabulary would be read from whatever lies past the embedding.
-        if reply is not None and not all(0 <= token < task.vocab_size for token in reply):
-            raise ValueError(f"{name} replied {reply} {place_of(episode)}: ids end at "
-                             f"{task.vocab_size - 1}")  # fmt: skip
-        return state, reply, number
+        for episode, answer in zip(episodes, answers):
+            episode.answer = answer
 
-    # The replies of `guess` are arithmetic: a thread would cost more than the reply.
-    safe = getattr(task, "threads", True) and type(task) is not train_grpo.Guess
-    pool = ThreadPoolExecutor(REPLY_THREADS) if safe else None
-
-    def replies(episodes):
-        if not pool:
-            return [ask_one(episode) for episode in episodes]
-        began.clear()
-        asked = {pool.submit(ask_one, episode): episode for episode in episodes}
+    def replies(self, episodes) -> list:
+        if not self.threads:
+            return [self.ask_one(episode) for episode in episodes]
+        self.began.clear()
+        asked = {self.threads.submit(self.ask_one, episode): episode for episode in episodes}
         pending = asked.keys()
         while pending:
             done, pending = wait(pending, LOOK_EVERY, FIRST_EXCEPTION)
@@ -202,48 +186,66 @@ def asker_of(task, limit=0):
                 if future in done:
                     future.result()
                 elif future in pending:
-                    require_in_time(episode)
+                    self.require_in_time(episode)
         return [future.result() for future in asked]
 
-    def ask(episodes):
+    def ask_one(self, episode) -> tuple:
+        """Return the task's new state, reply and reward, or raise ValueError if they cannot be."""
+        self.began[id(episode)] = time.monotonic()
+        task = self.task
+        answer = episode.tokens[episode.turn :]
         try:
-            answers = replies(episodes)
-        except (Exception, SystemExit):
-            # The threads end with their pool, which a program that keeps the error would keep too.
-            if pool:
-                pool.shutdown(wait=False, cancel_futures=True)
+            state, reply, reward = task.reply(episode.state, answer)
+        except (Exception, SystemExit) as error:
+            error.add_note(self.place_of(episode))
             raise
-        for episode, answer in zip(episodes, answers):
-            episode.answer = answer
+        number = as_reward(reward)
+        if math.isnan(number):
+            raise ValueError(f"{self.name} gave reward {reward} {self.place_of(episode)}, for the "
+                             f"answer {task.show(answer)!r}: rewards must be finite")  # fmt: skip
+        # A token outside the vocabulary would be read from whatever lies past the embedding.
+        if reply is not None and not all(0 <= token < task.vocab_size for token in reply):
+            raise ValueError(f"{self.name} replied {reply} {self.place_of(episode)}: ids end at "
+                             f"{task.vocab_size - 1}")  # fmt: skip
+        return state, reply, number
 
-    return ask
+    def require_in_time(self, episode):
+        now, stop = time.monotonic(), Stop.current
+        seconds = now - self.began.get(id(episode), now)
+        number = stop.number if stop and stop.number and now > stop.seen_at + GRACE else 0
+        if number or 0 < self.limit < seconds:
+            answer = self.task.show(episode.tokens[episode.turn :])[:200]
+            raise ReplyTimeout(f"{self.name} has not replied after {seconds:.0f} s "
+                               f"{self.place_of(episode)}, to the answer {answer!r}", number)
+
+    def place_of(self, episode) -> str:
+        line = f", {self.task.where(episode.state)}" if hasattr(self.task, "where") else ""
+        return f"in group {episode.group}, rollout {episode.number}{line}"
 
 
 class Sampler:
     """Sample with a model of this process, or of the ranks that its plan splits it over.
 
-    Another sampler needs `push` and `generate`. If it leaves this process the time to train, it may
-    also have `start`, see `at_once`, and `group`: the process group of what was started.
+    Another sampler needs `push` and `generate`. One that samples while this process trains also has
+    `start`, see `at_once`, and `group`: the process group of the functions that it started.
     """
-
-    ELSEWHERE = "another rank has the task's state of this episode"
 
     def __init__(self, model):
         self.model = model
 
     def push(self, model, optimizer, version):
         """Take a policy's weights, one tensor at a time, in this model's dtype. Collective."""
-        # What the two models hold in one memory needs no copy: see `share_or_allocate`.
+        # Weights that both models hold in one memory need no copy: see `share_or_allocate`.
         copy_weights(model, self.model, optimizer)
 
-    def generate(self, rows, /, *, max_new_tokens, ending=None, after=None, **how) -> list:
+    def generate(self, rows, /, *, max_new_tokens, ending=None, after=None, **options) -> list:
         """Decode this rank's rows. Collective under a plan: they are `ForkingEpisode`s then.
 
-        max_new_tokens, ending, after: as in `Turns`. how: of `decode`.
+        max_new_tokens, ending, after: as in `Turns`. options: of `decode`.
         """
         part = getattr(self.model, "part", None)
         if part is None or part.plan.world == part.plan.dp:
-            ended = decode(self.model, rows, Turns(max_new_tokens, ending, after), **how)
+            ended = decode(self.model, rows, Turns(max_new_tokens, ending, after), **options)
             end_together(self.model)
             return ended
 
@@ -252,23 +254,25 @@ class Sampler:
         # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that
         # follows is computed identically. Pinned by
         # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        own = [((row.key, row.group, row.number), (row.tokens, len(row.draws), row.count))
+        own = [(row.key, row.group, row.number, None, row.tokens, len(row.draws), row.count)
                for row in rows]  # fmt: skip
-        origins, first = gather_replica(self.model, own)
-        together = [ForkingEpisode(*of, self.ELSEWHERE, *rest) for of, rest in origins]
+        arguments, first = gather_replica(self.model, own)
+        together = [ForkingEpisode(*x) for x in arguments]
+        for episode in together:
+            episode.is_local = False
         together[first : first + len(rows)] = rows
-        turns = Turns(max_new_tokens, functools.partial(self._ask_once, ending), after)
-        ended = decode(self.model, together, turns, **how)
+        turns = Turns(max_new_tokens, functools.partial(self.ask_once, ending), after)
+        ended = decode(self.model, together, turns, **options)
         end_together(self.model)
 
-        # What has been decoded together is distributed again.
-        return [row for row in ended if row.state is not self.ELSEWHERE]
+        # Each rank keeps its own rows.
+        return [row for row in ended if row.is_local]
 
-    def _ask_once(self, ask, episodes):
+    def ask_once(self, ask, episodes):
         """Let each rank ask its task about its own episodes, and tell the others. Collective."""
         # A task may be random, or answer by the clock: two ranks that asked by themselves might
         # decode different tokens, and wait for each other for good.
-        own = [n for n, e in enumerate(episodes) if e.state is not self.ELSEWHERE]
+        own = [n for n, episode in enumerate(episodes) if episode.is_local]
         with errors_on_all_ranks(self.model.part.grid.group["pct"]):
             ask([episodes[n] for n in own])
 
@@ -277,14 +281,14 @@ class Sampler:
         parts, _ = gather_replica(self.model, [{n: episodes[n].answer[1:] for n in own}])
         for answers in parts:
             for n in answers.keys() - {*own}:
-                episodes[n].answer = (self.ELSEWHERE, *answers[n])
+                episodes[n].answer = (None, *answers[n])
 
 
 def at_once(function, *args) -> Future:
     """Call a function that samples, and return a Future that has its result.
 
-    It is the `start` of a sampler in this process, which leaves no device to train on. A sampler
-    that has a `start` of its own returns before the end, and calls functions one after another.
+    It is the `start` of a sampler in this process: its device cannot train meanwhile. A `start` of
+    another sampler returns at once, and calls functions one after another.
     """
     future = Future()
     future.set_result(function(*args))
@@ -319,7 +323,7 @@ def play(config, task, sampler, starts, key) -> list:
     try:
         ended = sampler.generate(
             episodes, max_new_tokens=limit, temperature=config.temperature, end=task.end,
-            ending=asker_of(task, config.reply_timeout), after=after, slots=config.batch_rows,
+            ending=ReplyPool(task, config.reply_timeout).ask, after=after, slots=config.batch_rows,
         )  # fmt: skip
     except ReplyTimeout as error:
         late = error
@@ -343,10 +347,9 @@ def play(config, task, sampler, starts, key) -> list:
 
 def prompt_rng(seed, stream, step, group):
     """Return the generator of one prompt. stream: ROLLOUT or EVALUATION."""
-    # numpy pads a key of fewer than four numbers with zeros. So of all keys in use this one alone
-    # may draw what another draws: [seed, 1, 0, 0] is deck [seed, 1] of `train_grpo.deal`. `guess`
-    # deals, and reads no number of its prompts' generators. A task that does both should add a
-    # number to the key of its decks.
+    # numpy pads a key of fewer than four numbers with zeros. So this key may equal another one:
+    # [seed, 1, 0, 0] is deck [seed, 1] of `train_grpo.deal`. `guess` deals, but reads no number of
+    # its prompts' generators. A task that does both should add a number to the key of its decks.
     return np.random.default_rng([seed, stream, step, group])
 
 
