@@ -1,9 +1,10 @@
-"""Packs unequal sequences into rows or trees, and runs them forward and backward under any plan.
+"""Pack unequal sequences into rows or trees, and run them forward and backward under any plan.
 
-In a loop over unequal sequences plans want different things: t a number of tokens that it divides,
-c this rank's tokens of each sequence, p all micro-batches at once and the loss on one stage. With
-`PackedBatches` the loop reads as on one device. RECIPES.md has one. Under fsdp, t, c, e and p every
-forward is collective: all ranks of a group must make the same calls, and `PackedBatches` does so.
+In a loop over unequal sequences each plan needs something else: t a number of tokens that it
+divides, c this rank's tokens of each sequence, p all micro-batches at once and the loss on one
+stage. With `PackedBatches` the loop reads as on one device. RECIPES.md has one. Under fsdp, t, c, e
+and p every forward is collective: all ranks of a group must make the same calls. `PackedBatches`
+makes them.
 
 Letters:  B sequences   S tokens of one, s of this rank   T targets   N scored tokens   M width
 """
@@ -88,12 +89,12 @@ class Micro(NamedTuple):
     tokens: torch.Tensor
     positions: torch.Tensor
     attention: object = None  # None: the model's
-    on_routing: object = None  # a callback of its sparse layers; None: they tell nobody
+    on_routing: object = None  # a callback that gets the routing of its sparse layers
 
     def through(self, stage, x):
-        """Run a model, or a stage of one, on states of the stage before, or None: on the tokens."""
+        """Run a model or a stage of one on x, states of the stage before. None: on the tokens."""
         options = dict(positions=self.positions, attention=self.attention)
-        # Only a model with experts needs to know what a routing is.
+        # Only a model with experts has to accept on_routing.
         if self.on_routing is not None:
             options["on_routing"] = self.on_routing
         return stage.hidden(self.tokens if x is None else x, **options)
@@ -243,7 +244,7 @@ class PackedBatches:
             return loss
 
         # backward() adds to .grad, and that is right, because the losses are terms of one sum.
-        run_micro_batches(self.model, forward, len(rows), self.states_like(rows))
+        run_micro_batches(self.model, forward, len(rows), self.stage_states(rows))
         # COMM: an all-reduce of one number over all ranks. Of the ranks with the same sequences one
         # counts. Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         total *= is_replica_leader(self.model)
@@ -258,27 +259,27 @@ class PackedBatches:
         Each is (L - 1,), on the CPU, on every rank of the replica. Collective.
         """
         micro_batches, rows = self.pack_micro_batches(sequences, masks)
-        found = [None] * len(sequences)
+        scores = [None] * len(sequences)
 
         def forward(root, k, x):
             x_1sM = self.micro(rows[k]).through(root, x)
             if not self.part.pipeline.has_head(root):
                 return x_1sM
-            # Sequences go back to their places, without their padding.
+            # Each sequence gets its scores, without the padding.
             columns = [x_BT.cpu() for x_BT in self.score(rows[k], x_1sM)]
             for b, i in enumerate(micro_batches[k]):
-                found[i] = tuple(x_BT[b, : len(sequences[i]) - 1] for x_BT in columns)
+                scores[i] = tuple(x_BT[b, : len(sequences[i]) - 1] for x_BT in columns)
 
-        run_forwards(self.model, forward, len(rows), self.states_like(rows))
+        run_forwards(self.model, forward, len(rows), self.stage_states(rows))
         reshard(self.model)  # without a backward FSDP would keep the gathered weights
         if self.plan.pp == 1:
-            return found
+            return scores
 
         # COMM: the last stage has the scores; an all-gather over the replica gives them to its
         # other ranks.
         # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        found = found if self.part.pipeline.has_head() else None
-        parts = all_gather_objects(found, self.part.grid.group["pct"])
+        scores = scores if self.part.pipeline.has_head() else None
+        parts = all_gather_objects(scores, self.part.grid.group["pct"])
         return next(part for part in parts if part is not None)
 
     def pack_micro_batches(self, sequences, masks):
@@ -290,24 +291,11 @@ class PackedBatches:
         forest = self.forest_class(sequences)
         lengths = [len(sequences[i]) for i in forest.order]
         shared = forest.shared.tolist()
-        # A pipeline of p stages idles less the more micro-batches it has. This limit gives about
-        # 2 p of them. Where sequences share tokens, each more would run some of them again.
-        most = self.micro_tokens
-        if self.plan.pp > 1 and len(forest) == sum(lengths):
-            most = min(most, sum(lengths) // (2 * self.plan.pp) + max(lengths, default=0))
+        most = self.limit_of_micro_batches(forest, lengths)
+        count = self.count_of_micro_batches(len(pack(lengths, most, shared)))
 
-        # Other ranks may need more micro-batches than this one has data for, and a pipeline pads
-        # all rows to the longest. So micro-batches are cut as small as their number allows, which
-        # makes them about equal.
-        count = self.part.pipeline.micro_batches(len(pack(lengths, most, shared)))
-        if self.part.mode == "fsdp" or self.plan.ep > 1:
-            # COMM: an all-reduce of one number over all ranks. A sharded forward gathers weights
-            # from all, and tokens go to all ranks' experts, so ranks run the same number of
-            # micro-batches. Pinned by
-            # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-            largest = torch.tensor(count, device=self.device)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-            count = int(largest)
+        # The count may exceed what this rank has data for, and a pipeline pads all rows to the
+        # longest. So cut micro-batches as small as the count allows: they become about equal.
         high = min(most, len(forest))
         low = min(most, len(forest) // max(1, count))
         runs = pack_evenly(lengths, count, low, high, shared)
@@ -318,21 +306,42 @@ class PackedBatches:
         if micro_batches != [[*range(len(sequences))]]:
             forests = [self.forest_class([sequences[i] for i in run]) for run in micro_batches]
         self.tokens_run = sum(map(len, forests))
-
-        # Sequence parallelism cuts a row in t, and a zigzag over c cuts it in 2 c first. A pipeline
-        # wants all rows of one length.
-        unit = self.plan.tp * (2 * self.plan.cp if self.plan.cp > 1 else 1)
-        sizes = [len(forest) or 1 for forest in forests]
-        if self.plan.pp > 1:
-            sizes = [max(sizes)] * len(sizes)
-        rows = []
-        for run, forest, size in zip(micro_batches, forests, sizes, strict=True):
-            rows.append(pack_row(forest, [masks[i] for i in run], -(-size // unit) * unit))
+        rows = [pack_row(forest, [masks[i] for i in run], length) for run, forest, length
+                in zip(micro_batches, forests, self.row_lengths(forests), strict=True)]  # fmt: skip
         return micro_batches, rows
 
+    def limit_of_micro_batches(self, forest, lengths) -> int:
+        """Return the most tokens of a micro-batch."""
+        # A pipeline of p stages idles less the more micro-batches it has. This limit gives about
+        # 2 p of them. But more micro-batches would run tokens again that sequences share.
+        if self.plan.pp == 1 or len(forest) < sum(lengths):
+            return self.micro_tokens
+        enough = sum(lengths) // (2 * self.plan.pp) + max(lengths, default=0)
+        return min(self.micro_tokens, enough)
+
+    def count_of_micro_batches(self, needed) -> int:
+        """Return how many micro-batches this rank runs, where it needs `needed`. Collective."""
+        count = self.part.pipeline.micro_batches(needed)
+        if self.part.mode == "fsdp" or self.plan.ep > 1:
+            # COMM: an all-reduce of one number over all ranks. A sharded forward gathers weights
+            # from all, and tokens go to all ranks' experts, so ranks run the same number of
+            # micro-batches. Pinned by
+            # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+            largest = torch.tensor(count, device=self.device)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            count = int(largest)
+        return count
+
+    def row_lengths(self, forests) -> list:
+        """Return the padded length of each forest's row."""
+        # Sequence parallelism cuts a row in t, and a zigzag over c cuts it in 2 c first. Rows of a
+        # pipeline have one length.
+        unit = self.plan.tp * (2 * self.plan.cp if self.plan.cp > 1 else 1)
+        lengths = [-(-(len(forest) or 1) // unit) * unit for forest in forests]
+        return [max(lengths)] * len(lengths) if self.plan.pp > 1 else lengths
+
     def require_batch(self, sequences, masks):
-        """Raise a ValueError, on all ranks of a replica, for masks that do not fit their sequences,
-        or sequences that differ among the ranks."""
+        """Raise ValueError on all ranks of a replica unless they have the same, fitting batch."""
         is_alone = self.plan.world == self.plan.dp
         replica = None if is_alone else self.part.grid.group["pct"]
         with errors_on_all_ranks(replica, alone=is_alone):
@@ -365,10 +374,10 @@ class PackedBatches:
 
     def micro(self, row, count=None) -> Micro:
         """Return this rank's tokens of a row, with the attention of its documents."""
-        # A rank of c would look at its own tokens only, and raise alone.
+        # The model would check this rank's tokens only, and one rank of c would raise alone.
         if self.plan.cp > 1:
             require_tokens_in_vocabulary(row.tokens_1S, self.model.config.vocab_size)
-        # Attention is about the whole row. Tokens and positions are this rank's.
+        # Attention gets the whole row. Tokens and positions are this rank's.
         local_s = self.own_tokens(row)
         group = self.part.grid.group["c"] if self.plan.cp > 1 else None
         own = [x_1S[:, local_s].to(self.device) for x_1S in (row.tokens_1S, row.positions_1S)]
@@ -397,8 +406,8 @@ class PackedBatches:
         seen_s = local_s if plan.etp > 1 else counted_s
         return (held_S[seen_s] * torch.isin(seen_s, counted_s)).to(self.device)
 
-    def states_like(self, rows):
-        """Return memory for the states that one stage sends to the next: rows have one length."""
+    def stage_states(self, rows):
+        """Return `states_like` of rows, which have one length under p."""
         return states_like(self.model, (1, len(self.own_tokens(rows[0])))) if rows else None
 
     def score(self, row, hidden_1sM) -> list:
@@ -428,7 +437,7 @@ class PackedBatches:
         return scores
 
 
-# The ways of a run ------------------------------------------------------------------------------
+# The micro-batches of a run ---------------------------------------------------------------------
 # A class for each value of `tree`, and for `exact`. Without these settings read `RowBatches` alone.
 
 
@@ -467,7 +476,7 @@ class RowBatches(PackedBatches):
 
 
 class ExactBatches(RowBatches):
-    """Run micro-batches that are rows in the order of sums that the sampler has."""
+    """Run micro-batches that are rows, with sums in the same order as the sampler's."""
 
     def attention_of(self, row, group):
         return packed_attention(row.forest.document_ids(row.tokens_1S.shape[1]))
@@ -490,7 +499,7 @@ class ChunkBatches(TreeBatches):
         self.tokens_run = len(trie)
         held_N = torch.bincount(trie.paths, minlength=len(trie))
 
-        @functools.cache  # a chunk that runs again fills in the same
+        @functools.cache  # a chunk that runs again gets the same callback
         def routing_of(chunk):
             # The chunk as a row of its own, padded as the walk does.
             size = chunk.stop - chunk.start
