@@ -1,7 +1,7 @@
-"""Decodes rows that come and go: limited slots, forks, turns of a conversation.
+"""Decode rows that enter and leave: limited slots, forks, turns of a conversation.
 
-Prompts that several rows have are computed once, and rows without draws get some from a seed.
-`models.generate` is the same without all this.
+A prompt that several rows share is computed once. Rows without draws get draws from a seed.
+`models.generate` does the same without all this.
 """
 
 import math
@@ -21,19 +21,19 @@ def generate(
     rows: `Row`s, or lists of token ids, which become Rows.
     max_new_tokens: a row with this many tokens after its prompt ends, with `truncated` set.
     temperature, end, slots: as in `decode`.
-    after: after(row) -> the rows that go on in its place. None, the default, ends it. The row
+    after: after(row) -> the rows that continue in its place. None, the default, ends it. The row
         itself, with tokens in its queue, is the next turn of a conversation; several are a fork.
         With `after`, forks are returned in the place of their row.
-    seed: makes the draws of rows that have none. ValueError if such a row gets no seed.
+    seed: of the draws for rows that have none. ValueError if such a row gets no seed.
     """
     rows = [row if isinstance(row, models.Row) else models.Row(row) for row in rows]
     if seed is not None and temperature > 0:
-        # The generator draws for every row, also for one that has draws of its own: what a row gets
-        # depends on its place, and not on what other rows brought.
+        # Draw for every row, also for one that has draws: the draws of a row then depend on its
+        # place only, not on the other rows.
         generator = torch.Generator().manual_seed(seed)
         for row in rows:
-            drawn = torch.rand(max_new_tokens, generator=generator, dtype=torch.float64).tolist()
-            row.draws = row.draws if len(row.draws) else drawn
+            draws = torch.rand(max_new_tokens, generator=generator, dtype=torch.float64).tolist()
+            row.draws = row.draws if len(row.draws) else draws
     turns = Turns(max_new_tokens, after=after)
     return decode(model, rows, turns, temperature=temperature, end=end, slots=slots)
 
@@ -42,10 +42,10 @@ def generate(
 def decode(model, rows, turns, /, *, temperature=1.0, end=(), slots=None):
     """Decode `Row`s until each has ended. Return them, in their order.
 
-    rows: with a draw for each new token. One that may fork has `count`, the number of rows that it
-        may be in the end. It reserves as many slots, so that a fork never waits. A row that needs
-        more than there are enters when all others have ended.
-    turns: Turns. What follows a row's turn.
+    rows: with a draw for each new token. A row that may fork has `count`, the number of rows that
+        it may become. It reserves as many slots, so that a fork never waits. A row that needs more
+        slots than there are enters when all others have ended.
+    turns: Turns. It decides which rows follow a row's turn.
     temperature: as in `sample`. 0 is greedy and needs no draws.
     end: the stop tokens. A sampled one ends a turn.
     slots: how many rows are decoded at a time. When a row ends, a waiting row takes its slot.
@@ -68,10 +68,10 @@ def decode(model, rows, turns, /, *, temperature=1.0, end=(), slots=None):
     def reserved(row):
         return getattr(row, "count", 1)
 
-    batch = Batch(model, rows, min(slots or math.inf, sum(map(reserved, rows))))
+    batch = DecodingBatch(model, rows, min(slots or math.inf, sum(map(reserved, rows))))
     waiting = deque(((n,), row) for n, row in enumerate(rows))
     while waiting or batch.rows:
-        # Rows enter in their order. All ranks that decode the same rows let the same ones in.
+        # Rows enter in their order. All ranks that decode the same rows admit the same ones.
         entering = []
         taken = sum(reserved(row) for _, row in batch.rows)
         while waiting and (not taken or taken + reserved(waiting[0][1]) <= (slots or math.inf)):
@@ -80,25 +80,25 @@ def decode(model, rows, turns, /, *, temperature=1.0, end=(), slots=None):
         if entering:
             batch.admit(entering)
 
-        # Each row takes its token, sampled or queued. A fork of it is a copy of a row of the cache,
-        # and takes a free slot if there is one.
-        going = []  # (slot of the batch to go on from, place, row), or None: a free slot
+        # Each row takes its token, sampled or queued. A fork of it is a copy of its row of the
+        # cache, and takes a free slot if there is one.
+        slots_of_batch = []  # (row of the cache to continue from, place, row), or None: a free slot
         forks = []
-        ended = batch.draw(temperature, end)
+        ended = batch.sample_tokens(temperature, end)
         for b, followers in enumerate(turns.followers(batch.rows, ended)):
-            kept = [(b, place, row) for place, row in followers]
-            going.append(kept[0] if kept else None)
-            forks += kept[1:]
-        batch.go_on(without_holes(going + forks))
+            first, *others = [(b, place, row) for place, row in followers] or [None]
+            slots_of_batch.append(first)
+            forks += others
+        batch.keep_and_feed(without_holes(slots_of_batch + forks))
     return turns.rows()
 
 
 class Turns:
-    """What follows the turns of rows: more turns, forks, or the end.
+    """Decide which rows follow the turn of a row: the row itself, its forks, or none.
 
     max_new_tokens, after: as in `generate`.
-    ending: ending(rows), called with the rows that a token has ended, before `after` is called with
-        each. So a task that is on another rank is asked once for all of them.
+    ending: ending(rows), called with all rows whose turn a token has ended, before `after` is
+        called with each. So a task that is on another rank is asked once for all of them.
 
     A row's place among all rows is its number, and after each turn also the number of the fork:
     after two turns row 3 has the places (3, 0, 0) .., in which the rows are returned.
@@ -111,37 +111,36 @@ class Turns:
         self.done = []  # (place, row)
 
     def followers(self, entries, ended):
-        """Yield for each (place, row) a list of those that go on in its place.
+        """Yield for each (place, row) a list of the (place, row) that continue in its place.
 
-        entries: list of (place, row). They have got tokens.
-        ended: whether the last token ended a turn of the row. Then `ending` is called with all of
-            these rows, and `after` with each says what goes on: nothing, the row, or its forks.
+        entries: list of (place, row), after each has got a token.
+        ended: for each whether this token has ended a turn.
         """
-        finished = [row for (_, row), has_ended in zip(entries, ended) if has_ended]
-        if self.ending and finished:
-            self.ending(finished)
+        rows_at_end = [row for (_, row), has_ended in zip(entries, ended) if has_ended]
+        if self.ending and rows_at_end:
+            self.ending(rows_at_end)
         for (place, row), has_ended in zip(entries, ended, strict=True):
-            found = [(place, row)]
+            followers = [(place, row)]
             if has_ended:
                 forks = self.after(row) if self.after else []
-                found = [((*place, n), fork) for n, fork in enumerate(forks)]
+                followers = [((*place, n), fork) for n, fork in enumerate(forks)]
                 self.done += [] if forks else [(place, row)]
-            # Who has no token left goes on no more, a fork that has just begun neither.
-            for _, follower in found:
+            # A row without tokens left ends, and so does a fork that has just begun.
+            for _, follower in followers:
                 follower.truncated = follower.new >= self.limit
-            self.done += [entry for entry in found if entry[1].truncated]
-            yield [entry for entry in found if not entry[1].truncated]
+            self.done += [entry for entry in followers if entry[1].truncated]
+            yield [entry for entry in followers if not entry[1].truncated]
 
     def rows(self) -> list:
         """Return the rows that have ended, in the order of their places."""
         return [row for _, row in sorted(self.done, key=lambda entry: entry[0])]
 
 
-class Batch:
+class DecodingBatch:
     """The rows that `decode` decodes together, their cache, and the logits after each row.
 
-    A prompt that several rows have is computed once, and its keys are kept once, from when the
-    first of these rows enters until the last one has ended.
+    The keys of a prompt that several rows share are computed and kept once, from when the first of
+    these rows enters until the last one has ended.
     """
 
     def __init__(self, model, rows, capacity):
@@ -153,67 +152,70 @@ class Batch:
         self.model = model
         self.device = model.head_weight.device
         self.rows = []  # (place, row), in the order of the cache's rows
-        make = cache_of(model)
-        self.cache = make(device=self.device, capacity=capacity)
-        self.prompts = make(device=self.device)  # those that rows share
-        self.held = []  # their numbers
-        self.after = {}  # prompt -> logits (V,), while rows wait for them
+        make_cache = cache_of(model)
+        self.cache = make_cache(device=self.device, capacity=capacity)
+        self.prompts = make_cache(device=self.device)  # the cache of shared prompts
+        self.cached_prompts = []  # the number of each row of self.prompts
+        self.prompt_logits = {}  # prompt -> logits (V,) after it, while rows with it wait
         self.logits_BV = None
 
     def admit(self, entering):
-        """Let rows in, after prompts that are not there yet have been computed, all at once."""
-        # A prompt whose logits are not kept has not been computed: they are kept for as long as a
-        # row with this prompt waits.
-        wanted = [self.prompt_of_row[place[0]] for place, _ in entering]
-        new = [prompt for prompt in dict.fromkeys(wanted) if prompt not in self.after]
+        """Let rows enter. New prompts are computed first, all at once."""
+        # A prompt without logits has not been computed: they are kept while a row with it waits.
+        prompts = [self.prompt_of_row[place[0]] for place, _ in entering]
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.prompt_logits]
         if new:
-            prompts = [self.tokens[prompt] for prompt in new]
-            fresh, logits_RV = prefill(self.model, prompts)
-            self.after |= dict(zip(new, logits_RV))
+            fresh, logits_RV = prefill(self.model, [self.tokens[prompt] for prompt in new])
+            self.prompt_logits |= dict(zip(new, logits_RV))
             into = self.prompts if self.shares else self.cache
             into.begin(fresh, range(len(new)))
-            self.held += new
+            self.cached_prompts += new
         if self.shares:
-            self.cache.begin(self.prompts, [self.held.index(p) for p in wanted], share=True)
-        logits_BV = torch.stack([self.after[prompt] for prompt in wanted])
+            rows_of_prompts = [self.cached_prompts.index(prompt) for prompt in prompts]
+            self.cache.begin(self.prompts, rows_of_prompts, share=True)
+        logits_BV = torch.stack([self.prompt_logits[prompt] for prompt in prompts])
         self.logits_BV = torch.cat([self.logits_BV, logits_BV]) if self.rows else logits_BV
         self.rows = self.rows + entering
-        self.waiting.subtract(wanted)
-        for prompt in [prompt for prompt in self.after if not self.waiting[prompt]]:
-            del self.after[prompt]
+        self.waiting.subtract(prompts)
+        for prompt in [prompt for prompt in self.prompt_logits if not self.waiting[prompt]]:
+            del self.prompt_logits[prompt]
 
-    def draw(self, temperature, end):
-        """Let each row take a token. Return whether it is a sampled one that ends a turn."""
+    def sample_tokens(self, temperature, end):
+        """Append a token to each row. Return whether it is a sampled one that ends a turn."""
         uniform_B = None
         if temperature > 0:
             draws = [row.draws[row.new] for _, row in self.rows]
             uniform_B = torch.tensor(draws, dtype=torch.float64, device=self.device)
         sample = getattr(self.model, "sample", models.sample)
         tokens_B, logprobs_B = sample(self.logits_BV, uniform_B, temperature=temperature)
-        drawn = zip(self.rows, tokens_B.tolist(), logprobs_B.tolist())
-        return [row.append(token, logprob) and token in end for (_, row), token, logprob in drawn]
+        sampled = zip(self.rows, tokens_B.tolist(), logprobs_B.tolist())
+        return [row.append(token, logprob) and token in end for (_, row), token, logprob in sampled]
 
-    def go_on(self, going):
-        """Keep these rows of the cache, (row of the cache, place, row), and feed their tokens."""
-        self.rows = [(place, row) for _, place, row in going]
-        origins = [b for b, _, _ in going]
-        if origins != [*range(len(self.cache.lengths))]:
-            self.cache.select(origins)
-            # Give up the prompts with which no row of the batch and no waiting row begins.
-            used = set(self.cache.prompt_of)
-            kept = [r if r in used or self.waiting[p] else None for r, p in enumerate(self.held)]
-            if self.shares and None in kept:
-                kept = without_holes(kept)
-                self.prompts.select(kept)
-                self.held = [self.held[r] for r in kept]
-                self.cache.prompt_of = [kept.index(r) for r in self.cache.prompt_of]
-        if going:
+    def keep_and_feed(self, kept):
+        """Keep these rows, (row of the cache, place, row), and feed their last tokens."""
+        self.rows = [(place, row) for _, place, row in kept]
+        sources = [b for b, _, _ in kept]
+        if sources != [*range(len(self.cache.lengths))]:
+            self.cache.select(sources)
+            self.drop_prompts()
+        if kept:
             last_B1 = torch.tensor([row.tokens[-1:] for _, row in self.rows], device=self.device)
             self.logits_BV = forward_with_cache(self.model, self.cache, last_B1)
 
+    def drop_prompts(self):
+        """Drop the shared prompts that no row of the batch and no waiting row has."""
+        used = set(self.cache.prompt_of)
+        rows = [r if r in used or self.waiting[prompt] else None
+                for r, prompt in enumerate(self.cached_prompts)]  # fmt: skip
+        if self.shares and None in rows:
+            rows = without_holes(rows)
+            self.prompts.select(rows)
+            self.cached_prompts = [self.cached_prompts[r] for r in rows]
+            self.cache.prompt_of = [rows.index(r) for r in self.cache.prompt_of]
+
 
 def without_holes(entries):
-    """Return a list without its Nones, which are filled from the end: a _ c d -> a d c."""
+    """Return a list without its Nones, filled from the end: a _ c d -> a d c."""
     entries = list(entries)
     for b in reversed(range(len(entries))):
         if entries[b] is None:
