@@ -20,7 +20,7 @@ from conformance.computed import FACTOR
 from conformance.sequences import nudge, score, together, trim_memory
 from full.audit.replay import mean
 from full.learn.rollouts import Sampler, play_held_out
-from full.learn.trainer import empty_critic, keep_wide
+from full.learn.trainer import empty_critic, set_wide_dtypes
 from full.model.deltanet import TokenByToken
 from full.model.exact import packed_attention, require_exact_kernels
 from full.model.hf import load_hf
@@ -174,7 +174,7 @@ class Models:
         if not self.config.teacher:
             return [None, None]
         model = load_hf(self.config.teacher, dtype=getattr(torch, self.config.compute))
-        return pair(keep_wide(self.config, model), self.config.compute, self.tick)
+        return pair(set_wide_dtypes(self.config, model), self.config.compute, self.tick)
 
     def critic(self, weights):
         """Return a critic with these weights and its twin."""

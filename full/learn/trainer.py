@@ -1,7 +1,7 @@
-"""Trains a policy under any plan, precision and tree, with a critic, a teacher or a reference.
+"""Train a policy under any plan, precision and tree, with a critic, a teacher or a reference.
 
-What `train_grpo.train` calls, and what it needs. Before it stands what a trainer is made of: which
-plan and which precision a model has, its first weights, its optimizer.
+`Trainer` has the methods that `train_grpo.train` calls. The functions before it make its parts: the
+plan and the precision of a model, its first weights, its optimizer.
 
 Equation (1) is in advantages.py, (2) to (7) are in objectives.py.
 
@@ -40,15 +40,12 @@ from full.ranks.plans import Grid, Plan
 CRITIC = "critic."  # how names of the critic begin in a checkpoint
 
 
-def keep_wide(config, model):
-    """Keep what the settings want wider than the weights; return the model.
-
-    These are the states between layers, in `dtype` in mixed precision, and the head's product.
-    """
+def set_wide_dtypes(config, model):
+    """Set the wider dtypes of residual states and of the head's product; return the model."""
     model.head_dtype = getattr(torch, config.head_dtype) if config.head_dtype else None
     if config.is_mixed:
-        own = next(model.parameters()).dtype
-        model.residual_dtype = torch.promote_types(own, getattr(torch, config.dtype))
+        weight_dtype = next(model.parameters()).dtype
+        model.residual_dtype = torch.promote_types(weight_dtype, getattr(torch, config.dtype))
     return model
 
 
@@ -56,7 +53,7 @@ def empty_critic(config, shape) -> Critic:
     """Make the critic on the meta device, in `dtype`. Only the policy's experts are balanced."""
     shape = dataclasses.replace(shape, router_bias_rate=0.0)
     with torch.device("meta"):
-        return keep_wide(config, Critic(shape).to(getattr(torch, config.dtype)))
+        return set_wide_dtypes(config, Critic(shape).to(getattr(torch, config.dtype)))
 
 
 def plan_of(config) -> Plan:
@@ -66,12 +63,12 @@ def plan_of(config) -> Plan:
 
 @torch.no_grad()
 def first_weights(model, directory, seed=0):
-    """Fill a model with weights of a directory, or, if that is "", with random ones of a seed."""
+    """Fill a model with the weights of a directory; if it is "", with random ones of a seed."""
     if directory:
         load_hf(directory, model=model)
         return
     # Every rank draws all tensors, since a tensor's draws follow the draws of the tensor before it.
-    # It keeps its part of its own tensors: a stage of a pipeline has some of them only.
+    # It keeps its part of the tensors that it has: a stage of a pipeline has only some of them.
     with torch.device("meta"):
         whole = (Critic if isinstance(model, Critic) else Transformer)(model.config)
     places = part_of(model).places
@@ -85,16 +82,16 @@ def first_weights(model, directory, seed=0):
 def build_optimizer(config, model):
     """Make AdamW of this rank's parameters; with `zero1` each rank has a share of the moments."""
     settings = dict(lr=config.lr, betas=(0.9, config.beta2), weight_decay=config.weight_decay)
-    make = functools.partial(torch.optim.AdamW, **settings, fused=True)
-    return LocalOptimizer(model, make, zero=config.data_parallel == "zero1")
+    make_adamw = functools.partial(torch.optim.AdamW, **settings, fused=True)
+    return LocalOptimizer(model, make_adamw, zero=config.data_parallel == "zero1")
 
 
 class Trainer:
     """A trainer for every plan, tree, precision, objective and sampler.
 
     `forward_backward` may be called any number of times before `optim_step`: gradients add up over
-    calls and ranks, without an average, as every loss is divided by Z, which the caller has found.
-    Every method is collective: all ranks call it, with whatever share of the batch, none included.
+    calls and ranks, without an average, because the caller passes a global Z to divide by.
+    Every method is collective: all ranks call it, also a rank without a share of the batch.
     """
 
     sampler_class = Sampler  # of this process
@@ -124,41 +121,48 @@ class Trainer:
         self.plan = plan_of(config)
         self.grid = Grid(self.plan, self.device.type, shard=config.shard_ranks or None)
 
-        compute_dtype = getattr(torch, config.compute) if config.is_mixed else None
-        self.model = self.shard_model(keep_wide(config, model), compute_dtype)
-        if is_empty:
-            first_weights(self.model, config.model, config.seed)
-            if config.lora_rank:
-                lora.draw_factors(self.model, config.seed)
-        self.optimizer = build_optimizer(config, self.model)
-        # All that is trained: a model, its optimizer, and how its names in a checkpoint begin.
-        self.learners = [(self.model, self.optimizer, "")]
+        # All models that are trained: the model, its optimizer, and its prefix in a checkpoint.
+        self.learners = []
+        self.model, self.optimizer = self.add_learner(set_wide_dtypes(config, model))
         self.critic = None
         if config.advantage == "gae":
-            self.critic = self.shard_model(empty_critic(config, self.shape), compute_dtype)
-            first_weights(self.critic, config.model, config.seed)
-            self.learners.append((self.critic, build_optimizer(config, self.critic), CRITIC))
+            self.critic, _ = self.add_learner(empty_critic(config, self.shape), CRITIC)
         self.experts = ExpertLoads(config, self.model, self.device)
+        self.sampler = self.prepare_sampler(generator)
 
-        # A model that has memory stays as it is: a whole copy.
-        self.sampler = generator
-        if isinstance(generator, Transformer):
-            self.sampler = self.sampler_class(generator)
-            # Another one gets memory, but for weights that the policy holds in the same dtype and
-            # layout. Its plan may be the policy's, and so its groups.
-            if next(generator.parameters()).is_meta:
-                plan = self.plan.for_sampling
-                grid = self.grid if plan == self.plan else Grid(plan, self.device.type)
-                split_for_decoding(generator, grid)
-                share_or_allocate(self.model, generator, self.device)
         # The reference of a model with factors is its base.
         self.reference = None if reference is None else self.shard_model(reference)
         if config.kl_coef and config.lora_rank:
             self.reference = self.model
-        self.teacher = teacher
+        self.teacher = None
         if teacher is not None:
             self.teacher = self.shard_model(teacher)
             first_weights(self.teacher, config.teacher)
+
+    def add_learner(self, model, prefix=""):
+        """Shard a model that is trained. Return this rank's part and its optimizer."""
+        config = self.config
+        is_empty = next(model.parameters()).is_meta
+        model = self.shard_model(model, getattr(torch, config.compute) if config.is_mixed else None)
+        if is_empty:
+            first_weights(model, config.model, config.seed)
+            lora.draw_factors(model, config.seed)  # of a model that has factors
+        optimizer = build_optimizer(config, model)
+        self.learners.append((model, optimizer, prefix))
+        return model, optimizer
+
+    def prepare_sampler(self, generator):
+        """Return the sampler of a model, which is split as the policy, or another sampler as is."""
+        if not isinstance(generator, Transformer):
+            return generator
+        # A model with memory stays a whole copy. A model on the meta device gets memory, but shares
+        # the weights that the policy holds in the same dtype and layout.
+        if next(generator.parameters()).is_meta:
+            plan = self.plan.for_sampling
+            grid = self.grid if plan == self.plan else Grid(plan, self.device.type)
+            split_for_decoding(generator, grid)
+            share_or_allocate(self.model, generator, self.device)
+        return self.sampler_class(generator)
 
     def shard_model(self, model, compute_dtype=None):
         """Return this rank's part of a whole model; a model on the meta device gets memory."""
@@ -178,8 +182,8 @@ class Trainer:
     def batches(self, model):
         """Return what runs the policy, or another model, on micro-batches of sequences."""
         # A micro-batch is a row of sequences, filled in order up to micro_tokens: lengths 6 3 5 2
-        # and micro_tokens 10 give [6 3] [5 2]. Or it is a tree of their prefixes.
-        # The experts that are counted are the policy's. No sampler is compared with a critic.
+        # and micro_tokens 10 give [6 3] [5 2]. Or it is a tree of their prefixes. Only the policy's
+        # experts are counted. A critic has no sampler to agree with, so it is never exact.
         is_exact = self.config.exact and model is not self.critic
         kind = "exact" if is_exact else self.config.tree
         experts = self.experts if model is self.model else None
@@ -205,8 +209,9 @@ class Trainer:
         Z = num_global_valid_tokens
         measured = []  # sums of each micro-batch
 
-        # Ranks that run one forward together first get what all of them have played. On one device
-        # that is the batch itself. With trees, sequences then move to where their prefixes are.
+        # Ranks that run one forward together first gather the trajectories of all of them. On one
+        # device that is the batch itself. With trees, sequences then move to where their prefixes
+        # are.
         run = self.batches(self.model)
         gathered, _ = gather_replica(self.model, batch)
         together = run.share_out(gathered)
@@ -218,11 +223,11 @@ class Trainer:
                 measured.append(sums)
                 return term
 
-            given = [t.tokens for t in together], [t.mask for t in together], loss_of
-            run.forward_backward(*given)
+            sequences, masks = [t.tokens for t in together], [t.mask for t in together]
+            run.forward_backward(sequences, masks, loss_of)
 
         # Forward, loss, backward, one micro-batch after the other. Losses are terms of one sum, so
-        # their gradients only have to be added, which is what backward() does to .grad.
+        # their gradients only have to be added, as backward() does in .grad.
         self.experts.begin()
         train(run, self.loss)
         # The critic runs the same micro-batches.
@@ -254,30 +259,28 @@ class Trainer:
         measured: the sums of each micro-batch. tokens_run: fewer than the batch's in a tree.
         """
         # Sums of sums: ranks hold unequal shares, so no rank's mean may enter. Ranks that work
-        # together on the same trajectories have the same sums, and only one of them tells its own.
-        here = {"flat": sum(len(t.tokens) for t in batch)}
+        # together on the same trajectories have the same sums, so only one of them sends its sums.
+        local_sums = {"flat": sum(len(t.tokens) for t in batch)}
         if is_replica_leader(self.model):
-            names_and_numbers = [(x, torch.stack([*x.values()]).tolist()) for x in measured]
-            here |= merged_sums([dict(zip(*pair)) for pair in names_and_numbers])
-            here["run"] = tokens_run
+            numbers = [dict(zip(x, torch.stack([*x.values()]).tolist())) for x in measured]
+            local_sums |= merged_sums(numbers) | {"run": tokens_run}
         # COMM: an all-gather of some names and numbers over all ranks. Pinned by
         # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        totals = merged_sums([{"run": 0, "tokens": 0.0}, *all_gather_objects(here)])
+        totals = merged_sums([{"run": 0, "tokens": 0.0}, *all_gather_objects(local_sums)])
         trained = {"tokens/trained": totals["run"], "tokens/trained_flat": totals["flat"]}
         return loss_metrics(totals) | trained | self.experts.end()
 
     def prepare(self, batch) -> dict:
-        """Set what the loss needs of each trajectory. Return metrics of it. Collective.
+        """Set reference and old log-probs, advantages and final masks. Return metrics. Collective.
 
-        These are reference and old log-probs, advantages, and the final mask. Each rank has groups
-        of its own.
+        Each rank has groups of its own.
         """
-        # Everything in (1)-(7) that has no gradient is computed once, before the first update. From
-        # then on the policy moves and these numbers do not.
+        # Everything in (1)-(7) that has no gradient is computed once, before the first update.
+        # After it the policy changes, and these numbers do not.
         config = self.config
         everyone = batch.trained()
 
-        # The frozen reference scores what the policy has sampled: a KL compares them on one token.
+        # The frozen reference scores the sampled tokens: a KL compares both models on one token.
         if self.reference is not None:
             with lora.base_of(self.reference):
                 scores = self.forward_only(everyone, self.reference)
@@ -287,10 +290,10 @@ class Trainer:
         # Three sources of `old`. None: the policy is its own old policy, so each ratio is exactly 1
         # and rounding cannot clip a token. Only the first minibatch can have it, since it is
         # trained before the first update. `proximal`: a forward pass of the trainer, which leaves
-        # the sampler's rounding out of the ratio. Else what the sampler recorded; old is smp then,
-        # and the weight (4) would be 1.
-        # NUMERICS: a pass over the whole batch has other rows than the first minibatch, and
-        # bfloat16 rounds other rows otherwise: such ratios are not 1, and some are clipped. Pinned
+        # the sampler's rounding out of the ratio. Else the sampler's log-probs: old is smp then and
+        # the weight (4) would be 1.
+        # NUMERICS: a pass over the whole batch has other rows than the first minibatch, and in
+        # bfloat16 other rows round differently: such ratios are not 1, and some are clipped. Pinned
         # by tests/full/test_precision.py::test_rounding_clips_no_token_of_the_first_minibatch.
         uses_current = config.first_minibatch_uses_current_logprobs
         first = len(next(batch.minibatches())) if uses_current else 0
@@ -303,7 +306,7 @@ class Trainer:
                 t.old_logprobs = t.sampler_logprobs
 
         # A group's advantages count its truncated rollouts, which have rewards: the filter takes
-        # them out of the loss only. The critic's are whitened over what is left.
+        # them out of the loss only. The critic's advantages are whitened over the other rollouts.
         for t in everyone:
             if t.truncated and config.overlong == "filter":
                 t.mask = np.zeros_like(t.mask)
@@ -333,8 +336,8 @@ class Trainer:
         They are 0 where no token was sampled. model: Default: the policy.
         """
         model = self.model if model is None else model
-        # All ranks of a replica run a model together, on what all of them hold. This rank's
-        # trajectories begin at `first`.
+        # All ranks of a replica run a model together, on the trajectories of all of them. This
+        # rank's begin at `first`.
         together, first = gather_replica(model, batch)
         run = self.batches(model)
         scores = run.forward([t.tokens for t in together], [t.sampled for t in together])
@@ -344,10 +347,10 @@ class Trainer:
     def optim_step(self, lr: float | None = None) -> dict:
         """Sum the gradients over ranks, clip them by their global norm, and update the weights.
 
-        Each model's by its own norm. A non-finite norm skips the step of all models on all ranks.
-        MOST_SKIPPED in a row end the run.
+        Each model has a norm of its own. A non-finite norm skips the step of all models on all
+        ranks. MOST_SKIPPED in a row end the run.
         """
-        # Only here do ranks add up their gradients, once a step, however many micro-batches it had.
+        # Only here do ranks add up their gradients: once a step, after any number of micro-batches.
         # The sum needs no division: Z was global. The norm is of the sum, never of a rank's part.
         suspects = [reduce_gradients(model) for model, _, _ in self.learners]
         norms = [clip_grad_norm(model, self.config.max_grad_norm).item()
@@ -365,32 +368,36 @@ class Trainer:
             self.policy_version += 1
             self.skipped_in_a_row = 0
         else:
-            named = [name_suspects(model, suspect, prefix) for (model, _, prefix), suspect, norm
-                     in zip(self.learners, suspects, norms) if not np.isfinite(norm)]  # fmt: skip
-            metrics["nonfinite"] = text = ", ".join(named)
-            self.skipped += 1
-            self.skipped_in_a_row += 1
-            # Several in a row are not an accident: the weights or the data are broken.
-            if self.skipped_in_a_row >= self.MOST_SKIPPED:
-                raise FloatingPointError(
-                    f"{self.skipped_in_a_row} optimizer steps in a row had a non-finite gradient, "
-                    f"first in {text}; lower lr or look at that tensor's inputs")
-            # Said at once, since the next update may end the run.
-            warn(f"{self.where}: skipped, non-finite gradient first in {text}")
+            metrics["nonfinite"] = ", ".join(
+                name_suspects(model, suspect, prefix) for (model, _, prefix), suspect, norm
+                in zip(self.learners, suspects, norms) if not np.isfinite(norm))  # fmt: skip
+            self.count_skipped(metrics["nonfinite"])
         for _, optimizer, _ in self.learners:
             optimizer.zero_grad()
         self.experts.counts_LE.zero_()
         return metrics | {"policy_version": self.policy_version}
 
+    def count_skipped(self, suspects):
+        """Count a skipped step and print its non-finite tensors, or end the run."""
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        # Several in a row are not an accident: the weights or the data are broken.
+        if self.skipped_in_a_row >= self.MOST_SKIPPED:
+            raise FloatingPointError(
+                f"{self.skipped_in_a_row} optimizer steps in a row had a non-finite gradient, "
+                f"first in {suspects}; lower lr or look at that tensor's inputs")
+        # Print it now: the next update may end the run.
+        warn(f"{self.where}: skipped, non-finite gradient first in {suspects}")
+
     def rates(self, lr) -> dict:
         """Return AdamW's rate of each model, by its metric, where the policy's is `lr`."""
-        # The critic's warm-up and decay are the policy's.
+        # The critic's rate warms up and decays with the policy's.
         if self.critic is None:
             return {"lr": lr}
         return {"lr": lr, "critic/lr": self.config.critic_lr * (lr / self.config.lr)}
 
     def push_weights(self) -> int:
-        """Give the sampler the weights of now; return their version. Collective."""
+        """Give the sampler the current weights; return their version. Collective."""
         self.sampler.push(self.model, self.optimizer, self.policy_version)
         return self.policy_version
 

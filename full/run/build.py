@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from full.learn.engine import Engine
 from full.learn.rollouts import prompt_rng
-from full.learn.trainer import first_weights, keep_wide, plan_of
+from full.learn.trainer import first_weights, plan_of, set_wide_dtypes
 from full.model.config import ModelConfig, read_json
 from full.model.exact import ExactTransformer
 from full.model.hf import copy_text_files, save_hf
@@ -52,7 +52,7 @@ def empty_model(config, shape, dtype) -> Transformer:
     """Make a model on the meta device."""
     with torch.device("meta"):
         model = (ExactTransformer if config.exact else Transformer)(shape)
-    return keep_wide(config, model.to(getattr(torch, dtype)))
+    return set_wide_dtypes(config, model.to(getattr(torch, dtype)))
 
 
 def empty_policy(config, shape, base="") -> Transformer:
@@ -187,7 +187,7 @@ def policy_in(path, config, task, dtype, alone=False, merged=True, base=""):
     dtype = getattr(torch, dtype)
     if config.lora is not None and merged:
         model = merge(model, dtype)
-    return keep_wide(config, model.to(dtype).requires_grad_(False))
+    return set_wide_dtypes(config, model.to(dtype).requires_grad_(False))
 
 
 def of_export(config) -> dict:

@@ -29,7 +29,7 @@ from full.learn.batches import RolloutQueue
 from full.run.build import build, build_teacher, policy_in
 from check_models import relative_error as relative
 from full.evaluate import load_policy, settings_of_run
-from full.learn.trainer import keep_wide
+from full.learn.trainer import set_wide_dtypes
 from full.model.hf import load_hf
 from full.model.parallelize import parallelize
 from full.model.transformer import Transformer
@@ -311,7 +311,7 @@ def model_of(head_dtype="", tied=False):
         torch.manual_seed(0)
         model.head_weight.normal_(std=5 / model.config.hidden_size**0.5)
     config = Config(dtype="bfloat16", head_dtype=head_dtype).check()
-    return keep_wide(config, model.bfloat16())
+    return set_wide_dtypes(config, model.bfloat16())
 
 
 def states_of(model):
