@@ -315,7 +315,7 @@ class Trainer:
         if config.advantage in TOKEN_ADVANTAGES:
             scorer = self.teacher if self.critic is None else self.critic
             scores = self.forward_only(everyone, scorer)
-            metrics = TOKEN_ADVANTAGES[config.advantage].of(config, everyone, scores)
+            metrics = TOKEN_ADVANTAGES[config.advantage].assign(config, everyone, scores)
         else:
             metrics = reward_advantages(config, batch)
         return metrics | advantage_metrics(everyone)
