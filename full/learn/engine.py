@@ -1,4 +1,4 @@
-"""Samples with inference servers: a client of vLLM and SGLang.
+"""Sample with inference servers: a client of vLLM and SGLang.
 
 A run asks an engine for one turn of one rollout: token ids go in, and token ids, their log-probs
 and the version of the weights come out. Nothing is tokenized. Between two batches the ranks write
@@ -146,10 +146,10 @@ def ask_once(url, body=None, timeout=10):
     try:
         with OPENER.open(request, timeout=timeout) as answer:
             text = answer.read(MOST_BYTES + 1)
-            found = json.loads(text or "{}") if len(text) <= MOST_BYTES else None
-            if not isinstance(found, dict):
+            reply = json.loads(text or "{}") if len(text) <= MOST_BYTES else None
+            if not isinstance(reply, dict):
                 raise ValueError(f"expected a JSON object, got {text[:80]!r}")
-            return found
+            return reply
     except urllib.error.HTTPError as error:
         with error:
             text = " ".join(error.read(300).decode(errors="replace").split())
@@ -216,13 +216,13 @@ class Engine:
     def begin(self, folder):
         """Begin a run that writes its weights to a folder, which all engines can read."""
 
-        def make():
-            # No other process has the run's directory. What is there is of before a resume.
+        def make_run_id():
+            # No other process has the run's directory. Files in it are from before a resume.
             shutil.rmtree(folder, ignore_errors=True)
             Path(folder).mkdir(parents=True)
             return secrets.token_hex(4)
 
-        self.run_id = agree(make)
+        self.run_id = agree(make_run_id)
         self.folder = Path(folder).resolve()
 
     # Weights -------------------------------------------------------------------------------------
@@ -256,17 +256,17 @@ class Engine:
     def restore(self, url):
         """Let a server load the newest weights, unless it has them."""
         with self.locks[url]:
-            found = f"{self.call(url, self.dialect.info).get('weight_version')}"
-            if found == self.version:
+            loaded = f"{self.call(url, self.dialect.info).get('weight_version')}"
+            if loaded == self.version:
                 return
 
-            # A server that was started again has its first weights. If it has another run's, each
-            # of the two runs would sample with the other one's policy.
-            if found != FIRST_VERSION and not found.startswith(f"{self.run_id}-"):
+            # A server that was restarted has its first weights. If it has weights of another run,
+            # each of the two runs would sample with the other run's policy.
+            if loaded != FIRST_VERSION and not loaded.startswith(f"{self.run_id}-"):
                 if self.has_pushed:
-                    raise ValueError(f"another run uses {url}: it has the weights {found} and not "
+                    raise ValueError(f"another run uses {url}: it has the weights {loaded} and not "
                                      f"{self.version}; give each run an engine")  # fmt: skip
-                warn(f"{url} has the weights {found}, of a run that must have ended")
+                warn(f"{url} has the weights {loaded}, of a run that must have ended")
             self.call(url, *self.dialect.load(str(self.folder / self.version), self.version))
 
     def call(self, url, *requests):

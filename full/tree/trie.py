@@ -95,8 +95,8 @@ class TokenTrie:
             differ = np.flatnonzero(x[:compared] != before[:compared])
             shared = int(differ[0]) if len(differ) else compared
 
-            # The predecessor's tokens past the shared ones get no more descendants. The tokens of this
-            # sequence past the shared ones are new, and continue the path.
+            # The predecessor's tokens past the shared ones get no more descendants. The tokens of
+            # this sequence past the shared ones are new, and continue the path.
             end[path[shared:]] = n
             new = np.arange(n, n + len(x) - shared)
             path = np.concatenate([path[:shared], new])
