@@ -1,6 +1,6 @@
 """Choose which rollouts a step samples and trains on: dynamic sampling and staleness.
 
-packing.py says how a model runs them.
+packing.py describes how a model runs them.
 
 Letters:  P groups of G rollouts each
 """
@@ -25,7 +25,7 @@ from train_grpo import ROLLOUT
 #     samples    batches 0 1 2    batch 3      batch 4      batch 5
 #     trains     batch 0          batch 1      batch 2      batch 3
 #
-# This says which numbers come out, and not who computes when: the run is a function of its seed.
+# The schedule fixes the results, whatever runs in parallel: the run is a function of its seed.
 # An evaluation in line s is of the weights after step s, whatever K is. A run ends with K batches
 # that are sampled and not trained, because a resume with more steps trains them.
 

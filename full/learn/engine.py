@@ -42,8 +42,8 @@ FAILURES = 8  # answers 500, or without sense, in a row; with the pauses between
 MOST_BYTES = 2**24  # of a request or an answer: a turn of 100,000 tokens has 10 MB
 FIRST_VERSION = "default"  # of the weights with which an engine starts
 
-# Dialects: what an engine is asked, and what it answers ------------------------------------------
-# `info` is the path of a GET that tells the version of the weights, `path` of the POST of a turn.
+# Dialects: requests to an engine, and its answers ------------------------------------------------
+# `info` is the path of a GET for the version of the weights, `path` of the POST of a turn.
 
 
 class VLLM:
@@ -125,14 +125,14 @@ DIALECTS = {"vLLM": VLLM, "SGLang": SGLang}
 
 
 class Unanswered(OSError):
-    """An engine did not answer. is_failure: it did, but with an error of its own or no sense."""
+    """An engine did not answer. is_failure: it answered with an error of its own, or nonsense."""
 
     def __init__(self, problem, is_failure=False):
         super().__init__(problem)
         self.is_failure = is_failure
 
 
-# An engine is on this machine or on this network, so HTTP_PROXY is not asked.
+# An engine is on this machine or on this network, so do not use HTTP_PROXY.
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -240,7 +240,7 @@ class Engine:
         place = self.folder / self.version
         save_hf(self.model, place, max_shard_bytes=share, tensors=tensors, untie=True)
 
-        # COMM: rank 0 tells the engines, and the other ranks wait for it in a broadcast. Pinned by
+        # COMM: rank 0 asks the engines, and the other ranks wait for it in a broadcast. Pinned by
         # tests/full/test_engine.py::test_ranks_and_plans_push_and_sample_as_one_process.
         agree(self.load, self.group)
         self.has_pushed = True
@@ -293,7 +293,7 @@ class Engine:
                 verdict = f"failed {failures} times" if problem.is_failure else "does not answer"
                 raise ConnectionError(f"the engine at {url}{path} {verdict}: {problem}"
                                       ) from problem
-            if not self.has_warned:  # said once, and not by each thread
+            if not self.has_warned:  # warn once, not in each thread
                 self.has_warned = True
                 print(f"waiting for the engine at {url}: {problem}", file=sys.stderr, flush=True)
             time.sleep(pause)
@@ -337,7 +337,7 @@ class Engine:
         return turns.rows()
 
     def turn(self, url, row, limit, temperature, end) -> bool:
-        """Append what is queued, then a turn. Return whether an end token ended it."""
+        """Append the queued tokens, then a turn. Return whether an end token ended it."""
         while row.queue and row.new < limit:
             row.append(None, 0.0)
         if row.new == limit:

@@ -161,7 +161,7 @@ def mean_metrics(updates) -> dict:
     """Merge the metrics of a step's updates by METRICS."""
     # The gap to the sampler is the first update's: only the first update sees the weights that
     # sampled, so only there is the gap rounding and not learning. What the first update measured is
-    # also written alone: an audit can then tell a wrong loss from what it did to the weights.
+    # also written alone: an audit can then tell a wrong loss from its effect on the weights.
     out = {}
     for name, metric in METRICS.items():
         values = [update[name] for update in updates if metric.over_updates and name in update]
