@@ -1,7 +1,7 @@
-"""The step: from prompts to rollouts, to a loss, to a gradient. It carries on `train_grpo.py`.
+"""The step, as in `train_grpo.py`: from prompts to rollouts, to a loss, to a gradient.
 
-Read trainer first, which calls the others in order: generate, rollouts and engine (who samples),
-batches (which rollouts a step has), advantages, objectives, packing (how they meet the model),
-metrics. Others import `Trainer`, `Sampler`, `Engine`, `RolloutQueue`,
-the tables of names, and the functions that play prompts and describe a step.
+Read trainer first, which calls the others in order: generate, rollouts and engine (sampling),
+batches (which rollouts a step has), advantages, objectives, packing (how the model runs them),
+metrics. Others import `Trainer`, `Sampler`, `Engine`, `RolloutQueue`, the tables of names, and the
+functions that play prompts and describe a step.
 """

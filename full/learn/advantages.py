@@ -1,6 +1,6 @@
-"""Computes how much better than others a rollout was, (1), or a token by a critic or a teacher.
+"""Compute how much better than others a rollout was, (1), or a token by a critic or a teacher.
 
-  (1)  A_i = R_i - mean R of the group    `group_mean` (Dr.GRPO), and of that
+  (1)  A_i = R_i - mean R of the group    `group_mean` (Dr.GRPO); the next three scale it
            / (std R of the group + 1e-4)  `group_std` (GRPO)
            / (std R of the step + 1e-4)   `batch_std` (LitePPO)
            * G / (G - 1)                  `leave_one_out` (RLOO)
@@ -8,7 +8,7 @@
              (R_i - mean R) / (std R + 1e-8) over the step's sampled tokens
        A_t = sum_n lambda^n (u_(t+n) + v_(t+n+1) - v_(t+n))    `gae` (PPO) of discount 1, then
              (A_t - mean A) / (std A + 1e-8) over the step's sampled tokens; u the rewards, v the
-             critic's values; t + 1 is the next sampled token, whatever stands in between
+             critic's values; t + 1 is the next sampled token, after any reply in between
        A_t = tch_t - smp_t                `teacher`: tch is its log-prob (distillation)
        with kl_in `reward`, sampled token t first takes kl_coef k(smp_t - ref_t) off the reward
 
@@ -44,7 +44,7 @@ from full.ranks.joining import errors_on_all_ranks, summed
 
 
 def group_mean(rewards_PG, tokens_PG):
-    # Equal rewards of a group say nothing, and have exact zeros.
+    # A group of equal rewards teaches nothing: its advantages are exactly 0.
     return np.apply_along_axis(train_grpo.advantages, -1, rewards_PG)  # (1)
 
 
@@ -55,8 +55,8 @@ def group_std(rewards_PG, tokens_PG):
 
 
 def batch_std(rewards_PG, tokens_PG):
-    # The spread of a few rollouts is noisy. A whole step's is less so, and keeps the groups'
-    # proportions.
+    # The spread of a few rollouts is noisy. The spread of the whole step is less noisy, and keeps
+    # the groups' proportions.
     return group_mean(rewards_PG, tokens_PG) / (rewards_PG.std(ddof=1) + 1e-4)  # (1)
 
 
@@ -81,9 +81,9 @@ def none_batch(rewards_PG, tokens_PG):
 
 
 class Advantage(NamedTuple):
-    """A function that computes (1), and among which rewards it looks for differences."""
+    """A function that computes (1) from rewards, and which rewards it compares."""
 
-    of: Callable
+    compute: Callable  # compute(rewards_PG, tokens_PG) returns A_PG
     compares: str = "group"  # rewards of a group | of the whole step | nothing
 
 
@@ -104,7 +104,7 @@ def advantages(rewards_PG, /, kind="group_mean", *, tokens_PG=None):
     tokens_PG: sampled tokens of each rollout, for none_batch. None: equally many.
     """
     tokens_PG = np.ones_like(rewards_PG) if tokens_PG is None else tokens_PG
-    return ADVANTAGES[kind].of(rewards_PG, tokens_PG)
+    return ADVANTAGES[kind].compute(rewards_PG, tokens_PG)
 
 
 def kl_penalties(config, trajectory):
@@ -144,7 +144,7 @@ def table_of_groups(numbers, groups, group_size, columns, cells_of, group=None):
 
 
 def reward_advantages(config, batch) -> dict:
-    """Give the trajectories of a step the advantages of their rewards, by ADVANTAGES."""
+    """Set the advantages of a step's trajectories from their rewards, by ADVANTAGES."""
     if not batch.kept:
         return {}
 
@@ -171,7 +171,7 @@ def require_positions(config, trajectories, positions):
 
 
 def teacher_advantages(config, trajectories, logprobs) -> dict:
-    """Give each token its log-prob's gain in the teacher: on-policy distillation."""
+    """Set each token's advantage to the gain of its log-prob: on-policy distillation."""
     # A token that the teacher gives a higher log-prob than the sampler did should become likelier.
     # The mean of A is -KL(sampler, teacher).
     for t, teacher in zip(trajectories, logprobs):
@@ -185,7 +185,7 @@ def gae(rewards, values, mask, /, lam):
     rewards, values: (T,). Only sampled tokens, where mask is on, are actions and follow each
     other; the task's replies are part of the environment.
     """
-    # A turn's reward may be at a token of the task: it belongs to the sampled token before it.
+    # A turn's reward may be at a token of the task: it counts for the sampled token before it.
     #
     #     target     0    1    2    3    4        lam = 1 and all values 0
     #     sampled    yes  yes  -    -    yes
@@ -196,14 +196,14 @@ def gae(rewards, values, mask, /, lam):
     # From the last token to the first: (1) needs the next sampled token's value and advantage.
     next_value = 0.0
     next_advantage = 0.0
-    pending = 0.0  # rewards that no sampled token has taken yet
+    pending = 0.0  # rewards after the next sampled token
     for t in reversed(range(len(mask))):
         pending += rewards[t]
         if mask[t]:
-            # delta is the surprise of this one action. The sum over n in (1) is a recursion.
+            # delta is the TD error of this action. The sum over n in (1) is a recursion.
             delta = pending + next_value - values[t]
             advantages[t] = delta + lam * next_advantage  # (1)
-            returns[t] = advantages[t] + values[t]  # g of (6): what the critic should have said
+            returns[t] = advantages[t] + values[t]  # g of (6): the critic's target
             next_value = values[t]
             next_advantage = advantages[t]
             pending = 0.0
@@ -211,7 +211,7 @@ def gae(rewards, values, mask, /, lam):
 
 
 def critic_advantages(config, trajectories, values) -> dict:
-    """Give all ranks' trajectories whitened advantages (1) `gae` and returns g. Return metrics."""
+    """Set all trajectories' whitened advantages (1) `gae` and returns g. Return metrics."""
     sums = np.zeros(6)  # of 1, A, A^2, g, g^2, v over this rank's sampled tokens
     for t, t.values in zip(trajectories, values):
         rewards = -kl_penalties(config, t)
@@ -226,8 +226,8 @@ def critic_advantages(config, trajectories, values) -> dict:
     count, *totals = summed(sums.tolist())
     A, AA, g, gg, v = (total / max(1.0, count) for total in totals)
     spread = math.sqrt(max(0.0, AA - A * A))
-    # NUMERICS: the mean and spread are of all ranks' tokens, so that no cut of the batch enters;
-    # 1e-8 only keeps a step without any spread finite. Pinned by
+    # NUMERICS: the mean and spread are of all ranks' tokens, so that they do not depend on the cut
+    # of the batch. 1e-8 only keeps a step without any spread finite. Pinned by
     # tests/full/test_loss.py::test_advantages_are_whitened_over_the_step.
     for t in trajectories:
         t.advantages = np.where(t.mask, (t.advantages - A) / (spread + 1e-8), 0.0)  # (1)
@@ -250,15 +250,23 @@ def advantage_metrics(trajectories) -> dict:
     return {"advantage/token_mean": mean, "advantage/token_std": spread}
 
 
-# Advantages of single tokens, by the scores that the trainer's critic or teacher gives the sampled
-# tokens of this rank's trajectories. Each is a function that sets their advantages and returns
-# metrics. It is collective.
+class TokenAdvantage(NamedTuple):
+    """A collective function that sets advantages of single tokens, and which rewards it compares.
+
+    assign: assign(config, trajectories, scores) returns metrics. scores: of the trainer's critic or
+        teacher, for the sampled tokens of this rank's trajectories.
+    """
+
+    assign: Callable
+    compares: str
+
+
 TOKEN_ADVANTAGES = {
-    "gae": Advantage(critic_advantages, compares="step"),
-    "teacher": Advantage(teacher_advantages, compares="nothing"),
-}  # fmt: skip
+    "gae": TokenAdvantage(critic_advantages, compares="step"),
+    "teacher": TokenAdvantage(teacher_advantages, compares="nothing"),
+}
 
 
 def compared_by(kind) -> str:
-    """Return among which rewards an advantage looks for differences: group, step or nothing."""
+    """Return which rewards an advantage compares: group, step or nothing."""
     return (ADVANTAGES | TOKEN_ADVANTAGES)[kind].compares

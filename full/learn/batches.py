@@ -1,6 +1,6 @@
-"""Chooses which rollouts a step samples and trains on: dynamic sampling and staleness.
+"""Choose which rollouts a step samples and trains on: dynamic sampling and staleness.
 
-packing.py says how a model runs them.
+packing.py describes how a model runs them.
 
 Letters:  P groups of G rollouts each
 """
@@ -25,7 +25,7 @@ from train_grpo import ROLLOUT
 #     samples    batches 0 1 2    batch 3      batch 4      batch 5
 #     trains     batch 0          batch 1      batch 2      batch 3
 #
-# This says which numbers come out, and not who computes when: the run is a function of its seed.
+# The schedule fixes the results, whatever runs in parallel: the run is a function of its seed.
 # An evaluation in line s is of the weights after step s, whatever K is. A run ends with K batches
 # that are sampled and not trained, because a resume with more steps trains them.
 
@@ -81,8 +81,8 @@ def collect(config, task, sampler, step):
     table_3PG = np.zeros((3, 0, config.group))
     first_prompt = step * config.prompts * config.max_rounds
     for _ in range(config.max_rounds):
-        # As many new groups as are missing, from the part of the data that is this step's alone:
-        # max_rounds times as many prompts as it wants. With dynamic sampling, of 4 groups wanted:
+        # Play as many new groups as are missing, from this step's own part of the data: max_rounds
+        # times as many prompts as it needs. With dynamic sampling, where 4 groups are needed:
         #
         #     round 1   groups 0 1 2 3   kept 0 2        (1 and 3 had equal rewards)
         #     round 2   groups 4 5       kept 0 2 4 5
@@ -159,8 +159,8 @@ class RolloutQueue:
 
     def get(self, step) -> SampledBatch:
         """Return the batch of a step, which begins now. Collective."""
-        # First all batches are begun that these weights sample. An engine goes on with the later
-        # ones while the trainer trains, until the trainer has other weights for it:
+        # First begin all batches that these weights sample. An engine continues with the later ones
+        # while the trainer trains, until the trainer has new weights for it:
         #
         #     K = 1     step 0             step 1             step 2
         #     trainer   push, train 0      push, train 1      push, train 2
@@ -179,7 +179,7 @@ class RolloutQueue:
         return batch
 
     def push(self):
-        """Give the sampler the weights of now, unless it has them. Collective."""
+        """Give the sampler the current weights, unless it has them. Collective."""
         if self.pushed != self.trainer.policy_version:
             with timed(self.clock.seconds, "wait_rollout"):
                 for batch in self.pending.values():  # which the older weights sample
@@ -189,7 +189,7 @@ class RolloutQueue:
 
     def sample(self, number, version) -> SampledBatch:
         """Sample a batch by the weights of the sampler, which are of this version. Collective."""
-        # Sampling has stood still since it or an evaluation last ended.
+        # The sampler has waited since its last batch or evaluation ended.
         seconds = {"seconds/wait_train": time.perf_counter() - self.idle_since}
         with timed(seconds, "rollout"):
             sampler = self.trainer.sampler
@@ -202,7 +202,7 @@ class RolloutQueue:
         return SampledBatch(rollouts, kept, self.config.minibatches, version, metrics)
 
     def evaluate(self):
-        """Return what the weights of now solve. Collective."""
+        """Return the fraction of held-out prompts that the current weights solve. Collective."""
         self.push()
         with timed(self.clock.seconds, "eval"):
             # After batches that are still being sampled: no update may have asked for a push.

@@ -1,4 +1,4 @@
-"""Samples with inference servers: a client of vLLM and SGLang.
+"""Sample with inference servers: a client of vLLM and SGLang.
 
 A run asks an engine for one turn of one rollout: token ids go in, and token ids, their log-probs
 and the version of the weights come out. Nothing is tokenized. Between two batches the ranks write
@@ -42,8 +42,8 @@ FAILURES = 8  # answers 500, or without sense, in a row; with the pauses between
 MOST_BYTES = 2**24  # of a request or an answer: a turn of 100,000 tokens has 10 MB
 FIRST_VERSION = "default"  # of the weights with which an engine starts
 
-# Dialects: what an engine is asked, and what it answers ------------------------------------------
-# `info` is the path of a GET that tells the version of the weights, `path` of the POST of a turn.
+# Dialects: requests to an engine, and its answers ------------------------------------------------
+# `info` is the path of a GET for the version of the weights, `path` of the POST of a turn.
 
 
 class VLLM:
@@ -125,14 +125,14 @@ DIALECTS = {"vLLM": VLLM, "SGLang": SGLang}
 
 
 class Unanswered(OSError):
-    """An engine did not answer. is_failure: it did, but with an error of its own or no sense."""
+    """An engine did not answer. is_failure: it answered with an error of its own, or nonsense."""
 
     def __init__(self, problem, is_failure=False):
         super().__init__(problem)
         self.is_failure = is_failure
 
 
-# An engine is on this machine or on this network, so HTTP_PROXY is not asked.
+# An engine is on this machine or on this network, so do not use HTTP_PROXY.
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -146,10 +146,10 @@ def ask_once(url, body=None, timeout=10):
     try:
         with OPENER.open(request, timeout=timeout) as answer:
             text = answer.read(MOST_BYTES + 1)
-            found = json.loads(text or "{}") if len(text) <= MOST_BYTES else None
-            if not isinstance(found, dict):
+            reply = json.loads(text or "{}") if len(text) <= MOST_BYTES else None
+            if not isinstance(reply, dict):
                 raise ValueError(f"expected a JSON object, got {text[:80]!r}")
-            return found
+            return reply
     except urllib.error.HTTPError as error:
         with error:
             text = " ".join(error.read(300).decode(errors="replace").split())
@@ -216,13 +216,13 @@ class Engine:
     def begin(self, folder):
         """Begin a run that writes its weights to a folder, which all engines can read."""
 
-        def make():
-            # No other process has the run's directory. What is there is of before a resume.
+        def make_run_id():
+            # No other process has the run's directory. Files in it are from before a resume.
             shutil.rmtree(folder, ignore_errors=True)
             Path(folder).mkdir(parents=True)
             return secrets.token_hex(4)
 
-        self.run_id = agree(make)
+        self.run_id = agree(make_run_id)
         self.folder = Path(folder).resolve()
 
     # Weights -------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class Engine:
         place = self.folder / self.version
         save_hf(self.model, place, max_shard_bytes=share, tensors=tensors, untie=True)
 
-        # COMM: rank 0 tells the engines, and the other ranks wait for it in a broadcast. Pinned by
+        # COMM: rank 0 asks the engines, and the other ranks wait for it in a broadcast. Pinned by
         # tests/full/test_engine.py::test_ranks_and_plans_push_and_sample_as_one_process.
         agree(self.load, self.group)
         self.has_pushed = True
@@ -256,17 +256,17 @@ class Engine:
     def restore(self, url):
         """Let a server load the newest weights, unless it has them."""
         with self.locks[url]:
-            found = f"{self.call(url, self.dialect.info).get('weight_version')}"
-            if found == self.version:
+            loaded = f"{self.call(url, self.dialect.info).get('weight_version')}"
+            if loaded == self.version:
                 return
 
-            # A server that was started again has its first weights. If it has another run's, each
-            # of the two runs would sample with the other one's policy.
-            if found != FIRST_VERSION and not found.startswith(f"{self.run_id}-"):
+            # A server that was restarted has its first weights. If it has weights of another run,
+            # each of the two runs would sample with the other run's policy.
+            if loaded != FIRST_VERSION and not loaded.startswith(f"{self.run_id}-"):
                 if self.has_pushed:
-                    raise ValueError(f"another run uses {url}: it has the weights {found} and not "
+                    raise ValueError(f"another run uses {url}: it has the weights {loaded} and not "
                                      f"{self.version}; give each run an engine")  # fmt: skip
-                warn(f"{url} has the weights {found}, of a run that must have ended")
+                warn(f"{url} has the weights {loaded}, of a run that must have ended")
             self.call(url, *self.dialect.load(str(self.folder / self.version), self.version))
 
     def call(self, url, *requests):
@@ -293,7 +293,7 @@ class Engine:
                 verdict = f"failed {failures} times" if problem.is_failure else "does not answer"
                 raise ConnectionError(f"the engine at {url}{path} {verdict}: {problem}"
                                       ) from problem
-            if not self.has_warned:  # said once, and not by each thread
+            if not self.has_warned:  # warn once, not in each thread
                 self.has_warned = True
                 print(f"waiting for the engine at {url}: {problem}", file=sys.stderr, flush=True)
             time.sleep(pause)
@@ -337,7 +337,7 @@ class Engine:
         return turns.rows()
 
     def turn(self, url, row, limit, temperature, end) -> bool:
-        """Append what is queued, then a turn. Return whether an end token ended it."""
+        """Append the queued tokens, then a turn. Return whether an end token ended it."""
         while row.queue and row.new < limit:
             row.append(None, 0.0)
         if row.new == limit:

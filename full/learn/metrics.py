@@ -1,8 +1,8 @@
-"""Lists what each number in a line of metrics.jsonl is, and reduces it to one of a step.
+"""Define each number in a line of metrics.jsonl, and reduce it to one number a step.
 
 This table is the one list of all metrics; `train_grpo.Log` writes a few. The glossary of the help,
-the log, the merge over updates and the order of an audit's rows come from it. Causes stand before
-their effects.
+the log, the merge over updates and the order of an audit's rows come from it. Causes precede their
+effects.
 
 Equations have their numbers in objectives.py.
 """
@@ -27,14 +27,14 @@ class Metric(NamedTuple):
     text: str  # its definition, for the help
     over_updates: str = ""  # of an optimizer step: mean | max | sum | first; "": once a step
     over_tokens: str = ""  # of a sampled token: mean | sum | max
-    of: Callable | None = None  # of(t): its value (N,) at the tokens of `grpo_loss`, or None
+    of: Callable | None = None  # of(t): its value (N,) from the `TokenTerms` t, or None
 
-    def reduce(self, found):
-        """Return one number for the numbers of a step's updates."""
+    def reduce(self, values):
+        """Return one number for the values of a step's updates."""
         if self.over_updates == "first":
-            return found[0]
-        reduce = {"mean": lambda found: float(np.mean(found)), "max": max, "sum": sum}
-        return reduce[self.over_updates](found)
+            return values[0]
+        reduce = {"mean": lambda values: float(np.mean(values)), "max": max, "sum": sum}
+        return reduce[self.over_updates](values)
 
 
 METRICS = {
@@ -128,7 +128,7 @@ def measured(t) -> dict:
                                  f"{tuple(t.lp_N.shape)}, got {tuple(x_N.shape)}")  # fmt: skip
             x_N = x_N.double()
             sums[name] = x_N.sum()
-            if metric.over_tokens == "max":  # of no token it is 0
+            if metric.over_tokens == "max":  # 0 without a token
                 sums[name] = torch.cat([x_N, x_N.new_zeros(1)]).max()
     return sums
 
@@ -146,7 +146,7 @@ def merged_sums(parts) -> dict:
 def loss_metrics(totals) -> dict:
     """Return metrics of a whole batch from its sums and maxima, all numbers.
 
-    What has no sum has no metric: a run without a reference has no KL.
+    A metric without a sum is left out: a run without a reference has no KL.
     """
     # Means are over sampled tokens, not over sequences, micro-batches or ranks, whatever the
     # aggregation; the loss keeps its name in all of them.
@@ -161,14 +161,14 @@ def mean_metrics(updates) -> dict:
     """Merge the metrics of a step's updates by METRICS."""
     # The gap to the sampler is the first update's: only the first update sees the weights that
     # sampled, so only there is the gap rounding and not learning. What the first update measured is
-    # also written alone: an audit can then tell a wrong loss from what it did to the weights.
+    # also written alone: an audit can then tell a wrong loss from its effect on the weights.
     out = {}
     for name, metric in METRICS.items():
-        found = [update[name] for update in updates if metric.over_updates and name in update]
-        if found:
-            out[name] = metric.reduce(found)
-        if len(found) > 1 and metric.over_updates in ("mean", "max"):
-            out[f"{name}_first"] = found[0]
+        values = [update[name] for update in updates if metric.over_updates and name in update]
+        if values:
+            out[name] = metric.reduce(values)
+        if len(values) > 1 and metric.over_updates in ("mean", "max"):
+            out[f"{name}_first"] = values[0]
     return out
 
 
@@ -197,7 +197,7 @@ class StepClock:
         memory/peak: the most megabytes at any moment, of the rank that had most: of its tensors on
         CUDA, of the process on a CPU.
         """
-        # What was none of sampling, pushing and evaluating was training.
+        # The time outside of sampling, pushing and evaluating is training.
         total = time.perf_counter() - self.began
         train = total - sum(self.seconds.values())
         peak = resident_peak()
@@ -205,8 +205,8 @@ class StepClock:
             peak = torch.cuda.max_memory_allocated(self.device) / 1e6
         most = torch.tensor(peak, dtype=torch.float64, device=self.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        found = {"seconds/train": train, "seconds/total": total, "memory/peak": most.item()}
-        return self.seconds | found
+        totals = {"seconds/train": train, "seconds/total": total, "memory/peak": most.item()}
+        return self.seconds | totals
 
 
 @contextlib.contextmanager
@@ -220,10 +220,11 @@ def timed(seconds, phase):
 
 def resident_peak() -> float:
     """Return the most megabytes that this process has had in memory; 0 if the system hides it."""
-    # Linux says it in kB, other systems in a unit of their own.
+    # Linux reports kB, other systems a unit of their own.
     with contextlib.suppress(OSError):
-        found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))
-        return int(found[1]) * 1024 / 1e6 if found else 0.0
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        match = re.search(r"VmHWM:\s+(\d+)", status)
+        return int(match[1]) * 1024 / 1e6 if match else 0.0
     with contextlib.suppress(ImportError):
         import resource  # not on Windows
 

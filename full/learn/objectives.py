@@ -1,4 +1,4 @@
-"""Computes the loss, (2) to (7), of any objective, with a KL, a bonus and a weight of the sampler.
+"""Compute the loss of any objective, with a KL, an entropy bonus and importance weights.
 
 For rollout i of a group of G with reward R_i, sampled tokens t, log-probs of softmax(logits /
 temperature): lp of the policy now, old of the policy before this step's first update, ref of the
@@ -11,7 +11,7 @@ frozen reference, smp of the sampler; H_t the entropy, sg: no gradient:
            gspo       the same of s
            cispo      -sg(min(r, cispo_bound)) A lp
            sapo       -4 f A / tau            f = sigmoid(tau (r - 1)), tau 1 if A > 0, else 1.05
-           gmpo       -s A                    s of d that is clipped on the side that A asks for
+           gmpo       -s A                    s of d, clipped on the side to which A moves it
            dppo       -sg(b) A lp             b = min(r, 20) where the token's probability has
                                               moved little, else 0
   (4)  l_t <- sg(x_t) l_t      x = exp(old - smp) of the token or sequence, truncated or masked
@@ -33,7 +33,6 @@ Letters:  N sampled tokens   B sequences   T positions
 
 import dataclasses
 import math
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -61,11 +60,11 @@ def ratio_of(d_N):
 # Each objective is equation (3): it returns l of each token, with a graph, and which tokens have
 # lost their gradient. c: the settings of the loss. d_N: log-ratios, lp - old. A_N: advantages.
 # lp_N: log-probs now. mean_of_sequence(x_N): gives each token the mean of x over its sequence. A
-# paper's constants are defaults at the function.
+# paper's constants are default arguments of its function.
 
 
 def reinforce(c, d_N, A_N, lp_N, mean_of_sequence):
-    """Return the policy gradient's l, which knows no ratio."""
+    """Return the policy gradient's l, which does not use a ratio."""
     return -A_N * lp_N, torch.zeros_like(lp_N, dtype=torch.bool)  # (3)
 
 
@@ -112,7 +111,7 @@ def gmpo(c, d_N, A_N, lp_N, mean_of_sequence):
 
 def dppo(c, d_N, A_N, lp_N, mean_of_sequence, cap=20.0):
     """Return DPPO's l: a token learns until its probability has moved too far towards A."""
-    # A ratio of 2 is much at p = .4, and nothing at p = 1e-6: so the trust region is one of
+    # A ratio of 2 is a large move at p = .4, and a tiny one at p = 1e-6: so the trust region bounds
     # probabilities. Only a move in the direction of A ends a token's learning.
     d_N = d_N.detach()
     now_N = lp_N.detach()
@@ -130,7 +129,7 @@ OBJECTIVES = {
 }  # fmt: skip
 
 
-# Which of the settings of objectives each reads. A run refuses the others, because it would ignore
+# Which of these settings each objective reads. A run refuses the others, because it would ignore
 # them. An objective that is not listed may read them all.
 OF_OBJECTIVES = "clip_low", "clip_high", "dual_clip", "cispo_bound"
 READS = {
@@ -214,14 +213,14 @@ class SampledTokens:
 def sampler_weights(c, log_x_N, tokens):
     """Return x of (4) for each token: p_old / p_sampler within its bounds. log_x_N: old - sampler.
 
-    c.importance says what happens to an x outside importance_low .. importance_cap: `truncate`
-    moves it to the bound, and `mask` makes it 0. Bounds 0.5 and 2 make of a 3 a 2, or a 0.
-    c.importance_of says whose x it is: the token's, or one of its sequence: the product of its
-    tokens' (`sequence`), or their geometric mean.
+    c.importance: what happens to an x outside importance_low .. importance_cap. `truncate` moves it
+        to the bound, and `mask` makes it 0. With bounds 0.5 and 2 a 3 becomes 2, or 0.
+    c.importance_of: `token`: each token has its own x. `sequence`: the product of the x of all
+        tokens of its sequence. `geometric`: their geometric mean.
     """
     # The sampler drew the tokens, but (2) measures from `old`, the same policy by the trainer's
-    # program and dtype: x corrects for tokens drawn more or less often than `old` says. Under the
-    # sampler its mean is 1, but its tail is long, hence the bounds.
+    # program and dtype. So x corrects for tokens drawn more or less often than `old` predicts.
+    # Under the sampler the mean of x is 1, but its tail is long, hence the bounds.
     if c.importance_of == "sequence":
         log_x_N = tokens.sum_of_sequence(log_x_N)
     if c.importance_of == "geometric":
@@ -231,7 +230,7 @@ def sampler_weights(c, log_x_N, tokens):
     return near_N if c.importance == "truncate" else torch.where(near_N == x_N, x_N, 0.0)
 
 
-VALUE_CLIP = 0.2  # of (6), PPO's: a value that has moved this far to its return learns no more
+VALUE_CLIP = 0.2  # of (6), as in PPO: a value that moved this far to its return stops learning
 
 
 def critic_loss(value_BT, old_BT, return_BT, mask_BT, /, *, Z, aggregation, value_coef):
@@ -257,7 +256,7 @@ class LossSettings:
 
     aggregation: str = "token_mean"  # of AGGREGATIONS: w and Z of (7)
     max_new_tokens: int = 16  # for the Z of `constant`
-    objective: str = "clip"  # of OBJECTIVES, which read the next four
+    objective: str = "clip"  # of OBJECTIVES, which read the next four settings
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 0.0
@@ -275,9 +274,28 @@ class LossSettings:
 class OtherScores(NamedTuple):
     """Scores of the sampled tokens, (B, T), besides the policy's log-probs now and before."""
 
-    sampler_BT: torch.Tensor | None = None  # of the program that drew the tokens; None: old
+    sampler_BT: torch.Tensor | None = None  # of the program that sampled the tokens; None: old
     ref_BT: torch.Tensor | None = None  # of the frozen reference; None: no KL
     entropy_BT: torch.Tensor | None = None  # H of (5), with a graph
+
+
+@dataclasses.dataclass
+class TokenTerms:
+    """The terms of the loss at the N sampled tokens, for METRICS. None: a term it does not have."""
+
+    lp_N: torch.Tensor
+    old_N: torch.Tensor
+    smp_N: torch.Tensor
+    ref_N: torch.Tensor | None
+    A_N: torch.Tensor
+    gap_N: torch.Tensor  # lp - smp: rounding, if the weights are equal
+    ratio_N: torch.Tensor  # (2)
+    clipped_N: torch.Tensor  # bool: (3) has no gradient
+    x_N: torch.Tensor | None  # (4)
+    kl_N: torch.Tensor | None  # k of (5)
+    entropy_N: torch.Tensor | None  # H of (5)
+    policy_part_N: torch.Tensor  # the term of (7) without (5)
+    part_N: torch.Tensor  # the term of (7)
 
 
 def grpo_loss(
@@ -291,45 +309,49 @@ def grpo_loss(
     advantage_BT     A of (1), of any shape that broadcasts
     mask_BT          bool: which tokens the policy sampled. Others may hold anything, even NaN
     settings         LossSettings, or the Config of a run
-    others           OtherScores. What it lacks has no term in the loss
-    Z                of (7), summed over everything that one optimizer step sees; None: of these
+    others           OtherScores. Without its scores a term is not in the loss
+    Z                of (7), of all sequences of one optimizer step; None: of these sequences
 
     The sums have the names of METRICS. `loss_metrics` makes a step's metrics of them.
     """
-    # t has what is known of each token. The loss and the metrics are made of it.
     c = settings
     tokens = SampledTokens(mask_BT, lp_BT.dtype)
-    t = SimpleNamespace(lp_N=tokens.pick(lp_BT), A_N=tokens.pick(advantage_BT), x_N=None)
-    t.old_N = tokens.pick(old_BT, t.lp_N.detach())
-    t.smp_N = tokens.pick(others.sampler_BT, t.old_N)
-    t.gap_N = (t.lp_N - t.smp_N).detach().double()  # rounding, if the weights are equal
-    t.ref_N, t.entropy_N = tokens.pick(others.ref_BT), tokens.pick(others.entropy_BT)
-    t.kl_N = None if t.ref_N is None else divergence(t.lp_N - t.ref_N, c.kl)
+    lp_N, A_N = tokens.pick(lp_BT), tokens.pick(advantage_BT)
+    old_N = tokens.pick(old_BT, lp_N.detach())
+    smp_N = tokens.pick(others.sampler_BT, old_N)
+    ref_N, entropy_N = tokens.pick(others.ref_BT), tokens.pick(others.entropy_BT)
+    kl_N = None if ref_N is None else divergence(lp_N - ref_N, c.kl)
 
     # The policy's term.
-    d_N = t.lp_N - t.old_N
+    d_N = lp_N - old_N
     mean = tokens.mean_of_sequence
-    t.ratio_N = ratio_of(mean(d_N) if c.objective == "gspo" else d_N)  # (2)
-    l_N, t.clipped_N = OBJECTIVES[c.objective](c, d_N, t.A_N, t.lp_N, mean)  # (3)
-    if not l_N.shape == t.clipped_N.shape == d_N.shape:  # another shape may broadcast
+    ratio_N = ratio_of(mean(d_N) if c.objective == "gspo" else d_N)  # (2)
+    l_N, clipped_N = OBJECTIVES[c.objective](c, d_N, A_N, lp_N, mean)  # (3)
+    if not l_N.shape == clipped_N.shape == d_N.shape:  # another shape may broadcast
         raise ValueError(f"objective {c.objective}: expected (l_N, clipped_N) of shape "
-                         f"{tuple(d_N.shape)}, got {tuple(l_N.shape)}, {tuple(t.clipped_N.shape)}")
+                         f"{tuple(d_N.shape)}, got {tuple(l_N.shape)}, {tuple(clipped_N.shape)}")
+    x_N = None
     if c.importance_cap:
-        t.x_N = sampler_weights(c, t.old_N - t.smp_N, tokens)
-        l_N = l_N * t.x_N  # (4)
-    t.policy_N = l_N
+        x_N = sampler_weights(c, old_N - smp_N, tokens)
+        l_N = l_N * x_N  # (4)
+    policy_N = l_N
 
     # Closeness to the reference and randomness are wanted for their own sake, whatever the reward.
     # With kl_in `reward` the rewards were lowered by the KL, before (1).
-    if t.kl_N is not None and c.kl_in == "loss":
-        l_N = l_N + c.kl_coef * t.kl_N  # (5)
-    if t.entropy_N is not None and c.entropy_coef:
-        l_N = l_N - c.entropy_coef * t.entropy_N  # (5)
+    if kl_N is not None and c.kl_in == "loss":
+        l_N = l_N + c.kl_coef * kl_N  # (5)
+    if entropy_N is not None and c.entropy_coef:
+        l_N = l_N - c.entropy_coef * entropy_N  # (5)
 
     # Z is the whole step's, never the count of this micro-batch or this rank. A mean of micro-batch
     # means weighs a token more where its micro-batch is small; a sum over one Z does not.
     w_B, term_B = AGGREGATIONS[c.aggregation](tokens.count_B, c.max_new_tokens)
     w_N = w_B[tokens.row_N].to(l_N)
     Z = term_B.sum().item() if Z is None else Z
-    t.part_N, t.policy_part_N = w_N * l_N / Z, w_N * t.policy_N / Z
-    return (w_N * l_N).sum() / Z, measured(t)  # (7)
+    loss = (w_N * l_N).sum() / Z  # (7)
+    return loss, measured(TokenTerms(
+        lp_N=lp_N, old_N=old_N, smp_N=smp_N, ref_N=ref_N, A_N=A_N,
+        gap_N=(lp_N - smp_N).detach().double(), ratio_N=ratio_N, clipped_N=clipped_N, x_N=x_N,
+        kl_N=kl_N, entropy_N=entropy_N,
+        policy_part_N=w_N * policy_N / Z, part_N=w_N * l_N / Z,
+    ))  # fmt: skip

@@ -183,7 +183,7 @@ class PackedBatches:
 
     tokens_run is the number of tokens of the latest batch that the model has run on.
 
-    model: what `parallelize` returned, or an unsplit one with `hidden` and `logprobs`.
+    model: the result of `parallelize`, or an unsplit model with `hidden` and `logprobs`.
     attention: attention(document_1S, group) makes the callable of the layers for a `PackedRow`:
         tokens see earlier tokens of their own document, by number; -1 is padding. group: None, or
         the ranks of c.
@@ -294,8 +294,8 @@ class PackedBatches:
         most = self.limit_of_micro_batches(forest, lengths)
         count = self.count_of_micro_batches(len(pack(lengths, most, shared)))
 
-        # The count may exceed what this rank has data for, and a pipeline pads all rows to the
-        # longest. So cut micro-batches as small as the count allows: they become about equal.
+        # This rank may have data for fewer, and a pipeline pads all rows to the longest. So cut
+        # micro-batches as small as the count allows: they become about equal.
         high = min(most, len(forest))
         low = min(most, len(forest) // max(1, count))
         runs = pack_evenly(lengths, count, low, high, shared)
@@ -467,8 +467,8 @@ class RowBatches(PackedBatches):
     def attention_of(self, row, group):
         """Return the attention of a row, in which tokens see earlier ones of their own sequence."""
         # Tiles between sequences cost nothing. On a ring a rank holds some of the tokens, while the
-        # mask is about indices of the whole row, and is cut to what each pair of ranks needs. So a
-        # tree crosses ranks like any sequence: keys and values travel, queries stay.
+        # mask has indices of the whole row, and each pair of ranks cuts its part out. So a tree
+        # crosses ranks like any sequence: keys and values travel, queries stay.
         length = row.tokens_1S.shape[1]
         parent_N = F.pad(row.forest.parent, (0, length - len(row.forest)), value=-1)
         options = self.config.cp_method, self.attend_alone

@@ -104,13 +104,13 @@ class ForkingEpisode(train_grpo.Episode):
         self.answer = ()  # the task's new state, reply and reward, after a turn has ended
 
     def hear(self, state, reply, reward):
-        """Take the task's answer to the turn. Return whether the episode goes on."""
+        """Take the task's answer to the turn. Return whether the episode continues."""
         # The reward is at the turn's last target, whose index is one less than its token's.
         self.turn_rewards = [*self.turn_rewards, (len(self.tokens) - 2, float(reward))]
         return super().hear(state, reply, reward)
 
     def fork(self, forks) -> list:
-        """Return the episodes that go on in the place of this one: itself, or its children."""
+        """Return the episodes that continue in the place of this one: itself, or its children."""
         # An episode for rollouts 4 5 6 7 becomes with forks 2 one for 4 5 and one for 6 7. Each
         # draws by the key of its own first rollout, so its tokens do not depend on its siblings.
         if self.count == 1:
@@ -139,7 +139,7 @@ class ForkingEpisode(train_grpo.Episode):
 
 
 REPLY_THREADS = 16
-LOOK_EVERY = 0.2  # seconds between two looks at replies that have not come
+LOOK_EVERY = 0.2  # seconds between two checks of pending replies
 GRACE = 5  # seconds that replies may still take after a signal
 
 
@@ -269,7 +269,7 @@ class Sampler:
         return [row for row in ended if row.is_local]
 
     def ask_once(self, ask, episodes):
-        """Let each rank ask its task about its own episodes, and tell the others. Collective."""
+        """Let each rank ask its task about its own episodes, and share the answers. Collective."""
         # A task may be random, or answer by the clock: two ranks that asked by themselves might
         # decode different tokens, and wait for each other for good.
         own = [n for n, episode in enumerate(episodes) if episode.is_local]

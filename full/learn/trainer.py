@@ -102,13 +102,13 @@ class Trainer:
         """Shard the models by the settings' plans, and allocate those on the meta device.
 
         model: Transformer. It is trained. From the meta device it gets its first weights here.
-        generator: Transformer, or another sampler. Its weights come with the first push.
+        generator: Transformer, or another sampler. It gets its weights by the first push.
         reference: Transformer. The KL is measured against it; `write_reference` fills it.
         teacher: Transformer. It is filled here: its log-probs give the advantages.
         """
         self.config = config
         self.policy_version = 0
-        self.where = "starting"  # how far the run is, in words
+        self.where = "starting"  # the current step, for messages
         self.skipped = 0
         self.skipped_in_a_row = 0
         is_empty = next(model.parameters()).is_meta
@@ -180,7 +180,7 @@ class Trainer:
         return model
 
     def batches(self, model):
-        """Return what runs the policy, or another model, on micro-batches of sequences."""
+        """Return the object that runs a model on micro-batches of sequences, of BATCHES."""
         # A micro-batch is a row of sequences, filled in order up to micro_tokens: lengths 6 3 5 2
         # and micro_tokens 10 give [6 3] [5 2]. Or it is a tree of their prefixes. Only the policy's
         # experts are counted. A critic has no sampler to agree with, so it is never exact.
@@ -315,7 +315,7 @@ class Trainer:
         if config.advantage in TOKEN_ADVANTAGES:
             scorer = self.teacher if self.critic is None else self.critic
             scores = self.forward_only(everyone, scorer)
-            metrics = TOKEN_ADVANTAGES[config.advantage].of(config, everyone, scores)
+            metrics = TOKEN_ADVANTAGES[config.advantage].assign(config, everyone, scores)
         else:
             metrics = reward_advantages(config, batch)
         return metrics | advantage_metrics(everyone)

@@ -51,14 +51,14 @@ class WalkOptions(NamedTuple):
         only child joins its parent chunk, because both graphs would be held anyway.
     recompute: hold keys and values of the chunks above, not their graphs, and run them twice.
     temperature: of (6).
-    masks: a bool (L_i - 1,) for each sequence. The head runs where any of them wants a score; other
-        entries that loss_fn gets are 0, without gradient. None: everywhere.
+    masks: a bool (L_i - 1,) for each sequence. The head runs where any mask is on. Elsewhere
+        loss_fn gets 0, without gradient. None: everywhere.
     batched: call loss_fn([i, ..], ..) once per chunk, for the R sequences that end in it, with
         (R, T) scores, 0 past a sequence's end. Faster for many short sequences.
-    routing: routing(chunk) returns the on_routing= of `model.hidden` for the tokens chunk.start ..
-        chunk.stop - 1. With recompute it is called twice for some chunks. None: no routing is told.
-    multiple: of which each call's number of tokens is one. Sequence parallelism gives each rank 1/t
-        of the tokens: 5 of them become 6 for t = 2.
+    routing: routing(chunk) returns the on_routing= of `model.hidden` for the tokens of the chunk.
+        With recompute it is called twice for some chunks. None: on_routing is not passed.
+    multiple: each call is padded to a multiple of so many tokens. Sequence parallelism gives each
+        rank 1/t of them: 5 tokens become 6 for t = 2.
     """
 
     max_tokens: int | None = None
@@ -216,7 +216,7 @@ class _TreeWalk:
         weight = next(model.parameters())
         self.device = weight.device
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        C = 1 if model.logprobs is None else 2  # those of `scores_of`
+        C = 1 if model.logprobs is None else 2  # as many as `scores_of` returns
         self.scores_CN = torch.zeros(C, len(trie), dtype=dtype, device=self.device)
         self.dscores_CN = torch.zeros_like(self.scores_CN) if self.trains else None
         self.is_used = [False] * C  # which scores some loss depends on
@@ -319,8 +319,7 @@ class _TreeWalk:
         # The model does not know that it runs on a tree: each layer calls this once.
         attention = _ChunkAttention(self, chunk, stack)
 
-        # Positions are depths, so the keys of a path are right for every chunk below. A model of
-        # the five knows no routing.
+        # Positions are depths, so the keys of a path are right for every chunk below.
         routing = self.options.routing
         length = chunk.stop - chunk.start
         pad = -length % self.options.multiple
@@ -415,8 +414,7 @@ def tree_backward(model, trie, loss_fn, **options) -> TreeResult:
 
 
 # Checks of what callers pass --------------------------------------------------------------------
-# For: an error that names the mistake, before anything runs or changes.
-# Skip it to understand the algorithm; read it before you pass a model of your own.
+# To understand the algorithm, skip this section. Read it before you pass a model of your own.
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 MIXERS = (nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d)

@@ -60,7 +60,7 @@ class TokenTrie:
     Sequences that equal others, or are prefixes of others, end inside the tree and add no token.
     All tensors are int64 and on the CPU:
 
-        tokens (N,)        token ids           positions (N,)    depth, which is what RoPE wants
+        tokens (N,)        token ids           positions (N,)    depth, the position for RoPE
         subtree_end (N,)   the index after a token's last descendant
         parent (N,)        index of the token before, -1 for a first one
         ends (R,)          index of each sequence's last token     lengths (R,)   L_i
@@ -181,7 +181,7 @@ def largest_branches_first(parent, end):
     parent_of = parent[siblings]
     size_of = size[siblings]
 
-    # Sizes are summed over all tokens, so take off what the sum was at the first sibling.
+    # Sizes are summed over all tokens, so subtract the sum at the first sibling.
     before = size_of.cumsum() - size_of
     is_first = np.diff(parent_of, prepend=-2) != 0
     before -= np.maximum.accumulate(np.where(is_first, before, 0))
@@ -267,7 +267,7 @@ def partition_tree(trie, max_tokens=None, *, join_only_children=False) -> list[T
 
 
 # Scores of edges --------------------------------------------------------------------------------
-# For: which tokens the head runs at, and where sequences find their scores.
+# They decide at which tokens the head runs, and where sequences find their scores.
 
 
 def wanted_edges(trie, masks=None):

@@ -187,7 +187,7 @@ def test_a_push_goes_tensor_by_tensor_from_any_layout(tmp_path, name):
     ranks(tmp_path, PUSHES[name][0], _pushed, name)
 
 
-ASKING = "full.learn.rollouts.Sampler._ask_once"
+ASKING = "full.learn.rollouts.Sampler.ask_once"
 DECODING = "parallel.all_gather"
 
 
