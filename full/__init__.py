@@ -13,8 +13,7 @@ Attention:
     ring_attention.py: merge
 
 Trees:
-    full/tree/trie.py: TokenTrie
-    full/tree/shares.py: partition, redistribute
+    full/tree/trie.py: TokenTrie, partition, redistribute
     full/tree/chunks.py: tree_scores, tree_backward
     tree_attention.py: definition
 

@@ -24,8 +24,7 @@ from full.learn.trainer import Trainer
 from full.ranks.checkpoint import checkpoints
 from full.run.build import ONE_PROCESS, build
 from full.run.config import resumed_config
-from full.run.directory import RunDirectory, step_of
-from full.run.saves import auditable_steps
+from full.run.directory import RunDirectory, auditable_steps, step_of
 from train_grpo import ROLLOUT
 
 # What a run has recorded --------------------------------------------------------------------------

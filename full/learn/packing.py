@@ -28,8 +28,9 @@ from full.ranks.joining import all_gather_objects, errors_on_all_ranks, is_lost_
 from full.ranks.places import is_replica_leader, part_of, reshard
 from full.tree.chunks import tree_backward
 from full.tree.forest import MaskedAttention
-from full.tree.shares import pack, pack_evenly, redistribute
-from full.tree.trie import FlatTokens, TokenTrie, scores_of, wanted_edges
+from full.tree.trie import (
+    FlatTokens, TokenTrie, pack, pack_evenly, redistribute, scores_of, wanted_edges,
+)  # fmt: skip
 
 
 class PackedRow(NamedTuple):

@@ -25,9 +25,8 @@ from full.ranks.joining import (
 from full.ranks.places import local
 from full.run.build import build, export_last, prepare, require_room
 from full.run.config import read_date
-from full.run.directory import RunDirectory
+from full.run.directory import Checkpointer, RunDirectory, audits_in_words
 from full.run.logs import Log, RolloutLog
-from full.run.saves import Checkpointer, audits_in_words
 from full.run.tasks import make_task
 
 

@@ -25,8 +25,7 @@ from full.learn.trainer import Trainer
 from full.run.build import build
 from full.run.config import Config
 from full.run.tasks import make_task
-from full.tree.shares import pack
-from full.tree.trie import TokenTrie
+from full.tree.trie import TokenTrie, pack
 
 pytestmark = pytest.mark.quick
 

@@ -25,8 +25,7 @@ from full.attention.attend import SHORT, WIDTH, attend_short
 from full.attention.masks import Mask
 from full.tiny import tiny_model
 from full.tree.chunks import tree_backward, tree_scores
-from full.tree.shares import partition
-from full.tree.trie import TokenTrie, partition_tree
+from full.tree.trie import TokenTrie, partition, partition_tree
 from tree_attention import definition
 
 quick = pytest.mark.quick
@@ -639,7 +638,7 @@ def contiguous(order, world):
 @pytest.mark.parametrize("seed", shortened(range(6), 0, 1))
 def test_dfs_partition_is_the_best_of_all_contiguous_ones(seed, monkeypatch):
     sequences = random_forest(seed, count=9, longest=12)
-    monkeypatch.setattr("full.tree.shares.TOKEN", 20)
+    monkeypatch.setattr("full.tree.trie.TOKEN", 20)
 
     def largest(shares):
         tries = [TokenTrie([sequences[i] for i in x]) for x in shares]
