@@ -40,9 +40,6 @@ from full.run.tasks import make_task
 NOT_BY_HAND = ("step", "seconds/", "memory/peak", "logprob_gap/identical", "tokens/trained")
 
 
-# What all checks use ------------------------------------------------------------------------------
-
-
 @dataclass
 class RecordedStep:
     """A step of a run: what the run recorded of it, and its rollouts, replayed. Only read."""
@@ -55,6 +52,7 @@ class RecordedStep:
 
     def __post_init__(self):
         self.config = self.files.config
+        self.prefixes = ["", CRITIC] if self.config.advantage == "gae" else [""]
         self.settings = settings(self.config)
         self.c = SimpleNamespace(**definition.DEFAULTS | self.settings)
         line = self.files.metrics[self.number]
@@ -75,8 +73,7 @@ class RecordedStep:
         return not (self.config.overlong == "filter" and r.truncated)
 
     def kit_step(self, rows, kinds, numbers, models, dtype) -> Step:
-        """Return the kit's Step with its twin. The arguments are pairs: the definition, the twin.
-        """
+        """Return the kit's Step with its twin. Arguments are pairs, for the step and the twin."""
         exact = numbers | dict(settings=self.settings | dict(compute_dtype=""))
         rounded = numbers | dict(settings=self.settings | dict(compute_dtype=dtype))
         twin = Step(rows[1], kinds[1], exact, models[1], precision=getattr(torch, dtype))
@@ -91,12 +88,18 @@ class RecordedStep:
         return [[r.sequence(n, self.world, scored=r.at if self.models.are_large else None)
                  for n, r in enumerate(rollouts)] for _ in range(2)]  # fmt: skip
 
-    def compare(self, key, value, distance=0.0, floor=0.0, **known) -> list:
-        """Return the Row of a number of the run's line, if it is there."""
-        if key not in self.line:
-            return []
-        floor += EXACT * abs(value)
-        return [row_of(key, self.line[key], value, distance=distance, floor=floor, **known)]
+    def compare(self, values, **known) -> list:
+        """Return the Rows of those numbers that the run's line has. known: other fields of a Row.
+
+        values: {key: number} or {key: (number, distance, floor)}.
+        """
+        rows = []
+        for key in [key for key in values if key in self.line]:
+            x = values[key]
+            value, distance, floor = x if isinstance(x, tuple) else (x, 0.0, 0.0)
+            floor += EXACT * abs(value)
+            rows.append(row_of(key, self.line[key], value, distance=distance, floor=floor, **known))
+        return rows
 
     def compare_solved(self, key, make_model) -> list:
         """Return the Row of solved held-out prompts. make_model: see `step_models.solved`."""
@@ -104,7 +107,7 @@ class RecordedStep:
             return []
         value, doubt = step_models.solved(self.models, make_model, self.line[key])
         because = "plays in doubt" if doubt else ""
-        return self.compare(key, value, floor=doubt, size=1.0, because=because)
+        return self.compare({key: (value, 0.0, doubt)}, size=1.0, because=because)
 
 
 def row_of(key, recorded, by_hand, difference=None, **known) -> Row:
@@ -130,16 +133,14 @@ def check_rollouts(data) -> list:
     count, sampled = sum(len(r.tokens) for r in played), sum(len(r.at) for r in played)
     recorded, replayed, off = zip(*(r.compared_rewards() for r in played))
     due = groups_played(data.config, data.groups)
-    rows = [
+    return [
         row_of("rollouts/groups", len(data.groups), due, floor=EXACT * due),
         row_of("rollouts/tokens", count, count - sum(r.differs for r in played)),
         row_of("rollouts/sampled", sampled, sampled - sum(r.missampled for r in played)),
         row_of("rollouts/rewards", math.fsum(recorded), math.fsum(replayed), max(off), floor=EXACT,
                size=1.0),
+        *data.compare(rollout_metrics(data.config, data.groups)),
     ]  # fmt: skip
-    for key, value in rollout_metrics(data.config, data.groups).items():
-        rows += data.compare(key, value)
-    return rows
 
 
 def check_sampling(data) -> tuple:
@@ -163,8 +164,7 @@ def check_draws(data, models, sequences) -> tuple:
     step = data.kit_step(sequences, ({}, {}), {}, models, data.config.rollout_dtype)
     findings = in_words(checks.sampling_of(step))
     keys = {"draws": "sampling", "sampler_logprobs": "sampling/logprobs"}
-    rows = [step.measured[name]._replace(key=key, size=1.0) for name, key in keys.items()]
-    return rows, findings
+    return [step.measured[x]._replace(key=keys[x], size=1.0) for x in keys], findings
 
 
 def check_engine(data, model, sequences) -> tuple:
@@ -196,23 +196,13 @@ def check_advantages(data, models, sequences) -> tuple:
     findings = in_words({"advantages": checks.check_advantages(step)})
     A = [s.advantages[t] for s in sequences[0] for t in s.at]
     size = max(map(abs, A), default=0.0)
-    return [
-        step.measured["advantages"]._replace(key="rollouts/advantage", size=size),
-        *data.compare("advantage/token_mean", mean(A), floor=EXACT * size),
-        *data.compare("advantage/token_std", definition.spread(A), floor=EXACT * size),
-    ], findings
+    values = {"advantage/token_mean": mean(A), "advantage/token_std": definition.spread(A)}
+    values = {key: (value, 0.0, EXACT * size) for key, value in values.items()}
+    row = step.measured["advantages"]._replace(key="rollouts/advantage", size=size)
+    return [row, *data.compare(values)], findings
 
 
 # The updates --------------------------------------------------------------------------------------
-
-
-class Trained(NamedTuple):
-    """A model after the updates."""
-
-    rows: list
-    findings: dict
-    kinds: list  # weights and moments after the updates: the definition's, the twin's
-    near: int  # choices of experts that rounding may turn
 
 
 def of_update(data, name, n):
@@ -226,8 +216,11 @@ def of_update(data, name, n):
     return 2 * mean_of_updates - first if count == 2 else None
 
 
-def train(data, prefix, models, sequences, stored, had_findings) -> Trained:
+def train(data, prefix, models, sequences, stored, had_findings) -> tuple:
     """Do the updates of a model by the kit, and compare all that is known of each.
+
+    Return rows, findings, the weights after the updates in both precisions, and how many choices of
+    experts rounding may turn.
 
     prefix: of the names of the critic, or "" for the policy. models, sequences: pairs.
     stored: weights and moments before the step, and after it or None. It is emptied.
@@ -241,10 +234,9 @@ def train(data, prefix, models, sequences, stored, had_findings) -> Trained:
     kinds, steps, measured, findings, near = [before, before], [], [], {}, 0
     del before
     for n, update in enumerate(data.updates):
-        hyperparameters = dict(lr=lr, betas=[0.9, config.beta2], eps=1e-8,
-                               names=[*kinds[0]["before"]],
-                               weight_decay=config.weight_decay)  # fmt: skip
-        numbers = dict(optimizer=dict(step=done + n + 1, groups=[hyperparameters]))
+        group = dict(lr=lr, betas=[0.9, config.beta2], eps=1e-8, names=[*kinds[0]["before"]],
+                     weight_decay=config.weight_decay)  # fmt: skip
+        numbers = dict(optimizer=dict(step=done + n + 1, groups=[group]))
         if not (had_findings or findings):
             numbers["grad_norm"] = of_update(data, f"{path}grad_norm", n)
             loss = of_update(data, "loss/token_mean", n)
@@ -270,44 +262,33 @@ def train(data, prefix, models, sequences, stored, had_findings) -> Trained:
     if many and after and findings and not had_findings:
         if text := next(updates_explained(steps), ""):
             findings = {f"{prefix}updates 1 to {len(steps)}": text}
-    rows = data.compare(f"{path}lr", lr) + check_updates(data, prefix, measured)
+    rows = data.compare({f"{path}lr": lr}) + check_updates(data, prefix, measured)
     for key, name in (("gradient", "gradient"), ("parameters", "weights")):
         if steps and name in steps[-1].measured:
             row = steps[-1].measured[name]
             rows.append(row._replace(key=f"{path}{key}", why=f"furthest in {row.where}"))
-    return Trained(rows, findings, kinds, near)
+    if not prefix and data.models.after and config.router_bias_rate:
+        votes = data.models.votes_apart(models[0].module)
+        rows.append(row_of("votes", *votes, floor=4 * near, because="near choices"))
+    return rows, findings, [x["before"] for x in kinds], near
 
 
 def check_updates(data, prefix, measured) -> list:
     """Compare the metrics of a model's updates: the first one's, and of all."""
-    if not measured:
-        return []
     # The first update's come before those that a change of the weights has a part in.
-    of_critic = ("critic/grad_norm", "value/loss")
-    names = [name for name in measured[0] if (name in of_critic) == bool(prefix)]
-    rows = [data.compare(f"{name}_first", *measured[0][name]) for name in names]
-    for name in names:
-        columns = zip(*(by_name[name] for by_name in measured))
-        rows.append(data.compare(name, *(RUN_METRICS[name].reduce(list(x)) for x in columns)))
-    return list(itertools.chain(*rows))
-
-
-def check_policy(data, models, trained) -> list:
-    """Compare the votes of a router's bias, and the held-out prompts that are solved."""
-    rows = []
-    if data.models.after and data.config.router_bias_rate:
-        *sizes, wrong = data.models.votes_apart(models[0].module)
-        rows.append(row_of("votes", *sizes, wrong, floor=4 * trained.near, because="near choices"))
-    return rows + data.compare_solved("eval/solved", lambda n: data.models.as_sampled(
-        models[n].module, trained.kinds[n]["before"]))  # fmt: skip
+    names = [name for by_name in measured[:1] for name in by_name
+             if (name in ("critic/grad_norm", "value/loss")) == bool(prefix)]  # fmt: skip
+    values = {f"{name}_first": measured[0][name] for name in names}
+    values |= {name: tuple(RUN_METRICS[name].reduce(list(x)) for x in zip(
+        *(by_name[name] for by_name in measured))) for name in names}  # fmt: skip
+    return data.compare(values)
 
 
 def check_counts(data) -> list:
     """Compare counts and ages of the step."""
-    before, sampled = (data.models.states[path] for path in (
-        data.models.before, data.models.sampled))  # fmt: skip
-    U, version = len(data.updates), before["policy_version"]
-    age = min(data.number, data.config.staleness)
+    states, U = data.models.states, len(data.updates)
+    before, sampled = states[data.models.before], states[data.models.sampled]
+    version, age = before["policy_version"], min(data.number, data.config.staleness)
     tokens = sum(len(r.tokens) for update in data.updates for r in data.trained[update])
     values = {
         "policy_version": version + U, "tokens/trained_flat": tokens,
@@ -316,7 +297,7 @@ def check_counts(data) -> list:
     }  # fmt: skip
     if data.config.tree == "disabled":
         values["tokens/trained"] = tokens
-    return list(itertools.chain(*(data.compare(*pair) for pair in values.items())))
+    return data.compare(values)
 
 
 def check_values(data, sequences) -> list:
@@ -326,13 +307,13 @@ def check_values(data, sequences) -> list:
         [(s.values[t], s.returns[t]) for s in row for t in s.at] or [(0.0, 0.0)],
         dtype=torch.float64).T for row in sequences)  # fmt: skip
     rest, spread = ((x - x.mean()).square().mean().sqrt().item() for x in (g - v, g))
-    off_v, off_g = (v - twin_v), (g - twin_g)
+    off_v, off_g = v - twin_v, g - twin_g
     off = (off_g.square().mean() + off_v.square().mean()).sqrt().item()
     left = (rest / spread) ** 2 if spread**2 > 1e-12 else 1.0
-    return [
-        *data.compare("value/token_mean", v.mean().item(), off_v.abs().mean().item(), 1e-11),
-        *data.compare("value/explained_variance", 1 - left, 2 * left * off / max(rest, TINY), 1e-9),
-    ]
+    return data.compare({
+        "value/token_mean": (v.mean().item(), off_v.abs().mean().item(), 1e-11),
+        "value/explained_variance": (1 - left, 2 * left * off / max(rest, TINY), 1e-9),
+    })  # fmt: skip
 
 
 def cause(data, row, near) -> str:
@@ -366,28 +347,24 @@ def compare_step(data) -> tuple:
     """
     # The tensors of checkpoints go to the disk before there are models in memory.
     paths = data.models.before, data.models.after
-    prefixes = ["", CRITIC] if data.config.advantage == "gae" else [""]
     stored = {prefix: [path and data.models.weights_and_moments(path, prefix) for path in paths]
-              for prefix in prefixes}  # fmt: skip
-    rows = check_rollouts(data)
-    more, findings = check_sampling(data)
-    critic_weights = stored[CRITIC][0]["before"] if CRITIC in stored else {}
-    models, sequences = step_models.read_models(data, critic_weights)
-    del critic_weights
-    of_advantages, found = check_advantages(data, models[""], sequences)
-    rows += more + of_advantages
-    findings |= found
+              for prefix in data.prefixes}  # fmt: skip
+    sampling, findings = check_sampling(data)
+    models, sequences = step_models.read_models(data, stored)
+    advantages, of_advantages = check_advantages(data, models[""], sequences)
+    rows = check_rollouts(data) + sampling + advantages
+    findings |= of_advantages
     weights, near = {}, 0
-    for prefix in prefixes:
-        trained = train(data, prefix, models[prefix], sequences, stored[prefix], bool(findings))
-        rows += trained.rows
-        findings |= trained.findings
-        near += trained.near
-        weights[prefix] = trained.kinds[0]["before"]
+    for prefix in data.prefixes:
+        of_model, found, trained, more = train(
+            data, prefix, models[prefix], sequences, stored[prefix], bool(findings))
+        rows, findings, near = rows + of_model, findings | found, near + more
+        weights[prefix] = trained[0]
         if not prefix:
-            rows += check_policy(data, models[""], trained)
+            rows += data.compare_solved("eval/solved", lambda n: data.models.as_sampled(
+                models[""][n].module, trained[n]))  # fmt: skip
     rows += check_counts(data)
-    if CRITIC in stored:
+    if CRITIC in data.prefixes:
         rows += check_values(data, sequences)
     rows = [row._replace(why="" if row.is_informative else cause(data, row, near)) for row in rows]
     return rows, findings, weights
@@ -478,9 +455,8 @@ def introduction(data, left_out) -> list:
         intro.append(f"sampling: {data.files.engine} drew by numbers of its own, so no draw "
                      f"is compared, but its log-probs, and their sum with the entropies")
     if not data.models.after:
-        models = ["the policy", CRITIC] if data.config.advantage == "gae" else ["the policy"]
-        intro += [f"{model}: the weights after the step are not compared, as there is no "
-                  f"step-{data.number + 1:08d}" for model in models]  # fmt: skip
+        intro += [f"{prefix or 'the policy'}: the weights after the step are not compared, as "
+                  f"there is no step-{data.number + 1:08d}" for prefix in data.prefixes]
     unknown = [name for name in left_out if not name.startswith(NOT_BY_HAND)]
     return intro + ([f"the audit does not know {', '.join(unknown)}"] if unknown else [])
 
