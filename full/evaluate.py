@@ -270,6 +270,6 @@ def export(argv) -> int:
         else:
             write_hf(model, directory, config.model)
     print(f"wrote {directory}: {name}")
-    if config.task == "jsonl" and (note := text_of(config).note):
-        print(note)
+    if config.task == "jsonl" and (words := text_of(config).settings_in_words):
+        print(words)
     return 0
