@@ -18,7 +18,7 @@ import torch.distributed as dist
 from full import check, evaluate
 from full.audit import audit
 from full.ranks.joining import (
-    ERRORS, Progress, connect, errors_on_all_ranks, is_one_of_several, naming_lost_ranks,
+    USER_ERRORS, Progress, connect, errors_on_all_ranks, is_one_of_several, naming_lost_ranks,
 )  # fmt: skip
 from full.run.config import Config
 from full.run.flags import parse_config
@@ -26,7 +26,7 @@ from full.run.logs import plot, replacing_characters
 from full.run.run import start_run
 from full.run.tasks import place_in_users_file, require_task
 
-# Commands read a run, or measure. They are one process, and none of them trains.
+# Commands other than training; each is one process.
 COMMANDS = {
     "audit": audit.main, "check": check.main, "eval": evaluate.evaluation,
     "export": evaluate.export, "plot": plot,
@@ -34,20 +34,20 @@ COMMANDS = {
 
 
 def connected(argv):
-    """Return the checked settings of a run, for which the ranks have met."""
-    # Ranks whose settings are wrong meet too, so that one of them says so for all.
-    config, problem = Config(device="cpu"), None
+    """Connect the ranks of a run, and return its checked settings."""
+    # Ranks with wrong settings connect too, so that one of them prints the error for all.
+    config, own_error = Config(device="cpu"), None
     try:
         config = parse_config(argv).check()
         require_task(config)
-    except ERRORS as error:
+    except USER_ERRORS as error:
         if not is_one_of_several():
             raise
-        problem = error
+        own_error = error
     connect(config.device, timeout=config.timeout, threads=config.threads)
     with errors_on_all_ranks():
-        if problem is not None:
-            raise problem
+        if own_error is not None:
+            raise own_error
     return config
 
 
@@ -58,49 +58,59 @@ def quietly(command, argv) -> int:
         print(end="", flush=True)
         return code
     except BrokenPipeError:
-        # The reader of our output has seen enough. What is still buffered would fail once more as
-        # Python ends, so it goes nowhere. 141 is what a shell gives for such an end.
+        # The reader has closed the pipe. Buffered output would fail again as Python ends, so it is
+        # discarded. A shell returns 141 in this case.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def report(error) -> int:
-    """Name an error in one line on stderr, after the traceback of one that no flag can mend.
-
-    Returns 2.
-    """
-    # An error that all ranks raised is named by the rank that found it, see `errors_on_all_ranks`,
-    # and so is an error raised in its place. Any other error is named by each rank.
-    cause = error
-    while cause is not None and not hasattr(cause, "finder"):
-        cause = cause.__cause__
-    finder = getattr(cause, "finder", None)
+    """Print an error once if all ranks have it, else on each rank. Leave with exit code 2."""
+    finder = finder_of(error)
     if finder is None or finder == dist.get_rank():
-        said = " ".join(f"{error}".splitlines())
-        # A note says in which rollout a task has failed.
-        places = *getattr(error, "__notes__", ()), place_in_users_file(error)
-        if any(places):
-            said += f" ({'; '.join(filter(None, places))})"
-        if not isinstance(error, ERRORS):
-            said = f"{type(error).__name__}: {said}"
-        if not isinstance(error, (*ERRORS, SystemExit)):
-            traceback.print_exception(error)
-        # One write, so that the lines of two ranks do not run into each other.
-        who = f"rank {os.environ['RANK']}: " if os.environ.get("RANK") else ""
-        sys.stderr.write(f"{who}error: {said}\n")
-        sys.stderr.flush()
-
-    # COMM: torchrun ends all ranks when one ends. So the ranks that share an error leave together,
-    # after the finder has named it: all of them come here. A rank that is lost meanwhile is no
-    # other error. Pinned by tests/full/test_commands.py::test_an_error_of_all_ranks_is_named_once.
+        name_error(error)
     if finder is not None:
-        with contextlib.suppress(RuntimeError):
-            dist.barrier()
+        leave_together()
     return leave(2)  # a clean teardown would wait for ranks that may be gone or stuck
 
 
+def finder_of(error):
+    """Return the rank that found an error which all ranks raise, or None for any other error."""
+    # An error that was raised in place of such an error has the same finder, see
+    # `errors_on_all_ranks`.
+    while error is not None and not hasattr(error, "finder"):
+        error = error.__cause__
+    return getattr(error, "finder", None)
+
+
+def name_error(error):
+    """Print an error on stderr in one line, after its traceback unless the user can fix it."""
+    text = " ".join(f"{error}".splitlines())
+    # A note names the rollout in which a task failed.
+    places = *getattr(error, "__notes__", ()), place_in_users_file(error)
+    if any(places):
+        text += f" ({'; '.join(filter(None, places))})"
+    if not isinstance(error, USER_ERRORS):
+        text = f"{type(error).__name__}: {text}"
+    if not isinstance(error, (*USER_ERRORS, SystemExit)):
+        traceback.print_exception(error)
+    # One write, so that the lines of two ranks are not mixed.
+    rank = f"rank {os.environ['RANK']}: " if os.environ.get("RANK") else ""
+    sys.stderr.write(f"{rank}error: {text}\n")
+    sys.stderr.flush()
+
+
+def leave_together():
+    """Wait until the finder of an error has printed it."""
+    # COMM: torchrun ends all ranks when one ends. So ranks that share an error wait here for the
+    # finder. It does not matter if another rank is lost meanwhile. Pinned by
+    # tests/full/test_commands.py::test_an_error_of_all_ranks_is_named_once.
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+
+
 def leave(code, at_once=False) -> int:
-    """Return the exit code. Of several ranks, or at_once, exit here: gloo may abort at an end."""
+    """Return the exit code. With several ranks, or at_once, exit: gloo may abort a normal end."""
     if at_once or is_one_of_several():
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -112,8 +122,8 @@ def leave(code, at_once=False) -> int:
 def main(argv) -> int:
     """Run what the command line says and return the exit code.
 
-    0: done. 1: an audit disagrees with the run, or a check with its definition. 2: an error, named
-    on stderr. 130, 143: the run was saved after Ctrl-C or SIGTERM.
+    0: done. 1: an audit disagrees with the run, or a check with its definition. 2: an error, which
+    is on stderr. 130, 143: the run was saved after Ctrl-C or SIGTERM.
     """
     try:
         if argv and argv[0] in COMMANDS:
@@ -123,15 +133,14 @@ def main(argv) -> int:
             number = start_run(connected(argv), progress).signal
             code = 128 + number if number else 0
     except (Exception, SystemExit) as error:
-        # sys.exit(0) in a task or a reward has not done the run. argparse ends a command by it.
+        # sys.exit(0) of a task or a reward is an error, and sys.exit of argparse is not.
         if isinstance(error, SystemExit) and not place_in_users_file(error):
             raise
         return report(error)
-    except KeyboardInterrupt:  # a Ctrl-C before the first step; from there on Stop has it
+    except KeyboardInterrupt:  # before the first step; after it `Stop` handles Ctrl-C
         print("interrupted, with nothing to save", file=sys.stderr, flush=True)
         return leave(128 + signal.SIGINT)
-    # Of several ranks each leaves its group as it is. A thread may still wait for a task, and it is
-    # left alone.
+    # Several ranks leave without destroying their group. A thread may still wait for a task.
     if dist.get_world_size() == 1 and not code:
         dist.destroy_process_group()
     return leave(code)
@@ -139,5 +148,5 @@ def main(argv) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    # After an error a group is left, and a thread that waits for a task for ever.
+    # After an error there may be a group, and a thread that waits for a task without end.
     sys.exit(leave(code, at_once=code != 0 or dist.is_initialized()))

@@ -1,16 +1,15 @@
-"""Run and audit from Python, with objects where the command line has files.
+"""Run and audit from Python, with objects in place of the command line's files.
 
     from full.api import Config, audit, run
 
     result = run(Config(steps=20), task=MyTask(), log=print)
     print(result.solved, audit(result, task=MyTask()).verdict)
 
-A run is the command line's: the same settings, directory and metrics, bit for bit, in one process,
-in a notebook, or in a script under torchrun. Every rank gives objects where a flag names a file. A
-run that was given objects can be resumed or audited only from Python; the task in its config.json
-is `python:MyTask`. A wrong setting is a ValueError. An error in a task or a reward is raised as it
-is, with a note of the rollout. No call ends the process. After it, signal handlers, threads and
-process groups are as before.
+A run has the same settings, directory and metrics as on the command line, bit for bit: in one
+process, in a notebook, or in a script under torchrun, where every rank gives the objects. A run
+with objects can be resumed or audited only from Python. Its task is `python:MyTask` in config.json.
+A wrong setting is a ValueError. An error in a task or a reward is raised unchanged, with a note of
+the rollout. No call ends the process. A call restores signal handlers, threads and process groups.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from full.audit.audit import Report, audited
-from full.ranks.joining import PYTHON, Interrupted, Progress, agree, joined, naming_lost_ranks
+from full.ranks.joining import PYTHON, Interrupted, Progress, agree, connection, naming_lost_ranks
 from full.run.build import one_process
 from full.run.config import Config
 from full.run.logs import replacing_characters
@@ -35,7 +34,7 @@ __all__ = "Config", "Interrupted", "Report", "Result", "Task", "audit", "run"
 
 @contextlib.contextmanager
 def refusing_exits():
-    """Turn a user's sys.exit into an error: a run that it ends has not done its steps."""
+    """Turn a user's sys.exit into an error, because the run has not done its steps."""
     try:
         yield
     except SystemExit as error:
@@ -44,11 +43,11 @@ def refusing_exits():
 
 @dataclass(frozen=True)
 class Result:
-    """What a run has left. A function that takes a path takes it as the run's directory.
+    """The result of a run. As a path, it is the run's directory.
 
     out: Path. The run's directory. Its folder hf has the last weights for transformers.
-    solved: float. Which part of the held-out prompts the last weights solve.
-    metrics: list of dict. The lines of metrics.jsonl, one a step, of a resumed run from step 0 on.
+    solved: float. The fraction of the held-out prompts that the last weights solve.
+    metrics: list of dict. The lines of metrics.jsonl, one per step, from step 0 on.
     checkpoint: Path. The newest checkpoint.
     """
 
@@ -68,35 +67,37 @@ def run(
 ) -> Result:  # fmt: skip
     """Do a run. Return its Result on every rank. Collective under torchrun.
 
-    config: Config. Its fields are the flags of the command line. With resume=True the fields that
-        were not given are the stored run's, and the objects have to be given again.
+    config: Config. Its fields are the flags of the command line. With resume=True the other fields
+        are the stored run's, and the objects have to be given again.
     task: an object with the methods of `Task`. Default: the task that config.task names.
     reward: function (text, row) -> number. For the task jsonl, in place of its --reward.
     dataset: rows, each a dict like a line of --data. The task is then jsonl, which needs --model.
     eval_dataset: rows to evaluate on. Default: the tenth of the dataset that is held out.
     log: function of a step's metrics, a dict: a line of metrics.jsonl. Rank 0 calls it.
 
-    A process does one run at a time. A process group that is on is used and kept. Ctrl-C ends the
-    run after the step: it saves, and KeyboardInterrupt is raised. A second Ctrl-C raises it at
-    once. SIGTERM saves too, and `Interrupted` is raised. Only the main thread sees signals.
+    A process does one run at a time. An existing process group is used and kept. Ctrl-C saves the
+    run after the step and raises KeyboardInterrupt. A second Ctrl-C raises it at once. SIGTERM
+    saves too and raises `Interrupted`. Only the main thread sees signals.
     """
-    names, make = objects_of(task, reward, dataset, eval_dataset)
+    objects = given_objects(task, reward, dataset, eval_dataset)
+    names = config_names(objects)
     config = settings_of(config, names)
     if not names:
         require_task(config)
 
     progress = Progress()
-    how = dict(timeout=config.timeout, threads=config.threads)
-    with naming_lost_ranks(progress), joined(config.device, **how):
-        ended = start_run(config, progress, make=make, log=log, returns_to_caller=True)
-        found = ended.directory
-        metrics, checkpoint = agree(lambda: (found.lines(found.METRICS), found.newest()))
+    ranks = connection(config.device, timeout=config.timeout, threads=config.threads)
+    with naming_lost_ranks(progress), ranks:
+        ended = start_run(
+            config, progress, make=maker_of(objects), log=log, returns_to_caller=True)
+        out = ended.directory
+        metrics, checkpoint = agree(lambda: (out.lines(out.METRICS), out.newest()))
     if ended.signal:
-        text = f"full.api.run(Config(out={str(found)!r}, resume=True), ..) goes on"
+        text = f"full.api.run(Config(out={str(out)!r}, resume=True), ..) goes on"
         if ended.signal == signal.SIGINT:
             raise KeyboardInterrupt(text)
         raise Interrupted(ended.signal, text)
-    return Result(found.path, ended.solved, metrics, checkpoint)
+    return Result(out.path, ended.solved, metrics, checkpoint)
 
 
 @refusing_exits()
@@ -110,40 +111,54 @@ def audit(
         may also be the FILE.py:Class and the FILE.py:function of a run of the command line.
     step: int. Default: the last that has a checkpoint before it.
 
-    `Report.verdict` says it in a line, and `Report.text` in a table. ValueError if the step cannot
-    be audited.
+    `Report.verdict` is the result in a line, and `Report.text` in a table. ValueError if the step
+    cannot be audited.
     """
     files = {name: spec for name, spec in (("task", task), ("reward", reward))
              if isinstance(spec, str)}  # fmt: skip
-    task, reward = (None if isinstance(thing, str) else thing for thing in (task, reward))
-    names, make = objects_of(task, reward, dataset, eval_dataset)
-    given = {name: names[name] for name in ("task", "reward") if name in names} | files
+    task, reward = (None if isinstance(x, str) else x for x in (task, reward))
+    objects = given_objects(task, reward, dataset, eval_dataset)
+    names = config_names(objects)
+    code = {name: names[name] for name in ("task", "reward") if name in names} | files
     with one_process("an audit"):
-        return audited(Path(run), step, **given, make=make)
+        return audited(Path(run), step, **code, make=maker_of(objects))
 
 
-def objects_of(task, reward, dataset, eval_dataset):
-    """Return {field of Config: name} of the objects that were given, and what makes the task.
-
-    What makes it is a function of the run's Config. ValueError for an object of no use.
-    """
-    rows = dict(data=dataset, eval_data=eval_dataset)
-    rows = {name: rows_of(found, f"{name}set") for name, found in rows.items() if found is not None}
-    if task is not None and (rows or reward is not None):
+def given_objects(task, reward, dataset, eval_dataset) -> dict:
+    """Return {field of Config: object} of the objects that are not None. Datasets become rows."""
+    objects = dict(task=task, reward=reward)
+    for field, dataset in (("data", dataset), ("eval_data", eval_dataset)):
+        objects[field] = None if dataset is None else rows_of(dataset, f"{field}set")
+    objects = {field: x for field, x in objects.items() if x is not None}
+    if task is not None and len(objects) > 1:
         raise ValueError("a task gives its own prompts and rewards: reward, dataset and "
                          "eval_dataset are for the task jsonl")  # fmt: skip
-    if task is not None:
-        return {"task": f"{PYTHON}{type(task).__name__}"}, lambda config: require_usable(task)
-    names = {name: f"{name}set" for name in rows}
-    if reward is not None:
+    return objects
+
+
+def config_names(objects) -> dict:
+    """Return {field of Config: the name that stands for an object}."""
+    if not objects:
+        return {}
+    names = {"task": PYTHON + (type(objects["task"]).__name__ if "task" in objects else "jsonl")}
+    names |= {field: f"{field}set" for field in ("data", "eval_data") if field in objects}
+    if "reward" in objects:
+        reward = objects["reward"]
         names["reward"] = getattr(reward, "__name__", type(reward).__name__)
-    if not names:
-        return {}, make_task
-    return {"task": f"{PYTHON}jsonl"} | names, lambda config: Jsonl(config, reward=reward, **rows)
+    return names
+
+
+def maker_of(objects):
+    """Return the function that makes the task of a Config with these objects."""
+    if not objects:
+        return make_task
+    if "task" in objects:
+        return lambda config: require_usable(objects["task"])
+    return lambda config: Jsonl(config, **objects)
 
 
 def rows_of(dataset, name) -> list:
-    """Return the rows of a dataset as they would be read from a file of JSON lines."""
+    """Return the rows of a dataset as a file of JSON lines would have them."""
     rows = []
     for number, row in enumerate(dataset, 1):
         with naming(f"{name} row {number}", Exception):
@@ -155,17 +170,19 @@ def rows_of(dataset, name) -> list:
 
 
 def settings_of(config, names) -> Config:
-    """Return the checked settings of a run. names: of the objects that take the place of fields.
+    """Return the checked settings of a run. names: of `config_names`.
 
-    With resume=True the fields that were not given to Config are those of the run in config.out.
+    With resume=True the fields that were not given to Config are from the run in config.out.
     """
     for field, name in names.items():
         value = getattr(config, field)
-        is_rows = field == "task" and name == f"{PYTHON}jsonl"
-        if value not in (getattr(Config, field), name, *["jsonl"] * is_rows):
+        allowed = [getattr(Config, field), name]
+        if name == f"{PYTHON}jsonl":
+            allowed.append("jsonl")
+        if value not in allowed:
             raise ValueError(f"expected one {field}, got Config({field}={value!r}) and an object")
 
-    # A program may give a file as a Path. What else a value must not be, `check` says.
+    # A program may give a file as a Path. `check` refuses other wrong types.
     given = config.given()
     names = names | {name: f"{x}" for name, x in given.items() if isinstance(x, Path)}
     return Config.of(given | names, dataclasses.replace(config, **names)).check()

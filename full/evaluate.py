@@ -18,7 +18,7 @@ from full.model.config import read_json
 from full.model.hf import load_hf, save_factors
 from full.ranks.checkpoint import checkpoints
 from full.run.build import (
-    ONE_PROCESS, beside, of_export, one_process, policy_in, require_room, write_hf,
+    ONE_PROCESS, export_dtypes, one_process, partial_name, policy_in, require_room, write_hf,
 )  # fmt: skip
 from full.run.config import TASKS, Config, resumed_config
 from full.run.directory import RunDirectory, step_of
@@ -28,28 +28,28 @@ from full.run.text import text_of
 
 
 def settings_of_run(run, given=None, imported=()) -> Config:
-    """Return what a run was started with, under the settings that are given: {field: value}.
+    """Return a run's settings, overridden by `given`, {field: value}.
 
-    imported: of `task` and `reward` those whose file the caller imports. If the run had a file and
-        none is given, a ValueError asks for it: no file is imported because a directory names it.
+    imported: names of `task` and `reward`, if the caller imports their files. The caller has to
+        give a file that the run had: no file is imported because a directory names it.
     """
-    # `resumed_config` wants both flags again. A flag that is not imported is given as it stands.
+    # `resumed_config` requires both fields again. One that is not imported is repeated as stored.
     given = given or {}
     path = Path(run) / "config.json"
     stored = read_json(path, what="the configuration of a run")
-    free = [name for name in ("task", "reward") if name in given or name not in imported]
-    again = {name: f"{stored[name]}" for name in free if name in stored}
-    return dataclasses.replace(resumed_config(path, again), **given)
+    names = [name for name in ("task", "reward") if name in given or name not in imported]
+    repeated = {name: f"{stored[name]}" for name in names if name in stored}
+    return dataclasses.replace(resumed_config(path, repeated), **given)
 
 
 def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=True, base=""):
-    """Load the policy of a run or of a Hugging Face directory, whole. Return the model and a name.
+    """Load the whole policy of a run or of a Hugging Face directory. Return the model and a name.
 
-    task: of a run without --model, whose tokens are the task's.
-    step: int. Of the run's checkpoint. Default: the newest undamaged one.
-    dtype: str. Default: of a run its generator's, in which it evaluates; of a directory as stored.
-    merged: bool. Whether the factors of --lora-rank are added to their matrices.
-    base: str. Of the matrices that they are added to. Default: as in the run.
+    task: the task of a run without --model, which determines the vocabulary.
+    step: int. The checkpoint of a run. Default: the newest undamaged one.
+    dtype: str. Default: for a run its generator's, for a directory as stored.
+    merged: bool. Add the factors of --lora-rank to their matrices.
+    base: str. The dtype of these matrices. Default: as in the run.
     """
     if not RunDirectory(source).holds_run:
         if step is not None:
@@ -62,16 +62,16 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=
     config = settings_of_run(source)
     steps = {step_of(path): path for path in checkpoints(source)}
     if not steps or step not in (None, *steps):
-        held = ", ".join(map(str, steps)) or "none"
-        raise ValueError(f"{source} holds no such checkpoint; those that it holds are of: {held}")
+        stored = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"{source} holds no such checkpoint; those that it holds are of: {stored}")
 
-    # A checkpoint does not hold the model's shape. --model or the flags say it, and
-    # `read_checkpoint` refuses tensors of another shape by name.
+    # The model's shape is from --model or the flags. `read_checkpoint` names a tensor of another
+    # shape.
     RunDirectory(source).require_same_digests("base.json", config)
 
     def read(path):
-        kept = dtype or config.rollout_dtype
-        return policy_in(path, config, task, kept, merged=merged, base=base)
+        return policy_in(
+            path, config, task, dtype or config.rollout_dtype, merged=merged, base=base)
 
     if step is None:
         path, model = RunDirectory(source).read_newest(read)
@@ -81,12 +81,12 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu", merged=
 
 
 # eval -------------------------------------------------------------------------------------------
-# An evaluation asks two things of the same held-out prompts. Greedy play says how many the policy
-# solves at its best. Several samples of each say how likely one answer solves it (pass@1), and how
-# often one of k does (pass@k). If the figures are far apart, training can still help.
+# An evaluation measures two things on the same held-out prompts. Greedy decoding shows how many
+# the policy solves at its best. Several samples of each prompt estimate how likely one answer
+# solves it (pass@1), and one of k answers (pass@k). If the figures differ much, training can help.
 
 
-# Flags of a run that an evaluation has too. All others would change nothing, and are refused.
+# The flags of a run that change an evaluation. All others are refused.
 EVAL_FLAGS = (
     "task", "data", "eval_data", "template", "instruction", "template_args", "date", "reward",
     "size", "turns", "eval_prompts", "max_new_tokens", "temperature", "batch_rows", "seed",
@@ -99,8 +99,8 @@ NORMAL_95 = 1.959964  # a normal number is within so many deviations 95 % of the
 def pass_at_k(solved, count, k) -> float:
     """Estimate the chance that one of k samples solves a prompt, if `solved` of `count` did.
 
-    Chen et al. 2021, arXiv:2107.03374: 1 - C(count - solved, k) / C(count, k). It has no bias, and
-    1 - (1 - solved / count)^k has one: with 1 of 2 solved it says 3/4 for k = 2, where it was 1.
+    Chen et al. 2021, arXiv:2107.03374: 1 - C(count - solved, k) / C(count, k), without bias. The
+    simpler 1 - (1 - solved / count)^k is biased: with 1 of 2 solved it is 3/4 for k = 2, and not 1.
     """
     # Of all ways to choose k of the samples, the share that chooses only failures.
     return 1 - math.comb(count - solved, k) / math.comb(count, k)
@@ -108,12 +108,12 @@ def pass_at_k(solved, count, k) -> float:
 
 def wilson(mean, count):
     """Return Wilson's 95 % interval for a chance, given the mean of `count` prompts."""
-    # The interval holds every chance p whose own spread, sqrt(p (1 - p) / count), reaches to the
-    # mean. So 7 of 7 gives 0.65 to 1, where mean +- 2 deviations would give 1 to 1.
+    # The interval holds every chance p from which the mean is at most 1.96 of p's own deviations,
+    # sqrt(p (1 - p) / count), away. So 7 of 7 gives 0.65 to 1, and mean +- 2 deviations 1 to 1.
     #
-    # That is for prompts that count 0 or 1. pass@1 counts c / n, and pass@k too counts a number
-    # between 0 and 1. Of all such numbers with mean p, 0 and 1 spread the most: x^2 <= x, so the
-    # variance mean(x^2) - p^2 is at most p - p^2. For them the interval is right or too wide.
+    # This is for prompts that count 0 or 1. pass@1 and pass@k count a number between 0 and 1. Of
+    # all such numbers with mean p, 0 and 1 have the largest variance: x^2 <= x, so the variance
+    # mean(x^2) - p^2 is at most p - p^2. For pass@k the interval is right or too wide.
     z2 = NORMAL_95**2 / count
     center = (mean + z2 / 2) / (1 + z2)
     half = math.sqrt(mean * (1 - mean) * z2 + z2 * z2 / 4) / (1 + z2)
@@ -127,25 +127,25 @@ def evaluated(config, task, sampler, samples):
 
     sampler: a Sampler, or an object with its methods.
 
-    Returns figures, name -> (value, low, high); the number of different prompts; and as texts
-    (prompt, answer, reward) of some samples.
+    Returns figures, name -> (value, low, high); the number of different prompts; and some samples
+    as (prompt, answer, reward).
     """
-    # A run plays greedily every `eval_every` steps, by the same call: for the same weights it gives
-    # the same figure, if seed, prompts and limits are the run's.
+    # The same call as every `eval_every` steps of a run, so the same weights give the same figure
+    # if seed, prompts and limits are the run's.
     values = {"solved": evaluate(config, task, sampler)[0]}
 
-    how = dict(group=samples, temperature=config.temperature)
-    starts, groups = play_held_out(config, task, sampler, **how)
+    starts, groups = play_held_out(
+        config, task, sampler, group=samples, temperature=config.temperature)
     counts = [sum(t.reward >= 1 for t in group) for group in groups]
     powers = [2**n for n in range(samples.bit_length())]  # 1 2 4 of 6 samples, and 6 itself
     for k in sorted({*powers, samples}):
         values[f"pass@{k}"] = float(np.mean([pass_at_k(c, samples, k) for c in counts]))
 
-    # A prompt that is drawn twice is not a second prompt: `guess` has 7, and draws each 10 times.
+    # A prompt that is drawn twice counts once: `guess` has 7 prompts, and draws each 10 times.
     different = len({(repr(state), tuple(prompt)) for _, state, prompt in starts})
     figures = {name: (value, *wilson(value, different)) for name, value in values.items()}
 
-    # The first sample of the first prompts, so that a reader sees what the figures are about.
+    # The first sample of the first prompts, as examples.
     shown = []
     for (_, _, prompt), (t, *_) in zip(starts[:3], groups):
         texts = task.show(t.tokens[: len(prompt)]), task.show(t.tokens[len(prompt) :])
@@ -154,19 +154,19 @@ def evaluated(config, task, sampler, samples):
 
 
 def settings_of_evaluation(source, given) -> Config:
-    """Return the run's own settings, or the defaults for a directory, and what was given."""
-    # A file that is named now holds the prompts, and not the two files of the run.
+    """Return a run's settings, or the defaults for a directory, overridden by `given`."""
+    # A given --data replaces both files of the run.
     if "data" in given:
         given = {"eval_data": ""} | given
 
-    # A run's device may be gone, and its plan needs other processes.
+    # A run's device may be gone, and its plan needs several processes.
     if RunDirectory(source).holds_run:
-        elsewhere = ONE_PROCESS | {"device": ""}
-        return settings_of_run(source, elsewhere | given, imported=("task", "reward")).check()
+        given = ONE_PROCESS | {"device": ""} | given
+        return settings_of_run(source, given, imported=("task", "reward")).check()
     if "task" not in given:
         raise ValueError(f"{source} is not a run, so say what to ask it: --task NAME, with --data "
                          f"FILE for --task jsonl")  # fmt: skip
-    if "eval_data" in given:  # no line is trained on, so no other file is needed
+    if "eval_data" in given:  # an evaluation trains on no line, so one file is enough
         given = {"data": given["eval_data"]} | given
     return Config(**given | {"model": f"{source}"}).check()
 
@@ -191,8 +191,7 @@ def evaluation(argv) -> int:
     if options.samples < 1:
         raise ValueError(f"--samples must be positive, got {options.samples}")
 
-    # Everything that is wrong with the flags is said before a model is read. `given` are the flags
-    # that were typed: the others are the run's own.
+    # Check all flags before a model is read. The flags that were not typed are the run's.
     given = {f.name: getattr(options, f.name) for f in fields if hasattr(options, f.name)}
     config = settings_of_evaluation(options.source, given)
     if options.all_lines and config.task != "jsonl":
@@ -201,31 +200,34 @@ def evaluation(argv) -> int:
         task = Jsonl(config, all_lines=True) if options.all_lines else make_task(config)
         prompts = len(task.rows[True]) if options.all_lines else prompts_of_evaluation(config, task)
         config = dataclasses.replace(config, eval_prompts=prompts)
-        which = dict(step=options.step, dtype=options.dtype, device=device)
-        model, name = load_policy(options.source, task, **which)
+        model, name = load_policy(options.source, task, step=options.step, dtype=options.dtype,
+                                  device=device)  # fmt: skip
         require_room(config, task, model.config, options.source)
-        figures, different, shown = evaluated(config, task, Sampler(model), options.samples)
-
-    # First what the task has decided by itself, such as a template. Then a table and samples for a
-    # reader, and one line of JSON for a program.
-    if getattr(task, "note", ""):
+        figures, different, examples = evaluated(config, task, Sampler(model), options.samples)
+    if getattr(task, "note", ""):  # what the task has chosen, such as a template
         print(task.note)
-    which = "prompts" if options.all_lines else "held-out prompts"
-    print(f"{name}: {config.task}, {prompts_of_evaluation(config, task)} {which}, "
+    kind = "prompts" if options.all_lines else "held-out prompts"
+    print(f"{name}: {config.task}, {prompts_of_evaluation(config, task)} {kind}, "
           f"{different} different; "
           f"{options.samples} samples each at temperature {config.temperature:g}, "
-          f"seed {config.seed}\n{'':24}   95 % interval over prompts")  # fmt: skip
-    for name, (value, low, high) in figures.items():
-        label = f"{name} (greedy)" if name == "solved" else name
-        print(f"{label:16}{value:8.3f}   {low:.3f} - {high:.3f}")
-    for prompt, answer, reward in shown:
-        print(f"\nprompt: {prompt}\nanswer: {answer}\nreward: {reward:g}")
-    print(f"\n{json.dumps(figures)}")
+          f"seed {config.seed}")  # fmt: skip
+    print_figures(figures, examples)
     return 0
 
 
+def print_figures(figures, examples):
+    """Print figures and examples of `evaluated` for a reader, and a line of JSON for a program."""
+    print(f"{'':24}   95 % interval over prompts")
+    for name, (value, low, high) in figures.items():
+        label = f"{name} (greedy)" if name == "solved" else name
+        print(f"{label:16}{value:8.3f}   {low:.3f} - {high:.3f}")
+    for prompt, answer, reward in examples:
+        print(f"\nprompt: {prompt}\nanswer: {answer}\nreward: {reward:g}")
+    print(f"\n{json.dumps(figures)}")
+
+
 # export -----------------------------------------------------------------------------------------
-# A run leaves its last weights in OUT/hf by itself. `export` does the same with any checkpoint.
+# A run writes its last weights to OUT/hf. `export` does the same with any checkpoint.
 
 
 def export(argv) -> int:
@@ -239,9 +241,9 @@ def export(argv) -> int:
                         "for PEFT")  # fmt: skip
     options = parser.parse_args(argv)
 
-    # Nothing is deleted for this but an empty directory.
+    # An export deletes at most an empty directory.
     directory = Path(options.directory)
-    partial = beside(directory)
+    partial = partial_name(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} is not empty: give a directory that is, or a new one")
     if partial.exists():
@@ -249,8 +251,8 @@ def export(argv) -> int:
     if not RunDirectory(options.run).holds_run:
         raise ValueError(f"expected the directory of a run, got {options.run}")
 
-    # A run without --model has a shape with its task's tokens. A task's file that only the run's
-    # directory names is asked for and not imported.
+    # Without --model the shape depends on the task's tokens. A file that only the run's directory
+    # names is not imported: the user has to give it.
     config = settings_of_run(options.run)
     if options.adapters and config.lora is None:
         raise ValueError(f"--adapters: {options.run} has none, because it began without "
@@ -262,14 +264,15 @@ def export(argv) -> int:
         given = {"task": options.task} if options.task else {}
         task = make_task(settings_of_run(options.run, given, imported=("task",)))
     with one_process("an export"):
-        # Factors alone are written as they were trained.
-        which = dict(dtype=config.dtype, merged=False) if options.adapters else of_export(config)
-        model, name = load_policy(options.run, task, step=options.step, **which)
-        if options.adapters:
+        if options.adapters:  # factors are written in the dtype in which they were trained
+            model, name = load_policy(options.run, task, step=options.step, dtype=config.dtype,
+                                      merged=False)  # fmt: skip
             save_factors(model, directory, config.model)
         else:
+            model, name = load_policy(
+                options.run, task, step=options.step, **export_dtypes(config))
             write_hf(model, directory, config.model)
     print(f"wrote {directory}: {name}")
-    if config.task == "jsonl" and (note := text_of(config).note):
-        print(note)
+    if config.task == "jsonl" and (words := text_of(config).settings_in_words):
+        print(words)
     return 0

@@ -1,7 +1,7 @@
 """Make tiny models of every family, with every option, and a task that needs no skill.
 
-Checks and tests compare them with their definitions in milliseconds, and let them play a task that
-needs no skill. If you only train, skip this file.
+Checks and tests compare these models with their definitions in milliseconds. If you only train,
+skip this file.
 """
 
 import torch
@@ -49,19 +49,19 @@ def tiny(model_type="qwen3", **changes) -> ModelConfig:
 
 
 def tiny_model(model_type="qwen3", seed=1, dtype=torch.float64, **changes) -> Transformer:
-    """Return a `tiny` model whose norms, biases and votes are away from their neutral values."""
+    """Return a `tiny` model whose norms and biases differ from their neutral values."""
     model = Transformer(tiny(model_type, **changes)).to(dtype).init_weights(seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
             p += 0.1 * torch.randn(p.shape, generator=generator).to(dtype)
-        for votes in model.buffers():
-            votes.copy_(torch.randint(-9, 9, votes.shape, generator=generator))
+        for bias in model.buffers():  # of routers, in steps
+            bias.copy_(torch.randint(-9, 9, bias.shape, generator=generator))
     return model
 
 
 class TwoTurns(Task):
-    """Any tokens in two turns. Almost all rollouts have a reward of their own, so all learn."""
+    """A task of two turns, in which any tokens will do and almost all rewards differ."""
 
     vocab_size, end = 13, (1,)
 
@@ -69,8 +69,8 @@ class TwoTurns(Task):
         return (0, index), rng.integers(2, 13, size=1 + index % 3).tolist()
 
     def reply(self, state, answer):
-        # A group of equal rewards is what dynamic sampling drops.
+        # Every fourth group has equal rewards, which dynamic sampling drops.
         turn, index = state
-        heard = sum(n * token for n, token in enumerate(answer, 1)) % 7
-        reward = 0.0 if index % 4 == 3 else heard / 7
+        checksum = sum(n * token for n, token in enumerate(answer, 1)) % 7
+        reward = 0.0 if index % 4 == 3 else checksum / 7
         return (turn + 1, index), None if turn else [5, 6], reward

@@ -224,8 +224,8 @@ def place_of_factor(name, shape, grid, mode) -> Place:
     matrix = place_of(matrix_of(name), shape, grid, mode, False)
     of_rank = len(shape) - 2 if name.endswith("lora_A") else len(shape) - 1
     world = grid.plan.world // grid.plan.pp
-    place = Place(matrix.mesh, (tuple(map(range, shape)),), holders=world)
-    sums = list(matrix.sums)
+    place = Place(matrix.mesh, (tuple(map(range, shape)),), replica_count=world)
+    groups = list(matrix.gradient_groups)
     for dim, axis in matrix.cuts:
         # FSDP, the last to cut, cuts the first dimension of every parameter. t, e and etp do not
         # cut r. A factor that they leave whole has a partial gradient. But after the last norm all
@@ -235,8 +235,8 @@ def place_of_factor(name, shape, grid, mode) -> Place:
         elif dim != of_rank:
             place = place.cut(dim, axis)
         elif name.startswith("model."):
-            sums.append(grid.group[axis])
-    return place._replace(sums=tuple(sums))
+            groups.append(grid.group[axis])
+    return place._replace(gradient_groups=tuple(groups))
 
 
 def shard_factors(model, factors, grid) -> None:

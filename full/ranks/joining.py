@@ -1,4 +1,4 @@
-"""Connect ranks, and let them agree and leave together, through restarts, lost ranks and signals.
+"""Connect ranks, let them agree, and end them together, also after lost ranks and signals.
 
 Read this file if you write a training loop, or if a run does not start.
 """
@@ -23,14 +23,14 @@ from tqdm import tqdm
 
 import parallel
 
-# What is wrong with flags, files, packages or numbers: a user can mend it, and reads one line.
-ERRORS = ValueError, ImportError, OSError, FloatingPointError
+# Errors in flags, files, packages or numbers: the user can fix these, so only one line is printed.
+USER_ERRORS = ValueError, ImportError, OSError, FloatingPointError
 
 
 def all_gather_objects(item, group=None) -> list:
     """Return the items of all ranks of a group, in rank order. They are pickled. Collective."""
     items = [None] * dist.get_world_size(group)
-    # COMM: an all-gather of pickled objects. The callers say what they gather, and why.
+    # COMM: an all-gather of pickled objects. The callers explain what they gather, and why.
     # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
     dist.all_gather_object(items, item, group=group)
     return items
@@ -38,8 +38,8 @@ def all_gather_objects(item, group=None) -> list:
 
 def wait_for_all(device="cpu") -> None:
     """Return when all ranks of the default group are here."""
-    # COMM: an all-reduce. A rank that refuses its settings next leaves at once. It must not close
-    # the connections, or rank 0 the store, with which another rank still joins a group.
+    # COMM: an all-reduce. A rank that then refuses its settings leaves at once. It must not close
+    # connections, or the store of rank 0, while another rank still joins a group.
     # Pinned by tests/full/test_faults.py::test_no_rank_leaves_while_another_joins.
     dist.all_reduce(torch.zeros((), device=device))
 
@@ -58,16 +58,16 @@ def connect(device="", *, timeout=60, threads=1) -> str:
         warnings.warn(text, stacklevel=2)
         return f"cuda:{torch.cuda.current_device()}" if "nccl" in dist.get_backend() else "cpu"
 
-    patience = datetime.timedelta(seconds=timeout)
-    where = dict(store=dist.HashStore(), rank=0, world_size=1)
-    # A launcher that sets only a part of its variables would start processes that each run alone.
+    limit = datetime.timedelta(seconds=timeout)
+    ranks = dict(store=dist.HashStore(), rank=0, world_size=1)
+    # Any of a launcher's variables is enough. Otherwise each process would silently run alone.
     if os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or is_one_of_several():
-        store, rank, world = meet(patience)
+        store, rank, world = meet(limit)
         store = store_of_this_attempt(store, rank, world, timeout)
-        where = dict(store=store, rank=rank, world_size=world)
+        ranks = dict(store=store, rank=rank, world_size=world)
     # gloo in addition to NCCL, because Python objects and checkpoints travel as CPU tensors.
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, **where, timeout=patience)
+    dist.init_process_group(backend, **ranks, timeout=limit)
     wait_for_all()
     return device
 
@@ -82,12 +82,12 @@ def is_one_of_several() -> bool:
     return os.environ.get("WORLD_SIZE") not in (None, "", "1")
 
 
-def meet(patience):
+def meet(limit):
     """Return the store in which the ranks meet, this rank, and how many ranks there are."""
     try:
-        return next(dist.rendezvous("env://", timeout=patience))
+        return next(dist.rendezvous("env://", timeout=limit))
     except dist.DistNetworkError as error:
-        if not is_rank_0():  # it waits for rank 0, see `naming_lost_ranks`
+        if not is_rank_0():  # this rank waited for rank 0, see `naming_lost_ranks`
             raise
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ConnectionError(f"expected a free port at {place}, where the ranks meet, got: "
@@ -96,20 +96,20 @@ def meet(patience):
 
 
 @contextlib.contextmanager
-def joined(device="", *, timeout=60, threads=1):
-    """Be connected for the time of the body: `connect`, then leave the process as it was."""
+def connection(device="", *, timeout=60, threads=1):
+    """Connect for the duration of a with block, then restore the process."""
     threads_before = torch.get_num_threads()
-    was_on = dist.is_initialized()
+    was_connected = dist.is_initialized()
     try:
         yield connect(device, timeout=timeout, threads=threads)
     finally:
         torch.set_num_threads(threads_before)
-        if dist.is_initialized() and not was_on:
+        if dist.is_initialized() and not was_connected:
             dist.destroy_process_group()
 
 
 def own_device(device) -> str:
-    """Choose the device of this process: "cpu", or the GPU that torchrun's LOCAL_RANK says."""
+    """Choose the device of this process: "cpu", or the GPU with torchrun's LOCAL_RANK."""
     has_cuda = torch.cuda.is_available()
     if device not in ("cpu", "cuda", "") or (device == "cuda" and not has_cuda):
         raise ValueError(f'expected "cpu", "cuda" where there is a GPU, or "", got {device!r}; '
@@ -158,49 +158,49 @@ def store_of_this_attempt(store, rank, world, timeout):
 
 @contextlib.contextmanager
 def errors_on_all_ranks(group=None, *, alone=False):
-    """Raise the error of the first rank whose body has one on all ranks. Collective.
+    """Raise an error of the body on all ranks. If several ranks have one, the first counts.
 
-    The body sends no messages: a rank that raised in the middle would leave the others waiting.
+    Collective. The body must send no messages: the others would wait for a rank that raised.
 
-    group: of the ranks that call it. Default: all ranks.
+    group: the ranks that call it. Default: all ranks.
     alone: bool. This rank calls it by itself, and no message is sent.
 
-    The rank that found the error raises it as it is, and the others a copy. An error that is not
-    about flags, files or numbers is a RuntimeError on the others. If all ranks raise it,
-    `error.finder` is the rank that found it, so that `report` of __main__.py names it once.
+    The rank that found the error raises it unchanged, and the others a copy. If it is not one of
+    USER_ERRORS, the copy is a RuntimeError. If all ranks raise it, `error.finder` is the rank that
+    found it, so that `report` of __main__.py prints it once.
     """
     if alone or not dist.is_initialized() or dist.get_world_size(group) == 1:
         yield
         return
-    problem = None
+    own_error = None
     try:
         yield
-    except (Exception, SystemExit) as error:  # a task may exit
-        problem = error
+    except (Exception, SystemExit) as error:  # a task may call sys.exit
+        own_error = error
 
-    # A class of a task's own may not be pickled, or made again, but its name and text can.
-    copied = problem
-    is_ours = type(problem).__module__.partition(".")[0] in ("builtins", "full")
-    if problem is not None and not (isinstance(problem, ERRORS) and is_ours):
-        text = f"rank {dist.get_rank()} ended with {type(problem).__name__}: {problem}"
-        copied = RuntimeError(text)
-    # COMM: an all-gather of an error or None. Each rank comes here once, whatever it met before.
+    # An error of a user's class cannot always be pickled, but its name and text can.
+    sent = own_error
+    is_ours = type(own_error).__module__.partition(".")[0] in ("builtins", "full")
+    if own_error is not None and not (isinstance(own_error, USER_ERRORS) and is_ours):
+        text = f"rank {dist.get_rank()} ended with {type(own_error).__name__}: {own_error}"
+        sent = RuntimeError(text)
+    # COMM: an all-gather of an error or None. Each rank gathers once, with an error or without.
     # Pinned by tests/full/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
-    found = all_gather_objects(copied, group)
-    first = next((n for n, error in enumerate(found) if error is not None), None)
+    errors = all_gather_objects(sent, group)
+    first = next((n for n, error in enumerate(errors) if error is not None), None)
     if first is None:
         return
     finder = first if group is None else dist.get_global_rank(group, first)
-    raised = problem if finder == dist.get_rank() else found[first]
-    if len(found) == dist.get_world_size():
+    raised = own_error if finder == dist.get_rank() else errors[first]
+    if len(errors) == dist.get_world_size():
         raised.finder = finder
     raise raised
 
 
 def on_all_ranks(function, group=None, *, alone=False) -> list:
-    """Return what function() returns on all ranks, in rank order, or raise the first one's error.
+    """Call function() on all ranks and return all values, in rank order. Collective.
 
-    group, alone: as in `errors_on_all_ranks`. Collective.
+    Its first error is raised on all ranks. group, alone: as in `errors_on_all_ranks`.
     """
     with errors_on_all_ranks(group, alone=alone):
         value = function()
@@ -208,9 +208,9 @@ def on_all_ranks(function, group=None, *, alone=False) -> list:
 
 
 def agree(function, group=None):
-    """Call function() on rank 0. Return its value on every rank, or raise its error on every rank.
+    """Call function() on rank 0. Return its value, or raise its error, on every rank.
 
-    group: of all ranks. Default: the default group.
+    group: a group of all ranks. Default: the default group.
     """
     return on_all_ranks(lambda: function() if dist.get_rank() == 0 else None, group)[0]
 
@@ -218,7 +218,7 @@ def agree(function, group=None):
 def summed(values, group=None) -> list:
     """Sum a list of numbers, or of lists of numbers, over all ranks in float64.
 
-    group: of CPU tensors. Default: the default group, of the rank's device.
+    group: a gloo group. Default: the default group, with tensors on the rank's device.
     """
     device = current_device() if group is None else "cpu"
     values = torch.tensor(values, dtype=torch.float64, device=device)
@@ -234,15 +234,14 @@ class Stop:
     Ctrl-C ends the process at once. torchrun repeats the terminal's Ctrl-C to its ranks, so a
     signal within a second of the first is the same key press. One Stop listens at a time. Python
     runs no handler while a process waits in a collective, which ends as soon as another rank does.
+    Python allows handlers in the main thread only: in another thread no signal is seen.
 
-    returns_to_caller: bool. The process is a program that goes on after the run. Then a second
-        Ctrl-C raises KeyboardInterrupt in place of ending the process, and `close` gives the
-        signals back. In a thread that is not the main one, Python allows no handlers, and no signal
-        is seen.
+    returns_to_caller: bool. The process continues after the run. Then a second Ctrl-C raises
+        KeyboardInterrupt and does not end the process, and `close` restores the handlers.
     """
 
     SAME_KEY_PRESS = 1.0  # seconds
-    current = None  # the Stop that listens
+    current = None  # the Stop that has the handlers
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self, returns_to_caller=False):
@@ -250,13 +249,13 @@ class Stop:
         self.seen_at = 0.0
         self.returns_to_caller = returns_to_caller
         self.process = os.getpid()
-        self.handlers = {}  # those before
+        self.handlers = {}  # the previous handlers
         if threading.current_thread() is threading.main_thread():
             Stop.current = self
             self.handlers = {n: signal.signal(n, self.handle) for n in self.SIGNALS}
 
     def close(self):
-        """Give the signals back to the handlers that they had before."""
+        """Restore the previous signal handlers."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: not Python's handler
         if self.handlers:
@@ -264,7 +263,7 @@ class Stop:
         self.handlers = {}
 
     def handle(self, number, frame):
-        # A process that a task's reward has forked ends by its own signals.
+        # A process that a reward has forked is ended by its own signals.
         if os.getpid() != self.process:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -280,8 +279,7 @@ class Stop:
         """Return the signal that any rank has seen, or 0. The number is the same on all ranks."""
         number = torch.tensor(self.number, device=device)
         # COMM: an all-reduce. All ranks call it after the same step, with a signal or without.
-        # Pinned by
-        # tests/full/test_faults.py::test_a_fault_ends_a_run_as_its_row_says.
+        # Pinned by tests/full/test_faults.py::test_a_fault_ends_a_run_as_its_row_says.
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return int(number)
 
@@ -290,8 +288,8 @@ class Stop:
 class Progress:
     """How far a program is, and what its user can do if another rank is lost.
 
-    where: function without arguments that returns it in words.
-    advice: str. What the user can do: the remaining ranks cannot save, so it names a checkpoint.
+    where: function without arguments. It returns in words how far the program is.
+    advice: str. What the user can do. The remaining ranks cannot save, so it names a checkpoint.
     """
 
     where: Callable = lambda: "starting"
@@ -300,15 +298,15 @@ class Progress:
 
 @contextlib.contextmanager
 def naming_lost_ranks(progress):
-    """Turn the error of a collective that lost a rank into a ConnectionError that says so.
+    """Raise a ConnectionError with advice if a collective fails because another rank is lost.
 
-    It is wrapped around the whole program, once. Every collective waits at most the timeout of its
-    group, so a rank that is lost, stopped or slow ends the others by such an error.
+    One call surrounds the whole program. Every collective waits at most the timeout of its group,
+    so a rank that is lost, stopped or slow ends the others with such an error.
     """
     try:
         yield
     except RuntimeError as error:
-        # A single rank has no other to lose.
+        # A single rank cannot lose another one.
         several = dist.get_world_size() > 1 if dist.is_initialized() else is_one_of_several()
         if not several or not is_lost_rank(error):
             raise
@@ -320,10 +318,10 @@ def naming_lost_ranks(progress):
 
 
 def is_lost_rank(error) -> bool:
-    """Tell whether an error, or an error that caused it, says that another rank is gone."""
-    # NCCL and torch's stores raise a DistError. gloo raises a RuntimeError whose text begins with a
-    # line of gloo's C++ source, which "connection timed out" of a task's database does not. torch's
-    # pipelines wrap what a stage raised, hence the loop over causes.
+    """Return whether an error, or its cause, is that another rank is gone."""
+    # NCCL and torch's stores raise a DistError. gloo raises a RuntimeError that names a line of
+    # gloo's C++ source, unlike "connection timed out" of a task's database. torch's pipelines wrap
+    # the error of a stage, hence the loop over causes.
     while error is not None:
         from_gloo = re.search(r"gloo/\S+\.cc:\d+\]|Gloo connectFullMesh failed", str(error))
         if isinstance(error, dist.DistError) or from_gloo:
@@ -333,7 +331,7 @@ def is_lost_rank(error) -> bool:
 
 
 def current_device():
-    """Return where this rank computes, and where sums over ranks are made."""
+    """Return the device on which this rank computes and sums over ranks."""
     if "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -352,15 +350,15 @@ def say(text):
 
 
 class Interrupted(Exception):
-    """Raised to end the loop after a step in which a signal was seen. It holds the number."""
+    """End of the loop after a step in which a signal was seen. Its argument is the number."""
 
 
 class ReplyTimeout(ValueError):
-    """A reply that did not come. It holds a text and the number of the signal seen, or 0."""
+    """Lack of a reply in time. Its arguments are a text and the number of the signal seen, or 0."""
 
     def __str__(self):
         return self.args[0]
 
 
-# What the task of a run begins with, in its settings, if full.api was given objects: python:MyTask.
+# In the settings of a run with Python objects, the task begins with this prefix: python:MyTask.
 PYTHON = "python:"

@@ -1,14 +1,13 @@
 """Sum and clip gradients, step AdamW with master weights or ZeRO-1, and name a run's tensors.
 
-Between the backward and the optimizer's step: sum, look for what is not finite, clip. Then AdamW on
-the plain tensors of this rank, ZeRO-1 (arXiv:1910.02054), master weights; what a checkpoint stores.
-PyTorch's DDP and FSDP2 average gradients over ranks, this sums. DDP and Megatron overlap the sum
-with the backward, this does not.
+After the backward, gradients are summed over ranks, checked for non-finite entries, and clipped.
+AdamW updates the plain tensors of this rank, with ZeRO-1 (arXiv:1910.02054) or with master weights.
+PyTorch's DDP and FSDP2 average gradients over ranks, and this file sums them. DDP and Megatron
+overlap the sum with the backward, and this file does not.
 
 Equations (1) to (7) are in parallel.py.
 """
 
-import itertools
 import math
 
 import torch
@@ -26,15 +25,15 @@ def reduce_gradients(model) -> int:
     """Sum each parameter's gradient over ranks, in place: (1). Collective, once before each step.
 
     A rank without a gradient adds zeros. FSDP2 has summed over data ranks in the backward already.
-    Returns, for `name_suspects`, which of this rank's gradients was not finite before any sum: the
-    first in the order of the backward, 0 for the model's last parameter. -1 if all are finite.
+    Returns the index, in backward order, of this rank's first non-finite gradient, or -1, for
+    `name_suspects`. Index 0 is the model's last parameter.
     """
-    reshard(model)  # otherwise the gradients of the root's shards are out of sight
+    reshard(model)  # otherwise the root's parameters have no gradients
     places = part_of(model).places
     gradients = []
     by_message = {}
     for name, p in reversed([*model.named_parameters()]):
-        # A rank that had no tokens sends zeros, or the others would wait for it.
+        # A rank without tokens sends zeros, because the others wait for it.
         if p.requires_grad and p.grad is None:
             p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
         gradients.append(local(p.grad) if p.requires_grad else None)
@@ -43,7 +42,7 @@ def reduce_gradients(model) -> int:
         # parameter that is not cut. So it shares no message with cut ones, whose parts may differ
         # in length. Pinned by
         # tests/full/test_parallel_faults.py::test_replicas_hold_the_same_bits_after_three_steps.
-        for group in places[name].sums if p.requires_grad else ():
+        for group in places[name].gradient_groups if p.requires_grad else ():
             key = group, bool(places[name].cuts)
             by_message.setdefault(key, []).append(gradients[-1])
     suspect = first_non_finite(gradients)
@@ -51,8 +50,8 @@ def reduce_gradients(model) -> int:
     # COMM: the places decide what is sent, and they are the same on all ranks of a group, whatever
     # gradients a rank has. Pinned by
     # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-    for (group, _), together in by_message.items():
-        sum_in_messages(together, group)  # (1)
+    for (group, _), summands in by_message.items():
+        sum_in_messages(summands, group)  # (1)
     return suspect
 
 
@@ -62,29 +61,29 @@ def sum_in_messages(gradients, group):
     Several in a message need a buffer of its size. A larger gradient is alone. The 30 gradients of
     `guess` take 7 ms on 2 ranks of a CPU, and 70 ms one by one by `parallel.all_reduce_sum`.
     """
-    together = []
-    for gradient, following in itertools.zip_longest(gradients, [g.nbytes for g in gradients[1:]]):
-        together.append(gradient)
-        if following is not None and sum(g.nbytes for g in together) + following <= MESSAGE:
-            continue
+    buckets = []
+    for gradient in gradients:
+        if not buckets or sum(g.nbytes for g in buckets[-1]) + gradient.nbytes > MESSAGE:
+            buckets.append([])
+        buckets[-1].append(gradient)
+    for bucket in buckets:
         # COMM: all ranks of the group have the same gradients, in the same order. Pinned by
         # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        if len(together) == 1 and gradient.is_contiguous():
-            dist.all_reduce(gradient, group=group)
-        else:
-            flat = torch.cat([g.flatten() for g in together])
-            dist.all_reduce(flat, group=group)
-            for g, total in zip(together, flat.split([g.numel() for g in together])):
-                g.copy_(total.view_as(g))
-        together = []
+        if len(bucket) == 1 and bucket[0].is_contiguous():
+            dist.all_reduce(bucket[0], group=group)
+            continue
+        flat = torch.cat([g.flatten() for g in bucket])
+        dist.all_reduce(flat, group=group)
+        for g, total in zip(bucket, flat.split([g.numel() for g in bucket])):
+            g.copy_(total.view_as(g))
 
 
 def first_non_finite(gradients) -> int:
     """Return the index of the first gradient with an entry that is not finite, or -1.
 
-    gradients: list of tensors, or None where there is nothing to look at.
+    gradients: list of tensors, with None for a frozen parameter.
     """
-    # One transfer to the host serves all gradients: on a GPU each `if` on a tensor waits for it.
+    # One transfer to the host for all gradients: on a GPU each `if` on a tensor waits for it.
     indices = [n for n, g in enumerate(gradients) if g is not None]
     finite = [gradients[n].isfinite().all() for n in indices]
     finite = torch.stack(finite).tolist() if finite else []
@@ -92,16 +91,16 @@ def first_non_finite(gradients) -> int:
 
 
 def name_suspects(model, suspect: int, prefix="") -> str:
-    """Say which rank had which non-finite gradient first, from each rank's `reduce_gradients`.
+    """Name each rank's first non-finite gradient, which `reduce_gradients` has found.
 
-    prefix: of the names.
+    prefix: str. It precedes the names.
     """
     names = [prefix + name for name, _ in model.named_parameters()][::-1]
     # COMM: an all-gather of one name over all ranks, which all skip the same step. Pinned by
     # tests/full/test_faults.py::test_a_nan_on_one_rank_is_skipped_by_all_and_named.
-    found = all_gather_objects(names[suspect] if suspect >= 0 else None)
-    named = [f"{name} on rank {rank}" for rank, name in enumerate(found) if name]
-    return ", ".join(named) or "every gradient is finite; only the norm overflowed"
+    suspects = all_gather_objects(names[suspect] if suspect >= 0 else None)
+    texts = [f"{name} on rank {rank}" for rank, name in enumerate(suspects) if name]
+    return ", ".join(texts) or "every gradient is finite; only the norm overflowed"
 
 
 @torch.no_grad()
@@ -119,7 +118,7 @@ def clip_grad_norm(model, max_norm: float):
     sum_of_squares = torch.zeros((), dtype=torch.float64, device=part.device)
     for name, g in gradients.items():
         square = torch.linalg.vector_norm(g, dtype=torch.float64).square()
-        sum_of_squares += square.to(part.device) / part.places[name].holders
+        sum_of_squares += square.to(part.device) / part.places[name].replica_count
     # COMM: an all-reduce of one number over all ranks. Pinned by
     # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
     if dist.is_initialized():
@@ -128,10 +127,10 @@ def clip_grad_norm(model, max_norm: float):
 
     # DEVIATES: torch divides by norm + 1e-6, and so does parallel.py. This divides by the norm.
     # Pinned by tests/full/test_ranks.py::test_the_clip_is_exactly_the_ratio_of_norms.
-    found = norm.item()  # one wait for the device, and not one for each gradient
-    if max_norm < found < math.inf:
+    value = norm.item()  # one wait for the device, and not one for each gradient
+    if max_norm < value < math.inf:
         for g in gradients.values():
-            g.mul_(max_norm / found)  # (7)
+            g.mul_(max_norm / value)  # (7)
     return norm
 
 

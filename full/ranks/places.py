@@ -1,7 +1,7 @@
-"""Say what a rank holds of a model: where its part of each parameter lies, and its stages.
+"""Describe a rank's part of a model: the place of each parameter, and the pipeline's stages.
 
-The functions that sum and clip gradients, update, compare, write, read or send weights read the
-places of parameters. They do not ask how a model was split. A pipeline runs the stages.
+Functions that sum and clip gradients, or that update, compare, write, read or send weights, use the
+places of parameters and need not know the plan. A pipeline runs the stages.
 """
 
 import copy
@@ -35,15 +35,15 @@ class Place(NamedTuple):
     mesh: DeviceMesh, of the grid. None without a grid.
     boxes: tuple. boxes[k] holds this rank's entries after the first k cuts.
     cuts: tuple of (dimension of the tensor, name of the mesh's dimension), in the order of cutting.
-    sums: tuple of process groups over which its gradient is summed, one after the other.
-    holders: int. How many ranks of the world hold each entry.
+    gradient_groups: tuple of process groups. The gradient is summed over one after the other.
+    replica_count: int. The number of ranks of the world that hold each entry.
     """
 
     mesh: DeviceMesh | None
     boxes: tuple
     cuts: tuple = ()
-    sums: tuple = ()
-    holders: int = 1
+    gradient_groups: tuple = ()
+    replica_count: int = 1
 
     @property
     def shape(self) -> tuple:
@@ -68,7 +68,7 @@ class Place(NamedTuple):
         box[dim] = rows[first : first + size]
         return self._replace(
             boxes=(*self.boxes, tuple(box)), cuts=(*self.cuts, (dim, name)),
-            holders=self.holders // ranks,
+            replica_count=self.replica_count // ranks,
         )  # fmt: skip
 
     def cut_copies(self) -> "Place":
@@ -118,7 +118,7 @@ class Place(NamedTuple):
 
 
 def layout(name, grid):
-    """Return `parallel.layout`, with recurrent layers, and a critic's head, which is whole."""
+    """Return `parallel.layout`, extended by recurrent layers and by a critic's whole head."""
     if name == "score.weight":
         name = "model.norm.weight"
     path, is_recurrent, rest = name.partition(".linear_attn.")
@@ -129,7 +129,7 @@ def layout(name, grid):
 
 
 def place_of(name, shape, grid, mode, ends_share_embedding) -> Place:
-    """Return the place of a parameter with this shape of the whole: by `layout`.
+    """Return the place of a parameter whose whole has this shape.
 
     ends_share_embedding: bool. The first and the last stage share an embedding, on different ranks.
     """
@@ -137,28 +137,28 @@ def place_of(name, shape, grid, mode, ends_share_embedding) -> Place:
     how = layout(name, grid)
     is_expert = ".experts." in name
     mesh = grid.experts if is_expert else grid.dense
-    place = Place(mesh, (tuple(map(range, shape)),), holders=plan.world // plan.pp)
+    place = Place(mesh, (tuple(map(range, shape)),), replica_count=plan.world // plan.pp)
     if how["over"]:
         place = place.cut(how["dim"], how["over"])
     if is_expert:
         place = place.cut(inner_width(name), "etp")
 
-    # Experts have got the rows of all ranks but those of edp. A router whose experts' width is cut
-    # sees a partial sum of the outputs that it weighs. After the last norm all t ranks compute the
-    # same: a critic's head has the whole gradient.
+    # Experts have received the rows of all ranks except those of edp. If the experts' width is cut,
+    # a router sees a partial sum of the outputs that it weighs. After the last norm all t ranks
+    # compute the same, so a critic's head has the whole gradient.
     partial = "edp" if is_expert else how["partial"]
     if plan.etp > 1 and ".mlp.gate." in name:
         partial = "dct"
     if partial == "dct" and not name.startswith("model."):
         partial = "dc"
-    if mode == "fsdp":  # FSDP2 cuts what t and e have left, and sums over these ranks
+    if mode == "fsdp":  # FSDP2 cuts the parts of t and e further, and sums over these ranks
         place = place.cut_copies()
         partial = "t" if partial == "dct" else ""
-    sums = [grid.group[partial]]
+    groups = [grid.group[partial]]
     if ends_share_embedding and name == TIED and grid.ends is not None:
-        sums.append(grid.ends)
-        place = place._replace(holders=2 * place.holders)
-    return place._replace(sums=tuple(group for group in sums if group.size() > 1))
+        groups.append(grid.ends)
+        place = place._replace(replica_count=2 * place.replica_count)
+    return place._replace(gradient_groups=tuple(group for group in groups if group.size() > 1))
 
 
 TIED = "model.embed_tokens.weight"  # of a tied model, on the first stage and on the last
@@ -166,18 +166,18 @@ TIED = "model.embed_tokens.weight"  # of a tied model, on the first stage and on
 
 # The stages of a rank ---------------------------------------------------------------------------
 #
-# `parallel.run_1f1b` runs one stage a rank. Two schedules of torch give a rank two stages, and idle
-# less. Interleaved, of 4 stages on 2 ranks rank 0 has 0 and 2 (a and c below), so that a rank waits
-# for a stage of half as many layers. zbv: rank r has stages r and 2 p - 1 - r, a V, and a backward
-# computes the gradients of weights later than those of states (ZB-V, arXiv:2401.10241). Skip this
-# section unless you use p.
+# `parallel.run_1f1b` runs one stage per rank. Two schedules of torch give a rank two stages and
+# idle less. Interleaved: of 4 stages on 2 ranks, rank 0 has 0 and 2 (a and c below), so that a rank
+# waits for a stage of half as many layers. zbv: rank r has stages r and 2 p - 1 - r, a V, and a
+# backward computes the gradients of weights after the gradients of states (ZB-V, arXiv:2401.10241).
+# Skip this section unless you use p.
 #
 #     rank 0   F0a F1a F0c F1c ..
 #     rank 1   ... F0b F1b F0d ..
 
 
 class Pipeline:
-    """The stages of a model over ranks, one a rank, by `parallel.run_1f1b`. A whole model is one.
+    """One stage of a model per rank, run by `parallel.run_1f1b`. A whole model is one stage.
 
     group: the ranks that have the stages. Default: every rank has the whole model.
     rank_of: the rank of the group that has each stage.
@@ -193,13 +193,13 @@ class Pipeline:
 
     def has_head(self, root=None) -> bool:
         """Return whether a stage computes log-probs. root: the stage. None: any of this rank's."""
-        found = self.stages(root)
+        own = self.stages(root)
         last = len(self.rank_of) - 1
-        return last in found and root in (None, found[last])
+        return last in own and root in (None, own[last])
 
     def micro_batches(self, count) -> int:
-        """Return how many micro-batches are run where there is data for `count` of them."""
-        # 1F1B runs any number from 1, and an empty micro-batch costs it a whole row.
+        """Return the number of micro-batches to run if there is data for `count` of them."""
+        # 1F1B runs any number from 1 on. An empty micro-batch costs as much as a whole row.
         return max(count, 1) if len(self.rank_of) > 1 else count
 
     def run(self, model, forward, number, like) -> None:
@@ -220,7 +220,7 @@ class Pipeline:
         for n in range(number):
             x = None
             for stage, root in own.items():
-                # Where one rank has two neighboring stages, as at the turn of a V, x stays.
+                # If one rank has two neighboring stages, as at the turn of a V, x is not sent.
                 if stage > 0 and stage - 1 not in own:
                     x = torch.empty_like(like)
                     dist.recv(x, group=self.group, group_src=self.rank_of[stage - 1])
@@ -231,7 +231,7 @@ class Pipeline:
 
 
 def keep_stage_and_ends(model, stage, stages, is_tied) -> None:
-    """Keep the layers of a stage, in place, and what it has of the ends."""
+    """Keep the layers of a stage, and the embedding or value head that the stage uses, in place."""
     embedding = model.model.embed_tokens
     parallel.keep_stage(model, stage, stages)
     if stage < stages - 1:
@@ -261,8 +261,8 @@ class TorchPipeline(Pipeline):
                 self.roots[stage] = copy_of_lists(model)
                 keep_stage_and_ends(self.roots[stage], stage, count, is_tied)
 
-        # The model keeps what one of its stages has: parameters have one name in it, in its stages
-        # and in a checkpoint of any plan.
+        # The model keeps the modules of its stages, so a parameter has one name in the model, in a
+        # stage and in a checkpoint of any plan.
         held = {id(module) for stage in self.roots.values() for module in stage.modules()}
         held |= {id(model.model), id(model.model.layers)}
         for owner in (model.model.layers, model.model, model):
@@ -291,8 +291,8 @@ class TorchPipeline(Pipeline):
             self.made = self.make_schedule(like, number)
         self.forward = forward
 
-        # A schedule hands tensors from stage to stage and nothing else. Every stage is given the
-        # index of the micro-batch, the first one in place of tokens. The last one returns the loss.
+        # A schedule passes only tensors from stage to stage. Every stage gets the index of the
+        # micro-batch, the first stage in place of tokens. The last stage returns the loss.
         # COMM: each stage sends states to the next and their gradients back. torch's schedule
         # orders the sends and receives of neighbors so that they match. Pinned by
         # tests/full/test_parallel.py::test_collectives_are_those_of_the_table.
@@ -350,7 +350,7 @@ def copy_of_lists(model):
 
 @dataclasses.dataclass
 class Part:
-    """What this rank has of a model, under which plan.
+    """This rank's part of a model, and the plan.
 
     places: dict. Name of a parameter -> Place.
     grid: Grid. None for a model that `parallelize` has not seen: each rank has a copy.
@@ -376,8 +376,8 @@ def part_of(model) -> Part:
         raise ValueError("expected a whole model or one of parallelize, got one with DTensors")
     # Without a process group there is one rank, and no other rank to sum with.
     world = dist.get_world_size() if dist.is_initialized() else 1
-    sums = (dist.group.WORLD,) if world > 1 else ()
-    places = {name: whole_place(p)._replace(sums=sums, holders=world)
+    groups = (dist.group.WORLD,) if world > 1 else ()
+    places = {name: whole_place(p)._replace(gradient_groups=groups, replica_count=world)
               for name, p in model.named_parameters()}  # fmt: skip
     return Part(Plan(dp=world), next(model.parameters()).device, places)
 
@@ -398,26 +398,26 @@ def set_tensor(model, name, x) -> None:
     setattr(model.get_submodule(owner), last, x)
 
 
-def variant_of(model, kind, *given):
-    """Return a model of another class, kind(config, *given), that shares a model's parameters.
+def variant_of(model, kind, *arguments):
+    """Return a model of another class, kind(config, *arguments), that shares a model's parameters.
 
-    What the model does not have, such as factors, is on the meta device.
+    Tensors that the model does not have, such as factors, are on the meta device.
     """
     with torch.device("meta"):
-        made = kind(model.config, *given)
+        variant = kind(model.config, *arguments)
     shared = dict(model.named_parameters()) | dict(model.named_buffers())
-    for name, _ in [*made.named_parameters(), *made.named_buffers()]:
+    for name, _ in [*variant.named_parameters(), *variant.named_buffers()]:
         if name in shared:
-            set_tensor(made, name, shared[name])
-    made.residual_dtype, made.head_dtype = model.residual_dtype, model.head_dtype
-    return made
+            set_tensor(variant, name, shared[name])
+    variant.residual_dtype, variant.head_dtype = model.residual_dtype, model.head_dtype
+    return variant
 
 
 def full(tensor, place=None):
-    """Return a tensor whole, from this rank's part. Collective if it is sharded.
+    """Return the whole tensor, from this rank's part. Collective if it is sharded.
 
-    place: Place. Where the part lies, as `model.part.places` says it of a parameter and its
-        gradient. Default: the tensor is whole, or a DTensor, which says it itself.
+    place: Place. The entry of `model.part.places`, for a parameter or its gradient. Default: the
+        tensor is whole, or a DTensor.
     """
     if place is not None:
         return place.gather(local(tensor.detach()))
@@ -427,7 +427,7 @@ def full(tensor, place=None):
 
 
 def reshard(model) -> None:
-    """Drop what FSDP gathered: a forward without a backward leaves the root's weights whole."""
+    """Free the weights that FSDP gathered: after a forward alone, the root's are still whole."""
     for root in part_of(model).pipeline.stages(model).values():
         if isinstance(root, fsdp.FSDPModule):
             root.reshard()
@@ -452,11 +452,12 @@ def is_replica_leader(model) -> bool:
 
 
 def gather_replica(model, items):
-    """Return a list of the items of all ranks of this rank's replica, and where its own begin.
+    """Return the items of all ranks of this rank's replica, and the index of its own first item.
 
     Data is often distributed over all ranks, but the ranks of one c, t or p group run the same
     forward.
-    items: list of anything that can be pickled. The parts are in the order of the ranks.
+
+    items: list of anything that can be pickled. The result is in the order of the ranks.
     """
     part = part_of(model)
     if part.plan.world == part.plan.dp:

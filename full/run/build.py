@@ -1,9 +1,8 @@
-"""Make the models of a run, read them back from its checkpoints, and export them.
+"""Make the models of a run, read them from its checkpoints, and export them.
 
-One factory for a run and for all commands: shapes from settings or from a checkpoint's directory;
-policy, sampler, reference and teacher on the meta device; and what does not fit a model, refused
-before anything is written. `eval`, `export` and `audit` read the policy of a checkpoint in one
-process, whatever the plan of the run was.
+A run and all commands make policy, sampler, reference and teacher here, on the meta device. What
+does not fit a model is refused before anything is written. `eval`, `export` and `audit` read a
+checkpoint's policy in one process, whatever the plan of the run was.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from full.model.hf import copy_text_files, save_hf
 from full.model.lora import add_factors, merge
 from full.model.transformer import Transformer
 from full.ranks.checkpoint import read_checkpoint
-from full.ranks.joining import is_one_of_several, joined, say, warn
+from full.ranks.joining import connection, is_one_of_several, say, warn
 from full.ranks.optimizer import persistent_buffers
 from full.run.conflicts import of_parts
 from full.run.directory import writing
@@ -33,7 +32,7 @@ from train_grpo import EVALUATION, ROLLOUT
 # Models on the meta device ----------------------------------------------------------------------
 
 def own_shape(config, task) -> ModelConfig:
-    """Return the shape of a model with random weights: the settings', with the task's tokens."""
+    """Return the shape of a model with random weights, from the settings and the task's tokens."""
     return ModelConfig(
         vocab_size=task.vocab_size, eos_token_id=tuple(task.end),
         num_hidden_layers=config.layers, hidden_size=config.hidden,
@@ -43,7 +42,7 @@ def own_shape(config, task) -> ModelConfig:
 
 
 def shape_of(config, task) -> ModelConfig:
-    """Return the shape of the run's model: of a directory or of the settings, with their bias."""
+    """Return the shape of the run's model, from its directory or from the settings."""
     shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
     return dataclasses.replace(shape, router_bias_rate=config.router_bias_rate)
 
@@ -56,28 +55,27 @@ def empty_model(config, shape, dtype) -> Transformer:
 
 
 def empty_policy(config, shape, base="") -> Transformer:
-    """Make the model that is trained, on the meta device: with LoRA a base and factors.
+    """Make the trained model on the meta device. With LoRA it is a base with factors.
 
-    base: str. The dtype of the base. Default: the one that products have.
+    base: str. The dtype of the base. Default: the dtype of products.
     """
     if config.lora is None:
         return empty_model(config, shape, config.dtype)
-    # A base never changes, so it needs no masters: it has the precision of the products.
+    # A base never changes, so it needs no masters.
     model = empty_model(config, shape, base or config.compute)
     return add_factors(model, config.lora, getattr(torch, config.dtype))
 
 
 def build(config, task, shape=None):
-    """Make policy, generator and, where there is a KL, a reference, all on the meta device.
+    """Make policy, generator and, for a KL, a reference, all on the meta device. Collective.
 
     shape: ModelConfig. Default: `shape_of` the run.
 
     The Trainer shards them, allocates this rank's parts, and gives the policy its first weights.
-    The first push fills the generator, and `RunDirectory.write_reference` the reference. The
-    generator may be an `Engine`, which has asked its servers who they are. Collective.
+    The first push fills the generator, and `RunDirectory.write_reference` fills the reference. The
+    generator may be an `Engine`, which has asked its servers for their names.
     """
-    # A reference never changes, so it needs no masters: it has the precision in which the policy
-    # computes.
+    # A reference never changes, so it needs no masters, and has the policy's compute dtype.
     shape = shape or shape_of(config, task)
     model = empty_policy(config, shape)
     generator = empty_model(config, shape, config.rollout_dtype).requires_grad_(False)
@@ -92,7 +90,7 @@ def build(config, task, shape=None):
 def build_teacher(config):
     """Make the teacher, if there is one, on the meta device in the compute dtype.
 
-    That its tokens mean the same is for the user to know: two tokenizers may differ in much.
+    The user has to choose a teacher with the policy's tokenizer: this is not checked.
     """
     if not config.teacher:
         return None
@@ -101,17 +99,16 @@ def build_teacher(config):
 
 
 def prepare(config, make=make_task):
-    """Make the run's task and teacher. ValueError for what does not fit task or model.
+    """Make the run's task and teacher. ValueError for settings that do not fit task or model.
 
-    It is what only a task, a package or a model can tell, before anything is written.
-    make: a function that makes the task of a Config.
+    make: function from a Config to the task.
     """
     task = make(config)
     shape = shape_of(config, task)
     for is_wrong, text in of_parts(config, task, shape):
         if is_wrong:
             raise ValueError(text)
-    # `Grid` and `parallelize` ask this of everybody. Here one line says it for all ranks.
+    # `Grid` and `parallelize` check this too. Here one line names it for all ranks.
     ranks = dict(world=dist.get_world_size(), shard=config.shard_ranks or None)
     plan_of(config).require_fits(config=shape, **ranks)
     # A teacher scores the run's prompts and answers, so it must have room for them as well.
@@ -120,7 +117,7 @@ def prepare(config, make=make_task):
     if teacher is not None:
         require_room(config, task, teacher.config, config.teacher)
 
-    # A checkpoint's experts may have been balanced by a loss in its training.
+    # A checkpoint's experts may have been balanced by a loss when it was trained.
     raw = read_json(Path(config.model) / "config.json") if config.model else {}
     coef = raw.get("router_aux_loss_coef") if shape.sparse_layers else None
     if coef and not config.router_bias_rate:
@@ -130,14 +127,14 @@ def prepare(config, make=make_task):
 
 
 def require_room(config, task, shape, source):
-    """Raise ValueError if a model has no row for a token, or too few positions for an answer.
+    """Raise ValueError if a model has too few tokens for the task, or too few positions.
 
-    source: str. Where the model is from.
+    source: str. The model's directory, or another name for errors.
     """
     if task.vocab_size > shape.vocab_size:
         raise ValueError(f"the task has {task.vocab_size} tokens, {source} {shape.vocab_size}")
-    # `generate` refuses too, but in the middle of a step. A task may know its longest prompt. These
-    # are the first prompts, one to train on and one held out.
+    # `generate` refuses this too, but in the middle of a step. A task may know its longest prompt.
+    # If it does not, look at the first prompts, one to train on and one held out.
     longest, positions = getattr(task, "longest", 0), shape.max_position_embeddings
     for stream, held_out in ((ROLLOUT, False), (EVALUATION, True)):
         _, prompt = task.prompt(prompt_rng(config.seed, stream, 0, 0), 0, held_out)
@@ -150,7 +147,7 @@ def require_room(config, task, shape, source):
 
 # The weights of a run in one process ------------------------------------------------------------
 
-# One process reads a run without its plan, which is another way to compute the same.
+# Settings with which one process computes the same as the run's plan.
 ONE_PROCESS = dict(
     plan="", data_parallel="ddp", shard_ranks=0, ac="none", pp_schedule="1f1b", compile=False
 )  # fmt: skip
@@ -158,28 +155,29 @@ ONE_PROCESS = dict(
 
 @contextlib.contextmanager
 def one_process(command, device="cpu", threads=1):
-    """Make a process group of this process alone, unless there is one; yield the device."""
+    """Make a process group of this process alone, unless there is one. Yield the device."""
     if (dist.get_world_size() > 1) if dist.is_initialized() else is_one_of_several():
         raise ValueError(f"{command} is one process: start it without torchrun")
-    # Checkpoints, prompts and sums ask for their rank and for the number of ranks: 0 and 1.
+    # Checkpoints, prompts and sums need a rank and a number of ranks: 0 and 1.
     if dist.is_initialized():
         yield "cpu"
         return
-    with joined(device, threads=threads) as device:
+    with connection(device, threads=threads) as device:
         yield device
 
 
 def policy_in(path, config, task, dtype, alone=False, merged=True, base=""):
-    """Return the policy of a checkpoint, whole, on the CPU, without gradients.
+    """Return the whole policy of a checkpoint on the CPU, without gradients.
 
-    alone: no other rank calls it. merged: as one model, if --lora-rank trains factors of it.
-    base: str. The dtype of the frozen base of these factors. Default: the one it had in the run.
+    alone: bool. No other rank calls it.
+    merged: bool. Add the factors of --lora-rank to their matrices.
+    base: str. The dtype of the frozen base of these factors. Default: as in the run.
     """
     model = empty_policy(config, shape_of(config, task), base).to_empty(device="cpu")
     if config.lora is not None:  # a checkpoint has the factors, and not their frozen base
         first_weights(model, config.model, config.seed)
 
-    # The weights alone: AdamW's two moments of each are twice as much again, and stay on the disk.
+    # Read the weights alone: AdamW's two moments are twice as large.
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()
                if p.requires_grad}  # fmt: skip
     weights |= {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
@@ -190,11 +188,11 @@ def policy_in(path, config, task, dtype, alone=False, merged=True, base=""):
     return set_wide_dtypes(config, model.to(dtype).requires_grad_(False))
 
 
-def of_export(config) -> dict:
+def export_dtypes(config) -> dict:
     """Return the dtypes of an exported policy, as keyword arguments of `policy_in`."""
     # The generator's dtype, or in mixed precision the masters', which is finer. Factors were
-    # trained beside a base that --compute-dtype had rounded. They are exported on the base as it is
-    # stored: a rounded one would write its rounding down as if it had been trained.
+    # trained with a base that --compute-dtype had rounded. They are added to the base as it is
+    # stored, or the export would contain the rounding as if it had been trained.
     dtype = config.dtype if config.is_mixed else config.rollout_dtype
     return dict(dtype=dtype, base=config.dtype)
 
@@ -205,22 +203,22 @@ def export_last(config, task, directory):
         say(f"{directory.hf} is not written: its format has no --router-bias-rate")
         return
 
-    model = policy_in(directory.newest(), config, task, alone=True, **of_export(config))
+    model = policy_in(directory.newest(), config, task, alone=True, **export_dtypes(config))
     with writing(directory.hf, directory.advice):
         write_hf(model, directory.hf, config.model)
 
 
-def beside(directory) -> Path:
-    """Return where a directory is first written. A kill leaves it, and the next try deletes it."""
+def partial_name(directory) -> Path:
+    """Return the name under which a directory is written first."""
     return Path(f"{Path(directory).absolute()}.tmp")
 
 
 def write_hf(model, directory, source):
-    """Write a model as a Hugging Face directory, all of it or nothing. An old one is replaced.
+    """Write a complete Hugging Face directory of a model, or nothing. An old one is replaced.
 
     source: the --model directory whose text files are copied, or "".
     """
-    partial = beside(directory)
+    partial = partial_name(directory)
     shutil.rmtree(partial, ignore_errors=True)
     save_hf(model, partial)
     if source and not Path(source).is_dir():
@@ -228,7 +226,7 @@ def write_hf(model, directory, source):
     if source:
         copy_text_files(source, partial)
 
-    # Between these two lines there is no directory, and never half of one. A directory cannot be
-    # renamed to one that holds files, so the old one has to go first.
+    # A directory cannot be renamed to one that holds files, so the old one is deleted first. A kill
+    # between the two lines leaves no directory, but never half of one.
     shutil.rmtree(directory, ignore_errors=True)
     partial.rename(directory)

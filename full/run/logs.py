@@ -21,22 +21,23 @@ from full.run.directory import RunDirectory
 
 def step_metrics(trainer, batch, metrics, updates, step) -> dict:
     """Merge all metrics of a step except seconds and the evaluation."""
-    found = batch.metrics | metrics | mean_metrics(updates) | {
+    line = batch.metrics | metrics | mean_metrics(updates) | {
         "policy_version": trainer.policy_version, "updates/skipped": trainer.skipped,
     } | trainer.rates(trainer.learning_rate(step))  # fmt: skip
     if not updates:
         text = "no update, since nothing was left to train on: every group was dropped, or every"
         warn(f"step {step}: {text} rollout was truncated and filtered")
-        return found | {"tokens/trained": 0, "tokens/trained_flat": 0}
+        return line | {"tokens/trained": 0, "tokens/trained_flat": 0}
 
-    # The age of the sampler's weights when each update began. A skipped update made no version.
+    # The age of the sampler's weights at the start of each update. A skipped update makes no new
+    # version of the policy.
     ages = []
     version = trainer.policy_version
     for update in reversed(updates):
         if "nonfinite" not in update:
             version -= 1
         ages.append(version - batch.sampled_by)
-    return found | {"policy_age/update_mean": float(np.mean(ages))}
+    return line | {"policy_age/update_mean": float(np.mean(ages))}
 
 
 COLUMNS = dict(
@@ -45,8 +46,9 @@ COLUMNS = dict(
     clipped="ratio/clipped_fraction", gap="logprob_gap/max",
 )  # fmt: skip
 
+
 class Bar(tqdm):
-    """A bar that looks at the clock in every step, without tqdm's thread, which outlives it."""
+    """A progress bar without tqdm's thread, which would outlive the run."""
 
     monitor_interval = 0
 
@@ -54,43 +56,43 @@ class Bar(tqdm):
 class Log:
     """Write a line of metrics.jsonl for each step, and print a table with a bar, on rank 0.
 
-    tell: a function that gets each line, a dict, on rank 0. Default: none.
+    callback: function of each line, a dict, on rank 0. Default: none.
     """
 
-    EVERY = 5  # steps between rows of the table, in addition to those with an evaluation
-    IDLE_STEPS = 3  # in a row with nothing to learn from, before it is said
+    EVERY = 5  # steps between rows of the table; an evaluation adds a row
+    IDLE_STEPS = 3  # consecutive steps with nothing to learn from, before a warning
 
-    def __init__(self, config, trainer, source, directory, tell=None):
-        self.tell = tell
+    def __init__(self, config, trainer, source, directory, callback=None):
+        self.callback = callback
         self.trainer = trainer
         self.source = source
         self.directory = directory
-        self.on = dist.get_rank() == 0
+        self.is_rank_0 = dist.get_rank() == 0
         self.solved_before = None  # known in the process that does step 0
         self.names = [x for name in METRICS for x in (f"{name}_first", name)]
         say("  step" + "".join(f"{name:>10}" for name in COLUMNS) + "  tokens/s")
         self.max_new_tokens = config.max_new_tokens
         self.compares = compared_by(config.advantage) != "nothing"
-        self.is_truncation_said = False
-        self.idle = 0  # steps in a row with nothing to learn from, up to now
-        off = None if self.on else True  # None: on, if standard error is a terminal
-        how = dict(total=config.steps, initial=source.first_step, disable=off)
-        self.bar = Bar(**how, unit="step", miniters=1)
+        self.has_warned_of_truncation = False
+        self.idle = 0  # consecutive steps with nothing to learn from, up to now
+        disable = None if self.is_rank_0 else True  # None: shown if standard error is a terminal
+        self.bar = Bar(total=config.steps, initial=source.first_step, disable=disable,
+                       unit="step", miniters=1)  # fmt: skip
 
     def before(self, solved):
-        """Print the row before the loop: what the weights solve with which the loop begins."""
+        """Print the row before the loop: the share of prompts that the first weights solve."""
         self.solved_before = solved
         self.row("before", {"eval/solved": solved})
 
     def step(self, step, batch, metrics, updates, solved):
-        """Write the line of a step. Collective."""
+        """Write the line of a step, and print it from time to time. Collective."""
         seconds = self.source.clock.read()
         line = step_metrics(self.trainer, batch, metrics, updates, step) | seconds
         if step == 0:
             line["eval/solved_before"] = self.solved_before
         if solved is not None:
             line["eval/solved"] = solved
-        if not self.on:
+        if not self.is_rank_0:
             return
 
         self.warn(step, line)
@@ -98,18 +100,18 @@ class Log:
             raise ValueError(f"{sorted(unlisted)} are not in METRICS of full/learn/metrics.py")
         line = {name: line[name] for name in self.names if name in line}
         self.directory.append(self.directory.METRICS, [{"step": step} | line])
-        if self.tell:
-            self.tell({"step": step} | line)
+        if self.callback:
+            self.callback({"step": step} | line)
         self.bar.set_postfix_str(f"reward {line['reward/mean']:.3f}", refresh=False)
         self.bar.update()
         if solved is not None or step % self.EVERY == 0:
             self.row(step, line)
 
     def warn(self, step, line):
-        """Warn, on rank 0, of what keeps a run from learning."""
+        """Warn, on rank 0, of truncated rollouts and of equal rewards: nothing is learned."""
         truncated = line["tokens/truncated_fraction"]
-        if truncated > 0.5 and not self.is_truncation_said:
-            self.is_truncation_said = True
+        if truncated > 0.5 and not self.has_warned_of_truncation:
+            self.has_warned_of_truncation = True
             warn(f"warning: step {step}: {truncated:.0%} of the rollouts were cut off after "
                  f"--max-new-tokens {self.max_new_tokens}, which earn nothing: raise it")
         self.idle = self.idle + 1 if self.compares and line["reward/groups_equal"] == 1 else 0
@@ -123,8 +125,8 @@ class Log:
 
     def row(self, label, line):
         """Print a row of the table."""
-        shown = [line.get(name) for name in COLUMNS.values()]
-        cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
+        values = [line.get(name) for name in COLUMNS.values()]
+        cells = [" " * 10 if x is None else f"{x:10.3g}" for x in values]
         if "seconds/total" in line:
             tokens = line["tokens/generated"] + line["tokens/trained_flat"]
             cells.append(f"{tokens / line['seconds/total']:10.0f}")
@@ -142,29 +144,29 @@ class RolloutLog:
         self.text = None  # of the latest sample
 
     def step(self, step, batch, metrics, updates, solved):
-        """Write the rollouts of a step that --log-rollouts says, and its sample. Collective."""
-        # A step whose sampler had a checkpoint's weights can be audited from that checkpoint: it is
-        # logged whole, and so are the last of a run and the first of a run and of a resumed one. An
-        # evaluation shows one group.
+        """Write the rollouts of a step that --log-rollouts selects, and its sample. Collective."""
+        # A step whose sampler had a checkpoint's weights can be audited, so all of its rollouts are
+        # written. So are those of the last step, and of the first step of a run or of a resumed
+        # run. After an evaluation one group is written.
         c = self.config
         sampled_at = step - c.staleness
-        whole = step in (0, c.steps - 1) or c.log_rollouts == "all"
-        whole = whole or sampled_at == self.source.first_step
+        all_groups = step in (0, c.steps - 1) or c.log_rollouts == "all"
+        all_groups = all_groups or sampled_at == self.source.first_step
         if c.save_every and sampled_at >= 0:
-            whole = whole or sampled_at % c.save_every == 0
+            all_groups = all_groups or sampled_at % c.save_every == 0
         shown = self.source.shown
         if solved is not None and shown and dist.get_rank() == 0:
             self.text = self.task.show(shown.tokens)
             line = {"step": step, "reward": shown.reward, "text": self.text}
             self.directory.append(self.directory.SAMPLES, [line])
-        if c.log_rollouts == "none" or not (whole or solved is not None):
+        if c.log_rollouts == "none" or not (all_groups or solved is not None):
             return
-        one = batch.kept[0] if batch.kept else 0
-        groups = {number: group for number, group in batch.groups.items() if whole or number == one}
+        example = batch.kept[0] if batch.kept else 0
+        groups = {n: group for n, group in batch.groups.items() if all_groups or n == example}
 
-        # Ranks have played groups of their own, and rank 0 writes: in the order of their numbers,
-        # so that the file does not tell how many ranks there were.
-        # COMM: what decides above is the same on all ranks, so all come here or none does.
+        # Each rank has played its own groups. Rank 0 writes them in the order of their numbers, so
+        # that the file does not depend on the number of ranks.
+        # COMM: the conditions above are the same on all ranks, so all ranks gather or none does.
         # Pinned by tests/full/test_audit.py::test_what_an_audit_says.
         for _, group in gather_groups(groups):
             lines = [rollout_line(self.task, step, i, t) for i, t in enumerate(group)]
@@ -172,8 +174,8 @@ class RolloutLog:
 
 
 def rollout_line(task, step, number, t) -> dict:
-    """Return a line of rollouts.jsonl: rollout `number` of its group, a Trajectory."""
-    # Vectors as they are, of all targets, so that a line can be read without the run.
+    """Return a line of rollouts.jsonl for t, the Trajectory of rollout `number` of its group."""
+    # Vectors have an entry for every target, so that a line can be read without the run.
     line = {"step": step, "group": t.group, "rollout": number, **t.to_json()}
     line["text"] = task.show(t.tokens)
     line["advantage"] = None if t.advantages is None else t.advantages.tolist()
@@ -183,10 +185,10 @@ def rollout_line(task, step, number, t) -> dict:
 
 @contextlib.contextmanager
 def replacing_characters():
-    """Print ? for a character that standard output cannot encode, while the context lasts.
+    """Print ? for characters that standard output cannot encode, within a with block.
 
-    A text of a model may hold any character, and no print of it may end a run that has trained.
-    Standard error of Python does so by itself. A notebook's output takes every character.
+    A model may generate any character, and printing it must not end a run. Python's standard error
+    does the same by itself. A notebook's output takes every character.
     """
     stream = sys.stdout
     if not hasattr(stream, "reconfigure"):
@@ -197,13 +199,13 @@ def replacing_characters():
     try:
         yield
     finally:
-        with contextlib.suppress(OSError, ValueError):  # its reader may have gone
+        with contextlib.suppress(OSError, ValueError):  # the reader of the output may be gone
             stream.reconfigure(errors=before)
 
 
 # Curves -----------------------------------------------------------------------------------------
 
-# The least upper end of the axis of each panel.
+# Each panel's axis reaches at least to this value.
 LEAST = dict(reward=0.1, solved=0.1, entropy=0.1, gap=1e-6, norm=1e-2)
 
 
@@ -232,10 +234,10 @@ def plot(argv) -> int:
             columns = np.array(points, dtype=float).reshape(-1, 2).T  # there may be no point
             axes.plot(*columns, f"C{n}.-", lw=0.8, markersize=1.5, label=run.name)
 
-        # What a step leaves is drawn after it, and what was solved before the first step at 0.
-        found = [(0, x["eval/solved_before"]) for x in lines if "eval/solved_before" in x]
-        found += [(x["step"] + 1, x["eval/solved"]) for x in lines if "eval/solved" in x]
-        panels["solved"].plot(*np.array(found).reshape(-1, 2).T, f"C{n}o", markersize=3.5)
+        # A step's result is drawn after the step, and what was solved before the first step at 0.
+        solved = [(0, x["eval/solved_before"]) for x in lines if "eval/solved_before" in x]
+        solved += [(x["step"] + 1, x["eval/solved"]) for x in lines if "eval/solved" in x]
+        panels["solved"].plot(*np.array(solved).reshape(-1, 2).T, f"C{n}o", markersize=3.5)
 
     # An axis reaches from 0 to the largest value, so a curve of small rewards is not flat. Negative
     # rewards extend it. It reaches at least to LEAST, because smaller values are mostly noise.

@@ -1,7 +1,7 @@
 """Do a run: set it up, resume it, do its steps, save it, and end it.
 
-What surrounds `train_grpo.train` so that a run can be killed, resumed, watched and trusted. If you
-only want the algorithm, skip this file; `run` here and `Log` in logs.py say what a run writes.
+This file surrounds `train_grpo.train`, so that a run can be killed, resumed, watched and audited.
+If you only want the algorithm, skip it.
 """
 
 import contextlib
@@ -42,68 +42,79 @@ def start_run(config, progress=None, *, make=make_task, log=None, returns_to_cal
     """Set up a run and do it.
 
     progress: of `naming_lost_ranks`.
-    make: a function that makes the task of a Config. Default: of the one that --task names.
-    log: a function that gets each line of metrics.jsonl, a dict, on rank 0. Default: none.
-    returns_to_caller: bool. The process goes on after the run. Then signals get back their
-        handlers, and groups are destroyed.
+    make: function from a Config to the task. Default: makes the task that --task names.
+    log: function of each line of metrics.jsonl, a dict, on rank 0. Default: none.
+    returns_to_caller: bool. The process continues after the run. Then signals get their handlers
+        back, and process groups are destroyed.
     """
     progress = progress or Progress()
     progress.where = lambda: "setting up"
-    # A chat template may write the date. It is the run's, also after midnight and in an audit.
+    # A chat template may write the date. A run keeps its date, after midnight and in an audit.
     if config.reads_text and not config.date:
         date = agree(lambda: read_date("").isoformat())
         config = dataclasses.replace(config, date=date)
-    with errors_on_all_ranks():
-        task, teacher = prepare(config, make)
 
-    with contextlib.ExitStack() as stack:  # the lock on the run's directory
-        model, generator, reference = build(config, task)
-        if config.exact:
-            with errors_on_all_ranks():
-                require_exact_kernels(generator, current_device())
-        if config.engine:
-            shape = dataclasses.replace(model.config, max_position_embeddings=generator.positions)
-            require_room(config, task, shape, "the engine")
-        trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
-        # All that can be refused has been: only now is a directory claimed.
-        # Rank 0 alone looks and writes, and holds the lock: the other ranks get the path.
+    with contextlib.ExitStack() as stack:
+        task, trainer = set_up(config, make)
+        # Everything that can be refused has been checked, so a directory is claimed only now. Rank
+        # 0 claims it and holds its lock until the stack closes. The other ranks get the path.
         directory = RunDirectory(agree(lambda: RunDirectory.claim(config, stack, task).path))
         if config.engine:
-            generator.begin(directory.engine)
-            stack.callback(generator.worker.shutdown, wait=False, cancel_futures=True)
+            engine = trainer.sampler
+            engine.begin(directory.engine)
+            stack.callback(engine.worker.shutdown, wait=False, cancel_futures=True)
         stop = Stop(returns_to_caller)
         if returns_to_caller:
             stack.callback(stop.close)
             stack.callback(close_groups, trainer)
         ended = run(config, task, trainer, directory, progress, stop, log)
-
-        # COMM: ranks wait for each other for the last time, and then for the export of rank 0, in a
-        # group without a limit of its own: it may take longer than --timeout. Pinned by
-        # tests/full/test_api.py::test_ranks_return_when_the_export_is_written.
-        progress.where = lambda: "finished"
-        progress.advice = "what the run saved is whole"
-        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=config.YEAR))
-        agree(lambda: None if ended.signal else export_last(config, task, directory), group)
-        dist.destroy_process_group(group)
-        if returns_to_caller:  # a signal in or after the last step is the program's
+        export_on_all_ranks(config, task, ended, progress)
+        if returns_to_caller:  # a signal during or after the last step is for the program
             stop.close()
             if stop.number and not ended.signal:
                 signal.raise_signal(stop.number)
         return ended
 
 
+def set_up(config, make):
+    """Make the task and the trainer of a run, or raise what is wrong on all ranks. Collective."""
+    with errors_on_all_ranks():
+        task, teacher = prepare(config, make)
+    model, generator, reference = build(config, task)
+    if config.exact:
+        with errors_on_all_ranks():
+            require_exact_kernels(generator, current_device())
+    if config.engine:
+        shape = dataclasses.replace(model.config, max_position_embeddings=generator.positions)
+        require_room(config, task, shape, "the engine")
+    trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
+    return task, trainer
+
+
+def export_on_all_ranks(config, task, ended, progress):
+    """Export the last weights on rank 0, unless a signal ended the run. The other ranks wait."""
+    # COMM: the last wait of all ranks. Their group has its own limit, because an export may take
+    # longer than --timeout. Pinned by
+    # tests/full/test_api.py::test_ranks_return_when_the_export_is_written.
+    progress.where = lambda: "finished"
+    progress.advice = "what the run saved is whole"
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=config.YEAR))
+    agree(lambda: None if ended.signal else export_last(config, task, ended.directory), group)
+    dist.destroy_process_group(group)
+
+
 def close_groups(trainer):
-    """Destroy the process groups of a trainer and its sampler, in a process that goes on."""
+    """Destroy the process groups of a trainer and its sampler."""
     sampler = trainer.sampler
     groups = {*trainer.grid.made.values(), getattr(sampler, "group", None)}
     if isinstance(sampler, Sampler):
         groups |= {*sampler.model.part.grid.made.values()}
-    for group in groups - {None, dist.group.WORLD}:  # of other ranks, of all
+    for group in groups - {None, dist.group.WORLD}:  # None: a group of other ranks
         dist.destroy_process_group(group)
 
 
-def run(config, task, trainer, directory, progress, stop, tell=None) -> Ended:
-    """Do the run in its directory. stop: a Stop. tell: of `Log`, for the loop."""
+def run(config, task, trainer, directory, progress, stop, callback=None) -> Ended:
+    """Do the run in its directory. stop: a Stop. callback: of `Log`."""
     began = time.perf_counter()
     progress.where = lambda: trainer.where
     progress.advice = directory.advice
@@ -114,30 +125,33 @@ def run(config, task, trainer, directory, progress, stop, tell=None) -> Ended:
     queue = RolloutQueue(config, task, trainer, first_step, pending)
     rollouts = RolloutLog(config, task, queue, directory)
     saves = Checkpointer(config, trainer, queue, directory, stop)
+
+    def after_step(*results):
+        # `log` is first: it reads the clock, so that a step's seconds exclude writing rollouts.
+        for each in (log, rollouts, saves):
+            each.step(*results)
+
     try:
-        with contextlib.closing(Log(config, trainer, queue, directory, tell)) as log:
+        with contextlib.closing(Log(config, trainer, queue, directory, callback)) as log:
             if first_step == 0:
                 log.before(queue.evaluate())
-            # `log` is first: it reads the clock, and a step's seconds are without writing rollouts.
-            logs = log, rollouts, saves
-            after = lambda *done: [each.step(*done) for each in logs]  # noqa: E731
-            solved = train_grpo.train(config, queue, trainer, after, first_step)
-            if solved is None:  # resumed at its last step
+            solved = train_grpo.train(config, queue, trainer, after_step, first_step)
+            if solved is None:  # resumed after its last step
                 solved = queue.evaluate()
-    # A signal ends the loop after a step, in which all ranks have saved.
+    # A signal ends the loop after a step that all ranks have saved.
     except Interrupted as interrupted:
         return Ended(directory, None, interrupted.args[0])
-    # A reply that did not come: the state before the step is saved, and the batch is lost. It was a
-    # signal that ended the wait, or --reply-timeout, which is an error.
+    # A reply did not come. The state before the step is saved, and the batch is lost. Either a
+    # signal ended the wait, or --reply-timeout, which is an error.
     except ReplyTimeout as timeout:
         text, number = timeout.args
-        said = f"{text}: {saves.rescue()}; {directory.advice}"
+        message = f"{text}: {saves.rescue()}; {directory.advice}"
         if not number:
-            raise ValueError(said) from timeout
-        say(f"{signal.Signals(number).name}: {said}")
+            raise ValueError(message) from timeout
+        say(f"{signal.Signals(number).name}: {message}")
         return Ended(directory, None, number)
 
-    if rollouts.text is not None:  # a run that was resumed at its last step has played nothing
+    if rollouts.text is not None:  # a run resumed after its last step has played nothing
         say(f"sample: {rollouts.text}")
     say(agree(lambda: audits_in_words(config, directory)))
     seconds = time.perf_counter() - began
@@ -146,7 +160,7 @@ def run(config, task, trainer, directory, progress, stop, tell=None) -> Ended:
 
 
 def introduce(config, task, trainer, directory, first_step, origin):
-    """Say what is trained, how and where. All settings are in config.json."""
+    """Print what is trained, how and where. config.json has all settings."""
     c = config
     world = dist.get_world_size()
     dtype = f"{c.dtype}, computes in {c.compute}" if c.is_mixed else c.dtype
@@ -164,21 +178,21 @@ def introduce(config, task, trainer, directory, first_step, origin):
     if c.proximal and c.sampler_rounds_differently:
         say("old log-probs are the trainer's, since the sampler rounds otherwise; --no-proximal "
             "takes the sampler's")  # fmt: skip
-    if getattr(task, "note", ""):  # what a task has decided, such as a template
+    if getattr(task, "note", ""):  # what a task has chosen, such as a template
         say(task.note)
 
 
 def lost_to_rounding(model, step) -> float:
-    """Return which part of this rank's trained weights is the same after a step of this size."""
-    # AdamW's steps are about as long as the rate. A bfloat16 number near 0.02 has no neighbor
-    # within 6e-5, so with the rate 1e-6 it stays where it is for ever.
+    """Return the fraction of this rank's trained weights that a step leaves unchanged."""
+    # AdamW's steps are about as large as the learning rate. A bfloat16 number near 0.02 has no
+    # neighbor within 6e-5, so a rate of 1e-6 never changes it.
     weights = [local(p.detach()) for p in model.parameters() if p.requires_grad]
-    kept = sum(int(((p + step == p) & (p - step == p)).sum()) for p in weights)
-    return kept / max(1, sum(p.numel() for p in weights))
+    unchanged = sum(int(((p + step == p) & (p - step == p)).sum()) for p in weights)
+    return unchanged / max(1, sum(p.numel() for p in weights))
 
 
 def restore(config, trainer, directory):
-    """Bring a trainer to where its run goes on. Collective.
+    """Load the newest checkpoint of a resumed run, or begin a run. Collective.
 
     Returns the first step to do, the source of the weights in words, and the pending batches.
     """

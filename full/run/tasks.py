@@ -28,7 +28,7 @@ from full.run.text import naming, text_of
 class Task:
     """The methods of a task. The rewards of a rollout's turns add up, and 1 or more is solved.
 
-    A task need not derive from this class. With the attribute `threads = False` one thread asks for
+    A task need not derive from this class. If its attribute `threads` is False, one thread asks for
     all replies.
     """
 
@@ -45,21 +45,21 @@ class Task:
         raise NotImplementedError
 
     def reply(self, state, answer: list[int]):
-        """Hear a turn, its end token last: return (new state, reply tokens, reward).
+        """Reply to a turn, whose end token is last: return (new state, reply tokens, reward).
 
-        The state is a plain value, so rollouts can share it. A reply of None ends the rollout. A
-        turn that max_new_tokens has cut off is never heard.
+        The state is a plain value, so rollouts can share it. A reply of None ends the rollout. No
+        reply is asked for a turn that max_new_tokens has cut off.
         """
         raise NotImplementedError
 
     def where(self, state) -> str:
-        """Return the place that a state comes from, such as a file's line, for errors, or ""."""
+        """Return the source of a state, such as a file's line, for errors, or ""."""
         return ""
 
     def contents(self) -> dict:
-        """Return {what: JSON value} that prompts and rewards are made of, other than code.
+        """Return {name: JSON value} of the data that prompts and rewards are made of.
 
-        A run that goes on with another value is refused by the name of what it is.
+        A run cannot be resumed with another value, and the error gives the name.
         """
         return {}
 
@@ -69,12 +69,12 @@ class Task:
 
 
 def is_held_out(data: bytes) -> bool:
-    """Return whether a prompt is kept for evaluation: one in ten, by its hash."""
+    """Return whether a prompt is held out for evaluation: one in ten, by its hash."""
     return zlib.crc32(data) % 10 == 0
 
 
 def require_code(flag, spec, expected):
-    """Raise ValueError unless spec is FILE.py:NAME of a file that is there. expected: in words."""
+    """Raise ValueError unless spec is FILE.py:NAME of an existing file. expected: in words."""
     file = spec.rpartition(":")[0]
     if not file.endswith(".py"):
         raise ValueError(f"expected {flag} {expected}, got {spec!r}")
@@ -90,9 +90,9 @@ def from_file(spec, kind):
     """Import FILE.py of FILE.py:NAME; return its NAME. kind: class or function."""
     file, _, name = spec.rpartition(":")
     path = Path(file).absolute()
-    # The file may import files of its folder. A worker of a process pool imports the file itself by
-    # its name, for which it gets this sys.path. The folder is last there and hides nothing: if the
-    # name finds another module, the file gets a name that no worker can import.
+    # The file may import files of its folder, and the workers of a process pool import the file by
+    # its name with this sys.path. The folder is last, so that it hides no other module. If the
+    # file's name finds another module, the file gets a name that no worker can import.
     sys.path += [f"{path.parent}"] * (f"{path.parent}" not in sys.path)
     importlib.invalidate_caches()
     spec = importlib.machinery.PathFinder.find_spec(path.stem)
@@ -109,9 +109,9 @@ def from_file(spec, kind):
 
 
 def place_in_users_file(error) -> str:
-    """Return the line of a user's file that an error came out of, as "FILE, line 8, in reply".
+    """Return the line of a user's file that raised an error, as "FILE, line 8, in reply".
 
-    It is the innermost such line, of the error or of what caused it. "" if there is none.
+    It is the innermost such line, of the error or of its cause. "" if there is none.
     """
     place = ""
     while error is not None:
@@ -127,7 +127,7 @@ def place_in_users_file(error) -> str:
 
 
 def require_task(config):
-    """Raise ValueError unless --task is one of TASKS, or names a file that is there."""
+    """Raise ValueError unless --task is one of TASKS, or names an existing file."""
     if config.task not in TASKS:
         require_code("--task", config.task, f"{', '.join(TASKS)} or FILE.py:Class")
 
@@ -143,8 +143,8 @@ def make_task(config) -> Task:
 
 
 def require_usable(task) -> Task:
-    """Return a task of a user's code. ValueError if it has no tokens to play with."""
-    # A task need not derive from Task, so nothing can be taken for granted.
+    """Return a user's task. ValueError if its vocabulary or its end tokens are missing."""
+    # A user's task need not derive from Task, so it may lack anything.
     name = type(task).__name__
     size = getattr(task, "vocab_size", 0)
     end = getattr(task, "end", ())
@@ -154,15 +154,15 @@ def require_usable(task) -> Task:
 
 
 class Line(NamedTuple):
-    """A line of --data or --eval-data, as `Jsonl` plays it."""
+    """A line of --data or --eval-data, ready to be played."""
 
     where: str  # FILE.jsonl line N, for errors
     row: dict  # the JSON object, for the reward
-    shown: str  # what the line asks; its hash decides whether the line is held out
+    split_key: str  # the question or the messages; its hash decides whether it is held out
     messages: list  # the prompt's messages
     prompt: list  # the prompt's tokens
     later: list  # the user's messages after the policy's first, second, .. answer
-    arguments: dict  # what the row gives the chat template besides messages, such as tools
+    arguments: dict  # the row's arguments to the chat template, such as tools
 
     def conversation(self, answers) -> list:
         """Return the messages so far: the prompt's, and after each answer the user's next."""
@@ -174,34 +174,32 @@ class Line(NamedTuple):
 
 
 class Jsonl(Task):
-    """Questions and conversations from a file of JSON lines, in the checkpoint's own words.
+    """Questions and conversations from a file of JSON lines, in the checkpoint's chat template.
 
         {"question": "What is 3 + 4?", "answer": "3 and 4 make\\n#### 7"}        GSM8K's form
         {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "answer": "7"}
 
-    --template says how a question is put. `chat`: the user's turn, in the checkpoint's own chat
+    --template selects the form of a question. `chat`: the user's turn, in the checkpoint's chat
     template, is the question and on the next line --instruction. A system message may precede it,
-    see --template-args. `raw`: the same two lines as plain text. A text with {question}: that is
-    the whole prompt.
+    see --template-args. `raw`: the same two lines as plain text. A text with {question}: the whole
+    prompt.
 
-    Messages are said as they stand, in the chat template. The policy answers the last message, and
-    where two of the user's messages follow each other, the first of the two. The second message is
-    then said to the policy:
+    Messages need the chat template. The policy answers the last message. If two of the user's
+    messages follow each other, the policy answers the first, and then gets the second:
 
         system  user  assistant  user  [the policy]  user  [the policy]
 
     The row's `tools`, `documents` and `chat_template_kwargs` go to the chat template. Its other
-    fields are for the reward, and one that the template reads is refused.
+    fields are for the reward, and the template must not read one of them.
 
     An assistant's message at the end is left out. Only the last answer is rewarded. --reward names
-    a function(text, row). Without it, an answer has reward 1 if it ends in `####` and a number or
-    text equal to what follows `####` in the line's answer (equal to the whole answer, if nothing
-    does), so the prompt has to ask for `####`. An answer that --max-new-tokens cuts off has reward
-    0.
+    a function(text, row). Without it, an answer has reward 1 if what follows its `####` equals what
+    follows `####` in the row's answer, or the row's whole answer without `####`. So the prompt has
+    to ask for `####`. An answer that --max-new-tokens cuts off has reward 0.
 
     The lines of --eval-data are held out, in their order, and all of --data is trained on. Without
-    --eval-data every tenth prompt of --data, by its hash, is held out, with all lines that have it.
-    With all_lines every prompt of the one file is, for an evaluation that trains on none.
+    --eval-data every tenth prompt of --data, by its hash, is held out, with all of its lines. With
+    all_lines every prompt of the file is held out, for an evaluation that trains on none.
 
     A state is (line, texts of the policy's answers so far).
     """
@@ -209,15 +207,15 @@ class Jsonl(Task):
     def __init__(self, config, all_lines=False, *, data=None, eval_data=None, reward=None):
         """Read and check all lines.
 
-        data, eval_data: lists of rows, in place of the files. reward: a function, in place of the
-        one that --reward names. Default: none of these.
+        data, eval_data: lists of rows. Default: the rows of the files.
+        reward: function. Default: the one that --reward names, if any.
         """
         self.config = config
         self.text = text_of(config)
         self.end = self.text.end
         self.vocab_size = self.text.vocab_size
-        # Unless somebody wants it otherwise, a checkpoint is spoken to as it has learned to be: a
-        # model that is trained on other marks than its own has to unlearn its own first.
+        # By default the checkpoint's own template: a model trained on other marks would first have
+        # to unlearn its own.
         self.template = config.template or ("raw" if self.text.template is None else "chat")
         if self.template != "chat" and config.template_args:
             raise ValueError(f"--template-args: {config.model} has no chat template to put them in")
@@ -225,12 +223,12 @@ class Jsonl(Task):
         if config.reward and reward is None:
             require_code("--reward", config.reward, "FILE.py:function")
             self.reward = from_file(config.reward, "function")
-        # Threads ask for rewards (see `Task`), unless the function says `threads = False`.
+        # Threads ask for rewards (see `Task`), unless the function has `threads = False`.
         self.threads = bool(config.reward) and getattr(self.reward, "threads", True)
-        # A reward sees no special tokens, unless the function says `special_tokens = True`.
+        # A reward sees no special tokens, unless the function has `special_tokens = True`.
         self.special = getattr(self.reward, "special_tokens", False)
 
-        # Every line is encoded and checked now, so that a bad one is named before the run starts.
+        # Encode and check every line now, so that an error in one is found before the run starts.
         lines = self._lines(config.data, data)
         held_out = self._lines(config.eval_data, eval_data) if config.eval_data else []
         self.lines = {"data": lines, "eval_data": held_out}
@@ -241,8 +239,8 @@ class Jsonl(Task):
                     f"expected lines in {file} to {'hold out' if is_out else 'train on'}, got none "
                     f"of {len(lines)}; without --eval-data FILE every tenth prompt is held out, by "
                     f"a hash of what it asks")
-        asked = itertools.chain(self.rows[True], lines)
-        if config.instruction != Config.instruction and not any("question" in x.row for x in asked):
+        used = itertools.chain(self.rows[True], lines)
+        if config.instruction != Config.instruction and not any("question" in x.row for x in used):
             raise ValueError(f"--instruction follows a question; {config.data} has none")
         self.held_out = len(self.rows[True])  # see `Task`
         self.longest = max((len(line.prompt) for line in [*lines, *held_out]), default=0)
@@ -254,36 +252,36 @@ class Jsonl(Task):
         return (line, ()), line.prompt
 
     def reply(self, state, answer):
-        # The last token ends the turn; the policy has said everything before it.
+        # The last token ends the turn. The tokens before it are the policy's answer.
         line, answers = state
         text = self.text.decode(answer[:-1], special=self.special)
         answers = (*answers, text)
         if len(answers) <= len(line.later):
-            said = self.text.next_turn(line.conversation(answers), answer[-1], line.arguments)
-            return (line, answers), said, 0.0
+            tokens = self.text.next_turn(line.conversation(answers), answer[-1], line.arguments)
+            return (line, answers), tokens, 0.0
         if self.reward is None:
             right = same_answer(final_answer(text), gold_of(line.row))
             return (line, answers), None, float(right)
-        # The function gets a copy: a change to the row itself would reach the next answer's reward.
+        # The function gets a copy: a change to the row would affect the next answer's reward.
         return (line, answers), None, self.reward(text, copy.deepcopy(line.row))
 
     def where(self, state):
         return state[0].where
 
     def contents(self):
-        said = {name: [line.row for line in lines] for name, lines in self.lines.items() if lines}
-        said |= self.text.contents()
+        data = {name: [line.row for line in lines] for name, lines in self.lines.items() if lines}
+        contents = data | self.text.contents()
         if self.template != "chat":
-            del said["chat template"]
-        return said
+            del contents["chat template"]
+        return contents
 
     def show(self, tokens):
         return self.text.decode(tokens, special=True)
 
-    # How a row of a file becomes a Line.
+    # From a row of a file to a Line.
 
     def _lines(self, file, rows=None) -> list:
-        """Return the Lines of a file, or of rows. ValueError names one that cannot be played."""
+        """Return the Lines of a file, or of rows. ValueError names a row that cannot be played."""
         lines = []
         for number, row in read_json_lines(file) if rows is None else enumerate(rows, 1):
             where = f"{file} line {number}"
@@ -293,95 +291,93 @@ class Jsonl(Task):
 
     def _line(self, where, row) -> Line:
         """Make a Line of a row. ValueError says what is wrong with the row."""
-        # A question is the user's message.
-        shown, arguments = row.get("question", ""), arguments_in(row)
-        if ("question" in row) == ("messages" in row) or not isinstance(shown, str):
+        question, arguments = row.get("question", ""), arguments_in(row)
+        if ("question" in row) == ("messages" in row) or not isinstance(question, str):
             raise ValueError(f"expected a string 'question' or a list 'messages', got {[*row]}")
-        is_chat = self.template == "chat"
-        of_chats = sorted(arguments.keys() | row.keys() & {"messages"})
-        if of_chats and not is_chat:
-            raise ValueError(f"it holds {', '.join(of_chats)}, which only --template chat can say")
-        asked = f"{shown}\n{self.config.instruction}" if self.config.instruction else shown
-        messages = row.get("messages", [{"role": "user", "content": asked}])
+        only_in_chats = sorted(arguments.keys() | row.keys() & {"messages"})
+        if only_in_chats and self.template != "chat":
+            raise ValueError(f"it holds {', '.join(only_in_chats)}, which only --template chat can "
+                             f"say")  # fmt: skip
+        if self.config.instruction and "question" in row:
+            question += f"\n{self.config.instruction}"
+        messages = row.get("messages", [{"role": "user", "content": question}])
         require_messages(messages)
-
-        # Without a reward function, which may do without an answer, the row's says what is right.
-        # Only `####` could equal an empty one, and no line equals several lines.
-        if not self.config.reward and not re.fullmatch(".+", gold_of(row) or ""):
-            raise ValueError(f"expected an answer, a number or a line of text, which may follow "
-                             f"####, or a --reward, got {row.get('answer')!r:.80}")  # fmt: skip
+        if not self.config.reward:
+            require_answer(row)
 
         # Files for supervised training end in an answer, which the policy has to give by itself.
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
-        shown = json.dumps(messages, sort_keys=True) if "messages" in row else shown
+        split_key = row.get("question", json.dumps(messages, sort_keys=True))
         first, later = played_turns(messages)
-
-        # What the chat template would read of the row must reach it. The template writes the marks
-        # of turns, and BOS if it should be there.
-        if is_chat:
-            self.text.require_read(arguments)
-            for name in sorted(self.text.variables(arguments) & row.keys() - {*ARGUMENTS}):
-                raise ValueError(f"it holds {name}, which the chat template reads: put it into "
-                                 f"chat_template_kwargs")  # fmt: skip
-            if self.config.system and first[0]["role"] != "system":
-                first = [{"role": "system", "content": self.config.system}, *first]
-            prompt = self.text.prompt(first, arguments)
-        # Plain text begins with BOS if this checkpoint's texts do.
+        if self.template == "chat":
+            first, prompt = self._encode_chat(row, first, arguments)
         else:
-            said = f"{asked}\n"
+            text = f"{question}\n"
             if self.config.has_whole_template:
-                said = self.config.template.replace("{question}", shown)
-            prompt = self.text.encode(said, bos=True)
-        line = Line(where, row, shown, first, prompt, later, arguments)
+                text = self.config.template.replace("{question}", row["question"])
+            prompt = self.text.encode(text, bos=True)  # if this checkpoint's texts begin with BOS
+        line = Line(where, row, split_key, first, prompt, later, arguments)
         self._require_room(line)
         return line
+
+    def _encode_chat(self, row, first, arguments):
+        """Return the prompt's messages, with the system's, and their tokens."""
+        # What the chat template reads of the row must reach the template.
+        self.text.require_read(arguments)
+        for name in sorted(self.text.variables(arguments) & row.keys() - {*ARGUMENTS}):
+            raise ValueError(f"it holds {name}, which the chat template reads: put it into "
+                             f"chat_template_kwargs")  # fmt: skip
+        if self.config.system and first[0]["role"] != "system":
+            first = [{"role": "system", "content": self.config.system}, *first]
+        return first, self.text.prompt(first, arguments)
 
     def _split(self, all_lines) -> dict:
         """Return {False: the lines to train on, True: the lines that are held out}."""
         rows = {False: self.lines["data"], True: self.lines["eval_data"]}
         if not self.config.eval_data:
-            # Lines of one prompt are held out together, although they may ask it in other words.
-            held = {}
+            # Lines with the same prompt tokens are held out together, even if their texts differ.
+            is_prompt_out = {}
             for line in self.lines["data"]:
-                held.setdefault(tuple(line.prompt), is_held_out(line.shown.encode()))
-            rows = {is_out: [line for line in self.lines["data"]
-                             if held[tuple(line.prompt)] == is_out] for is_out in rows}  # fmt: skip
+                is_prompt_out.setdefault(tuple(line.prompt), is_held_out(line.split_key.encode()))
+            rows = {False: [], True: []}
+            for line in self.lines["data"]:
+                rows[is_prompt_out[tuple(line.prompt)]].append(line)
         if all_lines:  # for an evaluation, which trains on none
             every = rows[True] + ([] if self.config.eval_data else rows[False])
             rows = {False: every, True: every}
 
-        # An evaluation asks once what stands in several lines.
-        asked = {}
+        # An evaluation plays equal lines once.
+        different = {}
         for line in rows[True]:
             answer = f"{line.row.get('answer')}"
-            asked.setdefault((tuple(line.prompt), f"{line.later}", answer), line)
-        return rows | {True: [*asked.values()]}
+            different.setdefault((tuple(line.prompt), f"{line.later}", answer), line)
+        return rows | {True: [*different.values()]}
 
     def _require_room(self, line):
-        """Raise a ValueError if the model or --max-new-tokens has no room for what is said."""
-        # The user's later messages count among the new tokens, and so does each answer's end. What
-        # an answer says changes none of these messages.
-        said = []
+        """Raise a ValueError if a token is not the model's, or --max-new-tokens is too small."""
+        # The replies count among the new tokens, and so does each answer's end. No reply depends on
+        # an answer's text.
+        replies = []
         for n in range(len(line.later)):
-            said_so_far = line.conversation([""] * (n + 1))
-            said += self.text.next_turn(said_so_far, self.end[0], line.arguments)
-        token = max([*line.prompt, *said], default=0)
+            conversation = line.conversation([""] * (n + 1))
+            replies += self.text.next_turn(conversation, self.end[0], line.arguments)
+        token = max([*line.prompt, *replies], default=0)
         if token >= self.vocab_size:
             raise ValueError(f"it holds token {token}, {self.show([token])!r}; the model's last "
                              f"token is {self.vocab_size - 1}")  # fmt: skip
         limit = self.config.max_new_tokens
-        if len(said) + len(line.later) + 1 > limit:
-            raise ValueError(f"{len(said)} tokens are said after the policy's answers, which "
+        if len(replies) + len(line.later) + 1 > limit:
+            raise ValueError(f"{len(replies)} tokens are said after the policy's answers, which "
                              f"leaves no room for these in --max-new-tokens {limit}")  # fmt: skip
 
     def _notes(self, all_lines):
-        """Yield sentences for a run to print, on settings that were not given and on the files."""
+        """Yield sentences for a run to print, on settings chosen by default and on the files."""
         c = self.config
         if not c.template and self.template == "raw":
             yield f"{c.model} has no chat template: prompts are plain text (--template raw)"
-        if self.template == "chat" and self.text.note:
-            yield self.text.note
+        if self.template == "chat" and self.text.settings_in_words:
+            yield self.text.settings_in_words
         if not c.eval_data or all_lines:
             return
 
@@ -397,10 +393,10 @@ ARGUMENTS = "tools", "documents"
 
 
 def arguments_in(row) -> dict:
-    """Return {name: value} of what a row gives the chat template besides messages.
+    """Return {name: value} of a row's arguments to the chat template.
 
-    They are its `tools`, its `documents`, and what is in its `chat_template_kwargs`, as in the data
-    sets of other trainers. A null says nothing.
+    They are its `tools`, its `documents`, and the entries of its `chat_template_kwargs`, as in the
+    data sets of other trainers. A null is ignored.
     """
     more = row.get("chat_template_kwargs") or {}
     if not isinstance(more, dict):
@@ -408,23 +404,31 @@ def arguments_in(row) -> dict:
     return {name: row[name] for name in ARGUMENTS if row.get(name) is not None} | more
 
 
+def require_answer(row):
+    """Raise a ValueError unless a row has an answer to compare with, for runs without --reward."""
+    # An empty answer would equal only `####`, and no line equals several lines.
+    if not re.fullmatch(".+", gold_of(row) or ""):
+        raise ValueError(f"expected an answer, a number or a line of text, which may follow ####, "
+                         f"or a --reward, got {row.get('answer')!r:.80}")  # fmt: skip
+
+
 def require_messages(messages):
     """Raise a ValueError unless messages are a conversation of a user and an assistant."""
-    # Templates write any role down, "asistant" too, so an unknown role is refused here.
+    # Templates accept any role, "asistant" too, so an unknown role is refused here.
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"expected a list of 'messages', got {messages!r:.80}")
     for n, message in enumerate(messages, 1):
         roles = ("system", "user", "assistant") if n == 1 else ("user", "assistant")
-        said = message if isinstance(message, dict) else {}
-        if said.get("role") not in roles or not isinstance(said.get("content"), str):
+        fields = message if isinstance(message, dict) else {}
+        if fields.get("role") not in roles or not isinstance(fields.get("content"), str):
             raise ValueError(f"message {n}: expected a role of {', '.join(roles)}, and one string "
                              f"of content, got {message!r:.80}")  # fmt: skip
 
 
 def played_turns(messages):
-    """Split a conversation that is played into the prompt's messages and the user's later ones."""
-    # Where the user speaks twice in a row, the policy answers in between, so the prompt ends there.
-    # What the assistant has said before is history.
+    """Split a conversation into the prompt's messages and the user's later messages."""
+    # If the user speaks twice in a row, the policy answers in between, so the prompt ends there.
+    # Earlier messages of the assistant are history.
     #
     #     user  assistant  user | user | user      the prompt, and two later messages
     roles = [message["role"] for message in messages]
@@ -439,7 +443,7 @@ def played_turns(messages):
     return messages[:cut], messages[cut:]
 
 
-# Rewards: the answer after the last `####`, compared as a number or as text.
+# Rewards: compare the answer after the last `####` as a number or as text.
 
 
 # Soft hyphens, zero-width spaces and joiners, marks of direction, and the byte order mark.
@@ -458,9 +462,9 @@ def final_answer(text):
 
 
 def gold_of(row) -> str | None:
-    """Return what a row's answer says is right: what follows `####`, or without it all of it.
+    """Return the right answer of a row: what follows its `####`, or without `####` all of it.
 
-    A number is a text: 1e3 is 1000. None if the answer is neither text nor number.
+    A JSON number becomes a text: 1e3 is 1000. None if the answer is neither text nor number.
     """
     answer = row.get("answer")
     if type(answer) in (int, float) and math.isfinite(answer):
@@ -472,16 +476,16 @@ def gold_of(row) -> str | None:
 
 
 def number_of(text):
-    """Return the number that a text is, exactly as it is written. None if the text is not one."""
-    # Invisible marks, the signs of money and percent, and Markdown around a number say nothing
-    # about it. A minus may be a sign of its own, and LaTeX writes 9{,}500 and 9\,500 for 9,500.
+    """Return a text as an exact Decimal, or None if it is not a number."""
+    # Ignore invisible marks, the signs of money and percent, and Markdown around a number. A minus
+    # may be a Unicode sign, and LaTeX writes 9{,}500 and 9\,500 for 9,500.
     plain = re.sub(rf"[{INVISIBLE}]|\\?[$%]", "", text)
     plain = re.sub(r"[\u2212\u2013\ufe63\uff0d]", "-", plain)
     plain = re.sub(r"\{,\}|\\,", ",", plain)
     plain = re.sub(r"^[\s*_`]+|[\s*_`.]+$", "", plain)
 
     # Commas and blanks belong to a number only between groups of three digits: `3, 4` is not 34.
-    # Decimal would also take nan, inf and 1e3, which are no answers.
+    # Decimal would also accept nan, inf and 1e3, which are not answers.
     if re.fullmatch(r"[-+]?\d{1,3}([,\s]\d{3})+(\.\d*)?", plain):
         plain = re.sub(r"[,\s]", "", plain)
     return Decimal(plain) if re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)", plain) else None

@@ -137,7 +137,7 @@ def task_of(directory, tmp_path, monkeypatch):
 
 def prompts(task):
     """{what is asked: prompt tokens} of every line, held out or not."""
-    return {line.shown: line.prompt for lines in task.rows.values() for line in lines}
+    return {line.split_key: line.prompt for lines in task.rows.values() for line in lines}
 
 
 def opened(task):
@@ -312,7 +312,8 @@ def test_every_tenth_conversation_is_held_out_by_its_hash(task_of):
     # Whether a row brings its answer along makes no difference.
     rows = [row | {"messages": [*row["messages"], assistant("4")]} for row in numbered(HISTORY)]
     answered = task_of("qwen2", rows)
-    assert {line.shown for line in answered.rows[True]} < {line.shown for line in task.rows[True]}
+    keys = [{line.split_key for line in x.rows[True]} for x in (answered, task)]
+    assert keys[0] < keys[1]
 
 
 def test_lines_of_one_prompt_are_held_out_together_and_asked_once(task_of):
@@ -355,13 +356,13 @@ def test_a_file_of_held_out_lines_leaves_all_of_the_data_to_train_on(task_of):
     """In the order of the file, with a note on what makes its figure another one."""
     write(Path("eval.jsonl"), HELD_OUT)
     task = task_of(eval_data="eval.jsonl", eval_prompts=12)
-    shown = {held_out: [line.shown for line in lines] for held_out, lines in task.rows.items()}
+    shown = {held_out: [line.split_key for line in lines] for held_out, lines in task.rows.items()}
     assert shown[False] == [row["question"] for row in QUESTIONS] and task.note == ""
     assert shown[True] == [row["question"] for row in HELD_OUT]
-    asked = [task.prompt(None, n, True)[0][0].shown for n in range(13)]
+    asked = [task.prompt(None, n, True)[0][0].split_key for n in range(13)]
     assert asked == [*shown[True], shown[True][0]]
     assert task.where(task.prompt(None, 3, True)[0]) == "eval.jsonl line 4"
-    drawn = {task.prompt(np.random.default_rng(n), 0, False)[0][0].shown for n in range(300)}
+    drawn = {task.prompt(np.random.default_rng(n), 0, False)[0][0].split_key for n in range(300)}
     assert drawn == {*shown[False]}
 
     # The seventh line of the data is among them. A file that is both is what somebody wants.
@@ -373,7 +374,7 @@ def test_a_file_of_held_out_lines_leaves_all_of_the_data_to_train_on(task_of):
     # A small file of data is enough then, and an evaluation of every line reads both as well.
     task_of(rows=QUESTIONS[:1], eval_data="eval.jsonl")
     every = Jsonl(task_of(eval_data="eval.jsonl").config, all_lines=True)
-    assert [line.shown for line in every.rows[True]] == shown[True] and not every.note
+    assert [line.split_key for line in every.rows[True]] == shown[True] and not every.note
 
 
 # 3. Rewards ----------------------------------------------------------------------------------
@@ -388,7 +389,7 @@ def rewarding(task_of):
 
     def make(**options):
         task = task_of(**options)
-        (line,) = [line for lines in task.rows.values() for line in lines if line.shown == "7 + 7?"]
+        (line,) = [x for lines in task.rows.values() for x in lines if x.split_key == "7 + 7?"]
 
         def reward(text, answer="so\n#### 14"):
             state = line._replace(row=line.row | {"answer": answer})

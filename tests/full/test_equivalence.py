@@ -140,8 +140,8 @@ def factors_of_each_rank():
     function = lora.place_of_factor
 
     def slipped(name, shape, grid, mode):
-        sums = places.place_of(lora.matrix_of(name), shape, grid, mode, False).sums
-        return function(name, shape, grid, mode)._replace(sums=sums)
+        groups = places.place_of(lora.matrix_of(name), shape, grid, mode, False).gradient_groups
+        return function(name, shape, grid, mode)._replace(gradient_groups=groups)
 
     return mock.patch.object(lora, "place_of_factor", slipped)
 
@@ -152,7 +152,7 @@ def experts_of_each_rank():
 
     def slipped(name, *given):
         place = function(name, *given)
-        return place._replace(sums=()) if ".mlp.experts." in name else place
+        return place._replace(gradient_groups=()) if ".mlp.experts." in name else place
 
     return mock.patch.object(parallelize, "place_of", slipped)
 

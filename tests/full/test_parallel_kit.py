@@ -194,7 +194,7 @@ def full_edition(bug):
     def shard(model, mesh):
         model = adapter["shard"](model, mesh)
         for name, place in model.part.places.items():
-            model.part.places[name] = place._replace(sums=())
+            model.part.places[name] = place._replace(gradient_groups=())
         return model
 
     return adapter | dict(shard=shard) if bug else adapter

@@ -278,7 +278,7 @@ def test_the_date_of_a_template_is_the_one_that_is_given(changed, monkeypatch, l
     how = dict(add_generation_prompt=True, tokenize=False)
     assert got == tokenizer_of(directory).apply_chat_template(HELLO, **how)
     assert "29 Feb 2024, 29%d 07:08:09.000012 060\n" in got and "\n2025Hello?" in got
-    assert Text(directory, date=date).note.endswith("gets the date 2024-02-29")
+    assert Text(directory, date=date).settings_in_words.endswith("gets the date 2024-02-29")
 
 
 # Turns -----------------------------------------------------------------------------------------
