@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,11 +62,16 @@ class RunFiles:
                              f"step {step}")  # fmt: skip
         can = auditable_steps(self.config, self.directory)
         can = {n: before for n, before in can.items() if n < len(self.metrics)}
-        if not self.metrics or step not in (None, *can):
+        if not can or step not in (None, *can):
             there = ", ".join(map(str, sorted(can))) or "none"
             raise ValueError(f"expected a step with all rollouts and a checkpoint before it "
                              f"({there}), got {step}; save_every 1 and keep leave more")
-        step = max(can) if step is None else step
+        if step is None:
+            step = max(can)
+            newest = max(self.checkpoints, default=0) - 1
+            if newest > step:
+                print(f"step {newest} is left out: its rollouts, metrics or a checkpoint before "
+                      f"it are missing or damaged", file=sys.stderr)  # fmt: skip
         return step, *can[step]
 
     def write_first_weights(self, task, folder):

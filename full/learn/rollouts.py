@@ -196,15 +196,20 @@ class ReplyPool:
         answer = episode.tokens[episode.turn :]
         try:
             state, reply, reward = task.reply(episode.state, answer)
+            # A token outside the vocabulary would be read from whatever lies past the embedding.
+            is_known = reply is None or all(0 <= token < task.vocab_size for token in reply)
+        except StopIteration as error:  # a generator would replace it by an error without a note
+            raise RuntimeError(f"StopIteration in {self.name}.reply {self.place_of(episode)}"
+                               ) from error  # fmt: skip
         except (Exception, SystemExit) as error:
             error.add_note(self.place_of(episode))
             raise
         number = as_reward(reward)
         if math.isnan(number):
-            raise ValueError(f"{self.name} gave reward {reward} {self.place_of(episode)}, for the "
-                             f"answer {task.show(answer)!r}: rewards must be finite")  # fmt: skip
-        # A token outside the vocabulary would be read from whatever lies past the embedding.
-        if reply is not None and not all(0 <= token < task.vocab_size for token in reply):
+            raise ValueError(f"{self.name} gave reward {reward!r:.80} {self.place_of(episode)}, "
+                             f"for the answer {task.show(answer)!r}: rewards must be finite "
+                             f"numbers")  # fmt: skip
+        if not is_known:
             raise ValueError(f"{self.name} replied {reply} {self.place_of(episode)}: ids end at "
                              f"{task.vocab_size - 1}")  # fmt: skip
         return state, reply, number
@@ -219,8 +224,8 @@ class ReplyPool:
                                f"{self.place_of(episode)}, to the answer {answer!r}", number)
 
     def place_of(self, episode) -> str:
-        line = f", {self.task.where(episode.state)}" if hasattr(self.task, "where") else ""
-        return f"in group {episode.group}, rollout {episode.number}{line}"
+        line = self.task.where(episode.state) if hasattr(self.task, "where") else ""
+        return f"in group {episode.group}, rollout {episode.number}" + (f", {line}" if line else "")
 
 
 class Sampler:

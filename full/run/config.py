@@ -382,7 +382,7 @@ def wrong_values(values) -> list[str]:
         elif not choices and type(value) not in kinds:
             problem = kind.__name__
         elif kind in (int, float) and not 0 <= value <= Config.LARGEST[kind]:
-            problem = "finite and at least 0"
+            problem = f"finite, at least 0 and at most {Config.LARGEST[kind]}"
         elif value == 0 and all(Config.defaults_of(name)) and name not in Config.ZERO:
             problem = "positive"
         elif value > Config.AT_MOST.get(name, value):

@@ -20,7 +20,6 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from conftest import ROOT, shortened
 from oracles import LiveBytes

@@ -234,9 +234,9 @@ SETTINGS = {  # a file of settings, its text, and what is said of it
     ("a.toml", "steps = '3'\nlr = true"):
         "--config a.toml: --steps must be int, got '3'; --lr must be float, got True",
     ("a.toml", "steps = 3.0"): "--steps must be int, got 3.0",
-    ("a.toml", f"lr = 1{400 * '0'}"): "--lr must be finite and at least 0, got 1000",
-    ("a.toml", "lr = nan"): "--lr must be finite and at least 0, got nan",
-    ("a.toml", "clip_low = -1"): "--clip-low must be finite and at least 0, got -1",
+    ("a.toml", f"lr = 1{400 * '0'}"): "--lr must be finite, at least 0 and at most 1.70",
+    ("a.toml", "lr = nan"): "--lr must be finite, at least 0 and at most 1.70",
+    ("a.toml", "clip_low = -1"): "--clip-low must be finite, at least 0 and at most 1.70",
     ("a.toml", "exact = 1"): "--exact must be bool, got 1",
     ("a.toml", "kl = 'k4'"): "--kl must be one of k1, k3, got 'k4'",
     ("a.toml", "[model]\nlayers = 1"): "--model must be str, got {'layers': 1}",

@@ -473,7 +473,7 @@ def test_a_task_in_a_file_of_its_own_is_played_and_may_have_slots(tmp_path, monk
     task, model = task_of("mine.py:Echo", size=2), Script([2, 2, 3], vocab=4)
     [[t]] = play(task, model, groups=[0], group=1, temperature=0)
     assert (t.tokens, t.reward, task.show(t.tokens)) == ([2, 2, 3], 1.0, "2 2 3")
-    with pytest.raises(ValueError, match="Slotted gave reward much"):
+    with pytest.raises(ValueError, match="Slotted gave reward 'much'"):
         play(task_of("mine.py:Slotted"), model, groups=[0], group=1, temperature=0)
 
 
