@@ -55,6 +55,7 @@ class RecordedStep:
 
     def __post_init__(self):
         self.config = self.files.config
+        self.prefixes = ["", CRITIC] if self.config.advantage == "gae" else [""]
         self.settings = settings(self.config)
         self.c = SimpleNamespace(**definition.DEFAULTS | self.settings)
         line = self.files.metrics[self.number]
@@ -91,12 +92,18 @@ class RecordedStep:
         return [[r.sequence(n, self.world, scored=r.at if self.models.are_large else None)
                  for n, r in enumerate(rollouts)] for _ in range(2)]  # fmt: skip
 
-    def compare(self, key, value, distance=0.0, floor=0.0, **known) -> list:
-        """Return the Row of a number of the run's line, if it is there."""
-        if key not in self.line:
-            return []
-        floor += EXACT * abs(value)
-        return [row_of(key, self.line[key], value, distance=distance, floor=floor, **known)]
+    def compare(self, values, **known) -> list:
+        """Return the Rows of those numbers that the run's line has. known: other fields of a Row.
+
+        values: {key: number} or {key: (number, distance, floor)}.
+        """
+        rows = []
+        for key in [key for key in values if key in self.line]:
+            x = values[key]
+            value, distance, floor = x if isinstance(x, tuple) else (x, 0.0, 0.0)
+            floor += EXACT * abs(value)
+            rows.append(row_of(key, self.line[key], value, distance=distance, floor=floor, **known))
+        return rows
 
     def compare_solved(self, key, make_model) -> list:
         """Return the Row of solved held-out prompts. make_model: see `step_models.solved`."""
@@ -104,7 +111,7 @@ class RecordedStep:
             return []
         value, doubt = step_models.solved(self.models, make_model, self.line[key])
         because = "plays in doubt" if doubt else ""
-        return self.compare(key, value, floor=doubt, size=1.0, because=because)
+        return self.compare({key: (value, 0.0, doubt)}, size=1.0, because=because)
 
 
 def row_of(key, recorded, by_hand, difference=None, **known) -> Row:
@@ -130,16 +137,14 @@ def check_rollouts(data) -> list:
     count, sampled = sum(len(r.tokens) for r in played), sum(len(r.at) for r in played)
     recorded, replayed, off = zip(*(r.compared_rewards() for r in played))
     due = groups_played(data.config, data.groups)
-    rows = [
+    return [
         row_of("rollouts/groups", len(data.groups), due, floor=EXACT * due),
         row_of("rollouts/tokens", count, count - sum(r.differs for r in played)),
         row_of("rollouts/sampled", sampled, sampled - sum(r.missampled for r in played)),
         row_of("rollouts/rewards", math.fsum(recorded), math.fsum(replayed), max(off), floor=EXACT,
                size=1.0),
+        *data.compare(rollout_metrics(data.config, data.groups)),
     ]  # fmt: skip
-    for key, value in rollout_metrics(data.config, data.groups).items():
-        rows += data.compare(key, value)
-    return rows
 
 
 def check_sampling(data) -> tuple:
@@ -163,8 +168,7 @@ def check_draws(data, models, sequences) -> tuple:
     step = data.kit_step(sequences, ({}, {}), {}, models, data.config.rollout_dtype)
     findings = in_words(checks.sampling_of(step))
     keys = {"draws": "sampling", "sampler_logprobs": "sampling/logprobs"}
-    rows = [step.measured[name]._replace(key=key, size=1.0) for name, key in keys.items()]
-    return rows, findings
+    return [step.measured[x]._replace(key=keys[x], size=1.0) for x in keys], findings
 
 
 def check_engine(data, model, sequences) -> tuple:
@@ -196,11 +200,10 @@ def check_advantages(data, models, sequences) -> tuple:
     findings = in_words({"advantages": checks.check_advantages(step)})
     A = [s.advantages[t] for s in sequences[0] for t in s.at]
     size = max(map(abs, A), default=0.0)
-    return [
-        step.measured["advantages"]._replace(key="rollouts/advantage", size=size),
-        *data.compare("advantage/token_mean", mean(A), floor=EXACT * size),
-        *data.compare("advantage/token_std", definition.spread(A), floor=EXACT * size),
-    ], findings
+    values = {"advantage/token_mean": mean(A), "advantage/token_std": definition.spread(A)}
+    values = {key: (value, 0.0, EXACT * size) for key, value in values.items()}
+    row = step.measured["advantages"]._replace(key="rollouts/advantage", size=size)
+    return [row, *data.compare(values)], findings
 
 
 # The updates --------------------------------------------------------------------------------------
@@ -270,7 +273,7 @@ def train(data, prefix, models, sequences, stored, had_findings) -> Trained:
     if many and after and findings and not had_findings:
         if text := next(updates_explained(steps), ""):
             findings = {f"{prefix}updates 1 to {len(steps)}": text}
-    rows = data.compare(f"{path}lr", lr) + check_updates(data, prefix, measured)
+    rows = data.compare({f"{path}lr": lr}) + check_updates(data, prefix, measured)
     for key, name in (("gradient", "gradient"), ("parameters", "weights")):
         if steps and name in steps[-1].measured:
             row = steps[-1].measured[name]
@@ -285,11 +288,11 @@ def check_updates(data, prefix, measured) -> list:
     # The first update's come before those that a change of the weights has a part in.
     of_critic = ("critic/grad_norm", "value/loss")
     names = [name for name in measured[0] if (name in of_critic) == bool(prefix)]
-    rows = [data.compare(f"{name}_first", *measured[0][name]) for name in names]
+    values = {f"{name}_first": measured[0][name] for name in names}
     for name in names:
         columns = zip(*(by_name[name] for by_name in measured))
-        rows.append(data.compare(name, *(RUN_METRICS[name].reduce(list(x)) for x in columns)))
-    return list(itertools.chain(*rows))
+        values[name] = tuple(RUN_METRICS[name].reduce(list(x)) for x in columns)
+    return data.compare(values)
 
 
 def check_policy(data, models, trained) -> list:
@@ -316,7 +319,7 @@ def check_counts(data) -> list:
     }  # fmt: skip
     if data.config.tree == "disabled":
         values["tokens/trained"] = tokens
-    return list(itertools.chain(*(data.compare(*pair) for pair in values.items())))
+    return data.compare(values)
 
 
 def check_values(data, sequences) -> list:
@@ -329,10 +332,10 @@ def check_values(data, sequences) -> list:
     off_v, off_g = (v - twin_v), (g - twin_g)
     off = (off_g.square().mean() + off_v.square().mean()).sqrt().item()
     left = (rest / spread) ** 2 if spread**2 > 1e-12 else 1.0
-    return [
-        *data.compare("value/token_mean", v.mean().item(), off_v.abs().mean().item(), 1e-11),
-        *data.compare("value/explained_variance", 1 - left, 2 * left * off / max(rest, TINY), 1e-9),
-    ]
+    return data.compare({
+        "value/token_mean": (v.mean().item(), off_v.abs().mean().item(), 1e-11),
+        "value/explained_variance": (1 - left, 2 * left * off / max(rest, TINY), 1e-9),
+    })  # fmt: skip
 
 
 def cause(data, row, near) -> str:
@@ -366,19 +369,15 @@ def compare_step(data) -> tuple:
     """
     # The tensors of checkpoints go to the disk before there are models in memory.
     paths = data.models.before, data.models.after
-    prefixes = ["", CRITIC] if data.config.advantage == "gae" else [""]
     stored = {prefix: [path and data.models.weights_and_moments(path, prefix) for path in paths]
-              for prefix in prefixes}  # fmt: skip
-    rows = check_rollouts(data)
-    more, findings = check_sampling(data)
-    critic_weights = stored[CRITIC][0]["before"] if CRITIC in stored else {}
-    models, sequences = step_models.read_models(data, critic_weights)
-    del critic_weights
-    of_advantages, found = check_advantages(data, models[""], sequences)
-    rows += more + of_advantages
-    findings |= found
+              for prefix in data.prefixes}  # fmt: skip
+    sampling, findings = check_sampling(data)
+    models, sequences = step_models.read_models(data, stored)
+    advantages, of_advantages = check_advantages(data, models[""], sequences)
+    rows = check_rollouts(data) + sampling + advantages
+    findings |= of_advantages
     weights, near = {}, 0
-    for prefix in prefixes:
+    for prefix in data.prefixes:
         trained = train(data, prefix, models[prefix], sequences, stored[prefix], bool(findings))
         rows += trained.rows
         findings |= trained.findings
@@ -387,7 +386,7 @@ def compare_step(data) -> tuple:
         if not prefix:
             rows += check_policy(data, models[""], trained)
     rows += check_counts(data)
-    if CRITIC in stored:
+    if CRITIC in data.prefixes:
         rows += check_values(data, sequences)
     rows = [row._replace(why="" if row.is_informative else cause(data, row, near)) for row in rows]
     return rows, findings, weights
@@ -478,9 +477,8 @@ def introduction(data, left_out) -> list:
         intro.append(f"sampling: {data.files.engine} drew by numbers of its own, so no draw "
                      f"is compared, but its log-probs, and their sum with the entropies")
     if not data.models.after:
-        models = ["the policy", CRITIC] if data.config.advantage == "gae" else ["the policy"]
-        intro += [f"{model}: the weights after the step are not compared, as there is no "
-                  f"step-{data.number + 1:08d}" for model in models]  # fmt: skip
+        intro += [f"{prefix or 'the policy'}: the weights after the step are not compared, as "
+                  f"there is no step-{data.number + 1:08d}" for prefix in data.prefixes]
     unknown = [name for name in left_out if not name.startswith(NOT_BY_HAND)]
     return intro + ([f"the audit does not know {', '.join(unknown)}"] if unknown else [])
 

@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections import UserDict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,26 +49,20 @@ MOST_DEVIATIONS = 5  # of an engine's sum of -log p from the sum of the entropie
 MOST_TOKENS = 128
 
 
-class OnDisk(Mapping):
+class OnDisk(UserDict):
     """Tensors by name, in files of a temporary directory."""
 
     def __init__(self):
+        super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.files = {}
 
     def __setitem__(self, name, x):
-        path = Path(self.folder.name, f"{len(self.files)}.safetensors")
+        path = Path(self.folder.name, f"{len(self)}.safetensors")
         save_file({"x": x.contiguous()}, path)
-        self.files[name] = path
+        self.data[name] = path
 
     def __getitem__(self, name):
-        return load_file(self.files[name])["x"]
-
-    def __iter__(self):
-        return iter(self.files)
-
-    def __len__(self):
-        return len(self.files)
+        return load_file(self.data[name])["x"]
 
 
 class KitModel(torch.nn.Module):
@@ -282,17 +276,17 @@ def half(place) -> bool:
     return place.bit_count() % 2 == 1
 
 
-def read_models(data, critic_weights) -> tuple:
+def read_models(data, stored) -> tuple:
     """Read the numbers that the updates need of each trained rollout: ref, old, values, rewards.
 
-    data: RecordedStep of audit.py. Return {prefix: models that are trained} and the Sequences. Both
-    are pairs: the definition's and the twin's.
+    data: RecordedStep of audit.py. stored: {prefix: [weights and moments before the step, ..]}.
+    Return {prefix: models that are trained} and the Sequences, pairs of definition and twin.
     """
     config, models = data.config, data.models
     sequences = data.sequences(data.trained)
     trained = {"": models.policy()}
-    if config.advantage == "gae":
-        trained[CRITIC] = models.critic(critic_weights)
+    if CRITIC in stored:
+        trained[CRITIC] = models.critic(stored[CRITIC][0]["before"])
         models.read(trained[CRITIC], sequences, "values", of=-1)
 
     # A reward's KL is against recorded log-probs. The loss compares two forwards, whose errors
