@@ -99,13 +99,11 @@ def token_distances(step) -> dict:
     moved = [token_numbers(step, moved_rows(step, way)) for way in (1, -1)]
     distances = {}
     for name, x in token_numbers(step).items():
-        distances[name] = (rounded[name] - x).abs()
+        off = [(numbers[name] - x).abs() / FACTOR for numbers in moved]
+        direct = (rounded[name] - x).abs()
+        distances[name] = torch.stack([direct, *off]).amax(0)
         if name in DECISIONS:
-            distances[name] /= FACTOR
-            continue
-        for numbers in moved:
-            off = (numbers[name] - x).abs() / FACTOR
-            distances[name] = torch.maximum(distances[name], off)
+            distances[name] = direct / FACTOR
     return distances
 
 

@@ -76,8 +76,7 @@ class RecordedStep:
         return not (self.config.overlong == "filter" and r.truncated)
 
     def kit_step(self, rows, kinds, numbers, models, dtype) -> Step:
-        """Return the kit's Step with its twin. The arguments are pairs: the definition, the twin.
-        """
+        """Return the kit's Step with its twin. Arguments are pairs, for the step and the twin."""
         exact = numbers | dict(settings=self.settings | dict(compute_dtype=""))
         rounded = numbers | dict(settings=self.settings | dict(compute_dtype=dtype))
         twin = Step(rows[1], kinds[1], exact, models[1], precision=getattr(torch, dtype))
@@ -209,15 +208,6 @@ def check_advantages(data, models, sequences) -> tuple:
 # The updates --------------------------------------------------------------------------------------
 
 
-class Trained(NamedTuple):
-    """A model after the updates."""
-
-    rows: list
-    findings: dict
-    kinds: list  # weights and moments after the updates: the definition's, the twin's
-    near: int  # choices of experts that rounding may turn
-
-
 def of_update(data, name, n):
     """Return the recorded number of update n, or None if it is not known."""
     first, mean_of_updates = data.line.get(f"{name}_first"), data.line.get(name)
@@ -229,8 +219,11 @@ def of_update(data, name, n):
     return 2 * mean_of_updates - first if count == 2 else None
 
 
-def train(data, prefix, models, sequences, stored, had_findings) -> Trained:
+def train(data, prefix, models, sequences, stored, had_findings) -> tuple:
     """Do the updates of a model by the kit, and compare all that is known of each.
+
+    Return rows, findings, the weights after the updates in both precisions, and how many choices of
+    experts rounding may turn.
 
     prefix: of the names of the critic, or "" for the policy. models, sequences: pairs.
     stored: weights and moments before the step, and after it or None. It is emptied.
@@ -278,16 +271,17 @@ def train(data, prefix, models, sequences, stored, had_findings) -> Trained:
         if steps and name in steps[-1].measured:
             row = steps[-1].measured[name]
             rows.append(row._replace(key=f"{path}{key}", why=f"furthest in {row.where}"))
-    return Trained(rows, findings, kinds, near)
+    if not prefix and data.models.after and config.router_bias_rate:
+        *sizes, wrong = data.models.votes_apart(models[0].module)
+        rows.append(row_of("votes", *sizes, wrong, floor=4 * near, because="near choices"))
+    return rows, findings, [by_kind["before"] for by_kind in kinds], near
 
 
 def check_updates(data, prefix, measured) -> list:
     """Compare the metrics of a model's updates: the first one's, and of all."""
-    if not measured:
-        return []
     # The first update's come before those that a change of the weights has a part in.
     of_critic = ("critic/grad_norm", "value/loss")
-    names = [name for name in measured[0] if (name in of_critic) == bool(prefix)]
+    names = [x for by in measured[:1] for x in by if (x in of_critic) == bool(prefix)]
     values = {f"{name}_first": measured[0][name] for name in names}
     for name in names:
         columns = zip(*(by_name[name] for by_name in measured))
@@ -295,22 +289,11 @@ def check_updates(data, prefix, measured) -> list:
     return data.compare(values)
 
 
-def check_policy(data, models, trained) -> list:
-    """Compare the votes of a router's bias, and the held-out prompts that are solved."""
-    rows = []
-    if data.models.after and data.config.router_bias_rate:
-        *sizes, wrong = data.models.votes_apart(models[0].module)
-        rows.append(row_of("votes", *sizes, wrong, floor=4 * trained.near, because="near choices"))
-    return rows + data.compare_solved("eval/solved", lambda n: data.models.as_sampled(
-        models[n].module, trained.kinds[n]["before"]))  # fmt: skip
-
-
 def check_counts(data) -> list:
     """Compare counts and ages of the step."""
-    before, sampled = (data.models.states[path] for path in (
-        data.models.before, data.models.sampled))  # fmt: skip
-    U, version = len(data.updates), before["policy_version"]
-    age = min(data.number, data.config.staleness)
+    states, U = data.models.states, len(data.updates)
+    before, sampled = states[data.models.before], states[data.models.sampled]
+    version, age = before["policy_version"], min(data.number, data.config.staleness)
     tokens = sum(len(r.tokens) for update in data.updates for r in data.trained[update])
     values = {
         "policy_version": version + U, "tokens/trained_flat": tokens,
@@ -378,13 +361,15 @@ def compare_step(data) -> tuple:
     findings |= of_advantages
     weights, near = {}, 0
     for prefix in data.prefixes:
-        trained = train(data, prefix, models[prefix], sequences, stored[prefix], bool(findings))
-        rows += trained.rows
-        findings |= trained.findings
-        near += trained.near
-        weights[prefix] = trained.kinds[0]["before"]
+        of_model, found, trained, near_choices = train(
+            data, prefix, models[prefix], sequences, stored[prefix], bool(findings))
+        rows += of_model
+        findings |= found
+        near += near_choices
+        weights[prefix] = trained[0]
         if not prefix:
-            rows += check_policy(data, models[""], trained)
+            rows += data.compare_solved("eval/solved", lambda n: data.models.as_sampled(
+                models[""][n].module, trained[n]))  # fmt: skip
     rows += check_counts(data)
     if CRITIC in data.prefixes:
         rows += check_values(data, sequences)

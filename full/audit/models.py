@@ -103,23 +103,10 @@ class KitModel(torch.nn.Module):
                 for layer in (self.routed[0] if self.routed else ())}  # fmt: skip
 
 
-def with_twin(model, dtype, tick) -> list:
-    """Return [a model in float64, the same in a run's precision]. Float64's twin is nudged."""
-    if model is None:
-        return [None, None]
-    wide = copy.deepcopy(model)
-    if wide.residual_dtype is not None:
-        wide.residual_dtype = torch.float64
-    if dtype == "float64":
-        nudge(model.parameters())
-    trim_memory()
-    return [KitModel(wide.double(), tick), KitModel(model, tick)]
-
-
 def near_choices(models) -> int:
     """Return how many choices of experts rounding may turn, by how far the twin's leads are off."""
     exact, rounded = ([lead for by in model.routed for _, leads in by.values() for lead in leads]
-                 for model in models)  # fmt: skip
+                      for model in models)  # fmt: skip
     most = FACTOR * max((abs(x - y) for x, y in zip(exact, rounded)), default=0.0)
     return sum(x <= most for x in exact)
 
@@ -154,30 +141,40 @@ class StepModels:
         self.states = {path: read_checkpoint(path, {}, only=("no tensor",))
                        for path in (before, sampled, after) if path}  # fmt: skip
 
+    def with_twin(self, model, dtype=""):
+        """Return [a model in float64, the same in a run's precision]. Float64's twin is nudged."""
+        wide = copy.deepcopy(model)
+        if wide.residual_dtype is not None:
+            wide.residual_dtype = torch.float64
+        if (dtype or self.config.compute) == "float64":
+            nudge(model.parameters())
+        trim_memory()
+        return [KitModel(wide.double(), self.tick), KitModel(model, self.tick)]
+
+    def policy_before(self):
+        return policy_in(self.before, self.config, self.task, self.config.compute, merged=False)
+
     def policy(self):
         """Return the policy before the step and its twin."""
-        compute = self.config.compute
-        model = policy_in(self.before, self.config, self.task, compute, merged=False)
-        return with_twin(model, compute, self.tick)
+        return self.with_twin(self.policy_before())
 
     def sampler(self):
         """Return the model that sampled, whose weights a push rounds, and its twin."""
         dtype = self.config.rollout_dtype
-        return with_twin(policy_in(self.sampled, self.config, self.task, dtype), dtype, self.tick)
+        return self.with_twin(policy_in(self.sampled, self.config, self.task, dtype), dtype)
 
     def reference(self):
         """Return the frozen reference and its twin. The reference of factors is their base."""
         if not self.config.kl_coef:
             return [None, None]
         if self.config.lora is not None:
-            compute = self.config.compute
-            model = plain(policy_in(self.before, self.config, self.task, compute, merged=False))
+            model = plain(self.policy_before())
             for votes in model.buffers():
                 votes.zero_()
-        else:
-            model = build(self.config, self.task)[2].to_empty(device="cpu")
-            self.files.directory.read_reference(SimpleNamespace(model=None, reference=model))
-        return with_twin(model, self.config.compute, self.tick)
+            return self.with_twin(model)
+        model = build(self.config, self.task)[2].to_empty(device="cpu")
+        self.files.directory.read_reference(SimpleNamespace(model=None, reference=model))
+        return self.with_twin(model)
 
     def teacher(self):
         """Return the teacher and its twin."""
@@ -185,15 +182,14 @@ class StepModels:
             return [None, None]
         model = build_teacher(self.config).to_empty(device="cpu")
         first_weights(model, self.config.teacher)
-        return with_twin(model, self.config.compute, self.tick)
+        return self.with_twin(model)
 
     def critic(self, weights):
         """Return a critic with these weights and its twin."""
         critic = empty_critic(self.config, self.shape)
         for name, x in weights.items():
             set_tensor(critic, name, torch.nn.Parameter(x.clone()))
-        compute = self.config.compute
-        return with_twin(critic.to(getattr(torch, compute)), compute, self.tick)
+        return self.with_twin(critic.to(getattr(torch, self.config.compute)))
 
     def weights_and_moments(self, path, prefix="") -> dict:
         """Return trained weights and AdamW's moments of a checkpoint, as the kit names them.
