@@ -40,9 +40,6 @@ from full.run.tasks import make_task
 NOT_BY_HAND = ("step", "seconds/", "memory/peak", "logprob_gap/identical", "tokens/trained")
 
 
-# What all checks use ------------------------------------------------------------------------------
-
-
 @dataclass
 class RecordedStep:
     """A step of a run: what the run recorded of it, and its rollouts, replayed. Only read."""
@@ -237,10 +234,9 @@ def train(data, prefix, models, sequences, stored, had_findings) -> tuple:
     kinds, steps, measured, findings, near = [before, before], [], [], {}, 0
     del before
     for n, update in enumerate(data.updates):
-        hyperparameters = dict(lr=lr, betas=[0.9, config.beta2], eps=1e-8,
-                               names=[*kinds[0]["before"]],
-                               weight_decay=config.weight_decay)  # fmt: skip
-        numbers = dict(optimizer=dict(step=done + n + 1, groups=[hyperparameters]))
+        group = dict(lr=lr, betas=[0.9, config.beta2], eps=1e-8, names=[*kinds[0]["before"]],
+                     weight_decay=config.weight_decay)  # fmt: skip
+        numbers = dict(optimizer=dict(step=done + n + 1, groups=[group]))
         if not (had_findings or findings):
             numbers["grad_norm"] = of_update(data, f"{path}grad_norm", n)
             loss = of_update(data, "loss/token_mean", n)
@@ -272,20 +268,19 @@ def train(data, prefix, models, sequences, stored, had_findings) -> tuple:
             row = steps[-1].measured[name]
             rows.append(row._replace(key=f"{path}{key}", why=f"furthest in {row.where}"))
     if not prefix and data.models.after and config.router_bias_rate:
-        *sizes, wrong = data.models.votes_apart(models[0].module)
-        rows.append(row_of("votes", *sizes, wrong, floor=4 * near, because="near choices"))
-    return rows, findings, [by_kind["before"] for by_kind in kinds], near
+        votes = data.models.votes_apart(models[0].module)
+        rows.append(row_of("votes", *votes, floor=4 * near, because="near choices"))
+    return rows, findings, [x["before"] for x in kinds], near
 
 
 def check_updates(data, prefix, measured) -> list:
     """Compare the metrics of a model's updates: the first one's, and of all."""
     # The first update's come before those that a change of the weights has a part in.
-    of_critic = ("critic/grad_norm", "value/loss")
-    names = [x for by in measured[:1] for x in by if (x in of_critic) == bool(prefix)]
+    names = [name for by_name in measured[:1] for name in by_name
+             if (name in ("critic/grad_norm", "value/loss")) == bool(prefix)]  # fmt: skip
     values = {f"{name}_first": measured[0][name] for name in names}
-    for name in names:
-        columns = zip(*(by_name[name] for by_name in measured))
-        values[name] = tuple(RUN_METRICS[name].reduce(list(x)) for x in columns)
+    values |= {name: tuple(RUN_METRICS[name].reduce(list(x)) for x in zip(
+        *(by_name[name] for by_name in measured))) for name in names}  # fmt: skip
     return data.compare(values)
 
 
@@ -312,7 +307,7 @@ def check_values(data, sequences) -> list:
         [(s.values[t], s.returns[t]) for s in row for t in s.at] or [(0.0, 0.0)],
         dtype=torch.float64).T for row in sequences)  # fmt: skip
     rest, spread = ((x - x.mean()).square().mean().sqrt().item() for x in (g - v, g))
-    off_v, off_g = (v - twin_v), (g - twin_g)
+    off_v, off_g = v - twin_v, g - twin_g
     off = (off_g.square().mean() + off_v.square().mean()).sqrt().item()
     left = (rest / spread) ** 2 if spread**2 > 1e-12 else 1.0
     return data.compare({
@@ -361,11 +356,9 @@ def compare_step(data) -> tuple:
     findings |= of_advantages
     weights, near = {}, 0
     for prefix in data.prefixes:
-        of_model, found, trained, near_choices = train(
+        of_model, found, trained, more = train(
             data, prefix, models[prefix], sequences, stored[prefix], bool(findings))
-        rows += of_model
-        findings |= found
-        near += near_choices
+        rows, findings, near = rows + of_model, findings | found, near + more
         weights[prefix] = trained[0]
         if not prefix:
             rows += data.compare_solved("eval/solved", lambda n: data.models.as_sampled(

@@ -24,21 +24,19 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, shortened
 from oracles import LiveBytes
+from safetensors.torch import load_file
 from test_rollout import Chat
-from test_run import SHARD, _main, begin, contents, end, flip_a_bit, good
-from test_run import runs_made_once
+from test_run import (
+    SHARD, _main, begin, contents, end, flip_a_bit, good, runs_made_once,
+)  # fmt: skip
 
 from conformance import definition
 from full.__main__ import main
 from full.audit.audit import audited
 from full.audit.replay import Rollout, RunFiles
-from full.learn.trainer import Trainer
 from full.ranks.checkpoint import write_checkpoint
-from full.ranks.optimizer import training_tensors
-from full.run.build import build
 from full.run.config import Config
 from full.run.directory import RunDirectory
-from full.run.tasks import make_task
 
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 4 "
 TINY += "--lr 0.02 --lr-warmup 0 --eval-every 3 --eval-prompts 6 --save-every 1 --keep 9 --out run"
@@ -67,15 +65,23 @@ def assert_right(report):
 # Changes of a run -------------------------------------------------------------------------------
 
 
-def edit_line(run, step, key, change, name="metrics.jsonl"):
-    """Change a number of a step's line, or of a list the first number that is not 0."""
-    lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
-    line = next(line for line in lines if line["step"] == step
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def edit_line(run, key, change, name):
+    """Change a number of step 2's line of a file, or of a list the first number that is not 0."""
+    lines = lines_of(run / name)
+    line = next(line for line in lines if line["step"] == 2
                 and (np.any(line[key]) or not isinstance(line[key], list)))  # fmt: skip
     if isinstance(line[key], list):
         line, key = line[key], next(n for n, x in enumerate(line[key]) if np.any(x))
     line[key] = change(line[key])
-    (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(run / name, lines)
 
 
 def digit(x):
@@ -83,9 +89,8 @@ def digit(x):
     return x * (1 + 1e-3)
 
 
-def in_line(key, change=digit, file="metrics.jsonl"):
-    """A change of a number in step 2's line of a file."""
-    return lambda run: edit_line(run, 2, key, change, file)
+def in_line(key, change=digit, name="metrics.jsonl"):
+    return lambda run: edit_line(run, key, change, name)
 
 
 def in_rollout(key, change=digit):
@@ -95,13 +100,9 @@ def in_rollout(key, change=digit):
 def in_tensor(step, name, factor):
     """Another number in a checkpoint, which is sealed again, as somebody who means it would."""
     def change(run):
-        config, path = RunFiles(run, "").config, run / f"step-{step:08d}"
-        model, generator, _ = build(config, make_task(config))
-        trainer = Trainer(config, model, generator=generator)
-        trainer.load_checkpoint(path)
-        tensors = training_tensors(trainer.model, trainer.optimizer)
-        with torch.no_grad():
-            tensors[name].view(-1)[3] *= factor
+        path = run / f"step-{step:08d}"
+        tensors = load_file(path / SHARD)
+        tensors[name].view(-1)[3] *= factor
         state = json.loads((path / "state.json").read_text())
         rest = {key: value for key, value in state.items() if key not in ("files", "seal")}
         write_checkpoint(path, tensors, rest)
@@ -121,11 +122,10 @@ def in_config(key, value):
 
 def without_zeros(run):
     """A turn whose reward is missing has reward 0."""
-    path = run / "rollouts.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = lines_of(run / "rollouts.jsonl")
     short = [line | {"rewards": [x for x in line["rewards"] if x[1]]} for line in lines]
     assert short != lines
-    path.write_text("".join(json.dumps(line) + "\n" for line in short))
+    write_lines(run / "rollouts.jsonl", short)
 
 
 # Faults in a run's process: the real function, and its arguments.
@@ -317,7 +317,7 @@ def test_the_audit_of_an_honest_run(honest, process_group, capsys):
     report = audited(run, 2)
     assert contents(run) == before and text == report.text(True) + "\n"
     assert re.search(r"^step 2: 16 rollouts of \d+ tokens, in float64 and once more in", err, re.M)
-    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[2])
+    line = lines_of(run / "metrics.jsonl")[2]
     undetermined = {"step", "logprob_gap/identical", "memory/peak"}
     undetermined |= {name for name in line if name.startswith("seconds/")}
     rows = {row.key: row for row in report.rows}
@@ -360,7 +360,7 @@ def test_a_run_that_learns_from_a_teacher_is_audited(honest, process_group):
     report = audited(run, 2)
     assert_right(report)
     assert max(row.difference for row in report.rows) < 1e-10
-    first, *_, last = map(json.loads, (run / "metrics.jsonl").open())
+    first, *_, last = lines_of(run / "metrics.jsonl")
     name = "advantage/token_mean"  # an estimate of -KL(policy, teacher)
     assert abs(last[name]) < abs(first[name])
 
@@ -370,10 +370,7 @@ def test_memory_is_at_most_three_times_the_weights(honest, process_group, monkey
     monkeypatch.setattr("conformance.computed.SMALL", 0)  # as of a model that keeps no graphs
     few = "--prompts 2 --group 4 --minibatches 2"
     run = honest(f"{TINY} --steps 2 --layers 3 --hidden 256 {few}")
-    files = RunFiles(run)
-    model = build(files.config, make_task(files.config))[0]
-    weights = 8 * sum(p.numel() for p in model.parameters())
-    del model
+    weights = 8 * sum(x.numel() for x in load_file(run / "hf/model.safetensors").values())
     with LiveBytes() as live:
         assert audited(run, 1).wrong is None
     assert 2 * weights < live.peak < 3 * weights, live.peak / weights
@@ -433,8 +430,7 @@ def refusal(capsys, *argv):
                                         ("advantage", [0.0]), ("rewards", [[0]]), ("group", [0])])
 def test_a_line_that_is_not_a_rollout_is_refused(copied, key, value):
     path = copied() / "rollouts.jsonl"
-    line = json.loads(path.read_text().splitlines()[0]) | {key: value}
-    path.write_text(json.dumps(line))
+    write_lines(path, [lines_of(path)[0] | {key: value}])
     with pytest.raises(ValueError, match="line 1 is not a rollout"):
         RunFiles(path.parent).rollouts(0, SimpleNamespace(vocab_size=4))
 
