@@ -2,9 +2,8 @@
 
 In a loop over unequal sequences each plan needs something else: t a number of tokens that it
 divides, c this rank's tokens of each sequence, p all micro-batches at once and the loss on one
-stage. With `PackedBatches` the loop reads as on one device. RECIPES.md has one. Under fsdp, t, c, e
-and p every forward is collective: all ranks of a group must make the same calls. `PackedBatches`
-makes them.
+stage. Under fsdp, t, c, e and p all ranks of a group must make the same forwards. With
+`PackedBatches` the loop reads as on one device. RECIPES.md has one.
 
 Letters:  B sequences   S tokens of one, s of this rank   T targets   N scored tokens   M width
 """
@@ -276,8 +275,7 @@ class PackedBatches:
         if self.plan.pp == 1:
             return scores
 
-        # COMM: the last stage has the scores; an all-gather over the replica gives them to its
-        # other ranks.
+        # COMM: the last stage has the scores; an all-gather gives them to the whole replica.
         # Pinned by tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
         scores = scores if self.part.pipeline.has_head() else None
         parts = all_gather_objects(scores, self.part.grid.group["pct"])
@@ -325,8 +323,7 @@ class PackedBatches:
         count = self.part.pipeline.micro_batches(needed)
         if self.part.mode == "fsdp" or self.plan.ep > 1:
             # COMM: an all-reduce of one number over all ranks. A sharded forward gathers weights
-            # from all, and tokens go to all ranks' experts, so ranks run the same number of
-            # micro-batches. Pinned by
+            # from all, and tokens go to all ranks' experts: the number must be one. Pinned by
             # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
             largest = torch.tensor(count, device=self.device)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
