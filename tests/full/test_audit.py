@@ -72,10 +72,10 @@ def write_lines(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def edit_line(run, key, change, name):
-    """Change a number of step 2's line of a file, or of a list the first number that is not 0."""
+def edit_line(run, key, change, name, step=2):
+    """Change a number of a step's line of a file, or of a list the first number that is not 0."""
     lines = lines_of(run / name)
-    line = next(line for line in lines if line["step"] == 2
+    line = next(line for line in lines if line["step"] == step
                 and (np.any(line[key]) or not isinstance(line[key], list)))  # fmt: skip
     if isinstance(line[key], list):
         line, key = line[key], next(n for n, x in enumerate(line[key]) if np.any(x))

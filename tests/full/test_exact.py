@@ -213,5 +213,5 @@ def test_the_audit_allows_nothing(process_group, tmp_path):
     assert rows["sampling/bits"].allowed == rows["sampling/tokens"].allowed == 0
     assert rows["sampling/tokens"].recorded > 30
 
-    edit_line(run, 2, "logprobs", lambda x: np.nextafter(x, 0), "rollouts.jsonl")
+    edit_line(run, "logprobs", lambda x: np.nextafter(x, 0), "rollouts.jsonl")
     assert audited(run, 2).wrong == "sampling/bits"

@@ -374,7 +374,7 @@ def test_sampler_and_trainer_have_it_and_are_audited(tmp_path, process_group, mo
 
     # A log-prob that is off by the rounding of a logit in bfloat16, 2^-9 of 3, is still no fault.
     # An audit that did not know of the head would find the gap of a head in bfloat16.
-    edit_line(run, 1, "logprob_gap/mean", lambda x: x + 0.05, "metrics.jsonl")
+    edit_line(run, "logprob_gap/mean", lambda x: x + 0.05, "metrics.jsonl", step=1)
     assert audited(run, 1).wrong == "logprob_gap/mean"
 
 
