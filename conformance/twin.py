@@ -113,7 +113,10 @@ def curvature(step) -> float:
     exact, rounded = token_numbers(step), token_numbers(step.twin)
     far = math.hypot(*(step.token_distances[name].norm().item() for name in SLOPES))
     near = math.hypot(*((rounded[name] - exact[name]).norm().item() for name in SLOPES))
-    return max(1.0, far / max(near, TINY))
+    # In float64 the twin may have the very same factors. Their own rounding is the least error.
+    size = math.hypot(*(exact[name].norm().item() for name in SLOPES))
+    near = max(near, torch.finfo(step.dtype).eps * size)
+    return max(1.0, far / near) if near else 1.0
 
 
 def shifts(step) -> tuple:

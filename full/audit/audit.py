@@ -164,7 +164,8 @@ def check_draws(data, models, sequences) -> tuple:
     step = data.kit_step(sequences, ({}, {}), {}, models, data.config.rollout_dtype)
     findings = in_words(checks.sampling_of(step))
     keys = {"draws": "sampling", "sampler_logprobs": "sampling/logprobs"}
-    return [step.measured[x]._replace(key=keys[x], size=1.0) for x in keys], findings
+    rows = [step.measured[x]._replace(key=keys[x], size=1.0) for x in keys]
+    return step_models.with_near_choices(models, rows, findings)
 
 
 def check_engine(data, model, sequences) -> tuple:

@@ -111,6 +111,16 @@ def near_choices(models) -> int:
     return sum(x <= most for x in exact)
 
 
+def with_near_choices(models, rows, findings) -> tuple:
+    """Return rows and findings of log-probs, where rounding may turn the choice of an expert."""
+    # With another expert a log-prob may be anything, and no mistake explains it.
+    near = near_choices(models)
+    if near and all(text.startswith("unexplained") for text in findings.values()):
+        findings, why = {}, f"{near} choices of experts are within rounding"
+        rows = [row if row.ok else row._replace(floor=math.inf, because=why) for row in rows]
+    return rows, findings
+
+
 def route(config, models, count) -> tuple:
     """Count the tokens of experts in an update of `count` rollouts, and move the biases.
 
