@@ -74,11 +74,12 @@ class RecordedStep:
 
     def kit_step(self, rows, kinds, numbers, models, dtype) -> Step:
         """Return the kit's Step with its twin. Arguments are pairs, for the step and the twin."""
-        exact = numbers | dict(settings=self.settings | dict(compute_dtype=""))
-        rounded = numbers | dict(settings=self.settings | dict(compute_dtype=dtype))
-        twin = Step(rows[1], kinds[1], exact, models[1], precision=getattr(torch, dtype))
+        # The step rounds weights to the run's compute dtype. The twin's model is in it already.
+        of_step = numbers | dict(settings=self.settings | dict(compute_dtype=dtype))
+        of_twin = numbers | dict(settings=self.settings | dict(compute_dtype=""))
+        twin = Step(rows[1], kinds[1], of_twin, models[1], precision=getattr(torch, dtype))
         twin.is_nudged = dtype == "float64"
-        step = Step(rows[0], kinds[0], rounded, models[0], dtype=getattr(torch, dtype), twin=twin)
+        step = Step(rows[0], kinds[0], of_step, models[0], dtype=getattr(torch, dtype), twin=twin)
         for one in (step, twin):
             one.make, one.most_tokens = self.models.new_kind, self.models.most_tokens
         return step
@@ -214,7 +215,7 @@ def of_update(data, name, n):
         return mean_of_updates
     if first is None or n == 0:
         return first
-    return 2 * mean_of_updates - first if count == 2 else None
+    return 2 * mean_of_updates - first if count == 2 else None  # of two, the second
 
 
 def train(data, prefix, models, sequences, stored, had_findings) -> tuple:
