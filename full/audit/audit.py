@@ -74,9 +74,8 @@ class RecordedStep:
 
     def kit_step(self, rows, kinds, numbers, models, dtype) -> Step:
         """Return the kit's Step with its twin. Arguments are pairs, for the step and the twin."""
-        # The step rounds weights to the run's compute dtype. The twin's model is in it already.
         of_step = numbers | dict(settings=self.settings | dict(compute_dtype=dtype))
-        of_twin = numbers | dict(settings=self.settings | dict(compute_dtype=""))
+        of_twin = numbers | dict(settings=self.settings | dict(compute_dtype=""))  # rounded before
         twin = Step(rows[1], kinds[1], of_twin, models[1], precision=getattr(torch, dtype))
         twin.is_nudged = dtype == "float64"
         step = Step(rows[0], kinds[0], of_step, models[0], dtype=getattr(torch, dtype), twin=twin)
@@ -198,8 +197,8 @@ def check_advantages(data, models, sequences) -> tuple:
     findings = in_words({"advantages": checks.check_advantages(step)})
     A = [s.advantages[t] for s in sequences[0] for t in s.at]
     size = max(map(abs, A), default=0.0)
-    values = {"advantage/token_mean": mean(A), "advantage/token_std": definition.spread(A)}
-    values = {key: (value, 0.0, EXACT * size) for key, value in values.items()}
+    values = {"advantage/token_mean": (mean(A), 0.0, EXACT * size),
+              "advantage/token_std": (definition.spread(A), 0.0, EXACT * size)}  # fmt: skip
     row = step.measured["advantages"]._replace(key="rollouts/advantage", size=size)
     return [row, *data.compare(values)], findings
 
@@ -474,7 +473,7 @@ def main(argv) -> int:
     parser.add_argument("--reward", default="", help="the run's FILE.py:function, if it had one")
     options = parser.parse_args(argv)
 
-    # The process group of this one process is left before the findings are printed.
+    # The process group is left before the findings are printed.
     with one_process("an audit"):
         report = audited(options.run, options.step, options.task, options.reward, options.ranks)
     print(report.text(options.all))
