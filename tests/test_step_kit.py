@@ -298,6 +298,8 @@ def test_one_finding_is_one_line(tmp_path):
         rows, _ = step.check(toy_step(tmp_path / bug, bug), toy_model())
         departs = [line for line in step.lines_of(rows) if "departs" in line]
         assert len(departs) == 1 and departs[0].startswith("   loss, gradient norm, gradient ")
+    with pytest.raises(ValueError, match="got 'temprature'"):
+        step.check(tmp_path / bug, toy_model(), dict(temprature=0.8))
 
 
 # The definition ---------------------------------------------------------------------------------
