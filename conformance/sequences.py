@@ -149,8 +149,10 @@ def score(model, sequences, temperature):
     else:
         rows = torch.repeat_interleave(torch.tensor([len(places) for places in at]))
         out = model(tokens_BT, at=(rows, torch.cat(at) - 1))
+    # The output of a model of transformers is a dict, whose `values` is a method.
     logits, values = (out, None) if torch.is_tensor(out) else (
         out.logits, getattr(out, "values", None))  # fmt: skip
+    values = values if torch.is_tensor(values) else None
     found, first = [], 0
     for s, places in zip(sequences, at):
         mine = slice(first, first + len(places))

@@ -17,7 +17,6 @@ import doctest
 import itertools
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +24,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conformance import definition, loss, parallel, plain_loop, recorders, step
+from conformance import definition, plain_loop, recorders, step
 from conftest import ROOT, installed, shortened
-
 from safetensors.torch import load_file, save_file
 
 RANKS, MICROS = 2, 3
@@ -195,16 +193,19 @@ def plant(optimizer, parameters, bug):
         optimizer.register_step_post_hook(replace)
 
 
+class Output(dict):
+    """What a model of transformers returns: it has logits, and `values` is a method of a dict."""
+
+    __getattr__ = dict.get
+
+
 def report(directory, model=None, given=None):
     """{quantity: (verdict, why)}."""
-    rows, _ = step.check(directory, model or toy_model(), given)
+    if model is None:
+        model = toy_model()
+        model.register_forward_hook(lambda model, given, logits: Output(logits=logits))
+    rows, _ = step.check(directory, model, given)
     return {row["quantity"]: (row["verdict"], row["why"]) for row in rows}
-
-
-@pytest.mark.quick
-def test_a_right_step_holds(tmp_path):
-    found = report(toy_step(tmp_path))
-    assert {verdict for verdict, _ in found.values()} == {"holds"} and len(found) == 6
 
 
 BUGS = {
@@ -240,13 +241,13 @@ BUGS = {
 
 
 SUM, NUMBER = dict(aggregation="sequence_sum"), dict(aggregation="number", loss_denominator=7)
-CLAIMS = {  # a mistake, other settings of the trainer, what the command says of them
+CLAIMS = {  # a mistake, other settings of the trainer, what the command says of them, what departs
+    "nothing": ("", {}, {}, None),
     "a sum of sequences": ("", SUM, {}, None),
     "a number": ("", NUMBER, {}, None),
     "std": ("", {}, dict(std="biased"), ("advantages", "use an unbiased standard deviation (")),
-    "the likelihood of right answers": ("", {}, dict(nll_coef=0.1), ("loss", "departs")),
-    "padding, a sum of sequences": (
-        "padding", SUM, {}, ("gradient", "departs: the padding is trained on (")),
+    "the likelihood of right answers": ("", {}, dict(nll_coef=0.1), ("loss", "")),
+    "padding, a sum of sequences": ("padding", SUM, {}, ("gradient", "padding is trained on (")),
     "tool reply, a number": (
         "tool reply", NUMBER, {}, ("gradient", "between trained ones are trained on (")),
     "first token, a sum of sequences": (
@@ -255,31 +256,21 @@ CLAIMS = {  # a mistake, other settings of the trainer, what the command says of
         "first token with the right Z", SUM, {},
         ("gradient", "each sequence is not trained on, and the denominator is right (")),
 }  # fmt: skip
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", CLAIMS)
-def test_other_settings_and_claims(tmp_path, name):
-    """A right step holds, a mistake is named once."""
-    bug, settings, given, expected = CLAIMS[name]
-    found = report(toy_step(tmp_path, bug, SETTINGS | settings), given=given)
-    if expected is None:
-        assert {verdict for verdict, _ in found.values()} == {"holds"}, found
-    else:
-        assert expected[1] in ": ".join(found[expected[0]]), found
-
-
 QUICK = "accumulation twice", "biased std", "temperature", "eps", "max for min"
-QUICK += "prompt with the right Z", "changed weight"
+QUICK += "prompt with the right Z", "changed weight", *CLAIMS
+CLAIMS |= {bug: (bug, {}, {}, departs) for bug, departs in BUGS.items()}
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("bug", shortened(BUGS, *QUICK))
-def test_a_planted_mistake_is_found_and_named(tmp_path, bug):
-    quantity, words = BUGS[bug]
-    found = report(toy_step(tmp_path, bug))
-    verdict, why = found[quantity]
-    assert verdict == "departs" and words in why
+@pytest.mark.parametrize("name", shortened(CLAIMS, *QUICK))
+def test_a_right_step_holds_and_a_planted_mistake_is_found_and_named(tmp_path, name):
+    bug, settings, given, departs = CLAIMS[name]
+    found = report(toy_step(tmp_path, bug, SETTINGS | settings), given=given)
+    if departs is None:
+        assert {verdict for verdict, _ in found.values()} == {"holds"} and len(found) == 6
+    else:
+        verdict, why = found[departs[0]]
+        assert verdict == "departs" and departs[1] in why
 
 
 @pytest.mark.quick
@@ -307,6 +298,8 @@ def test_one_finding_is_one_line(tmp_path):
         rows, _ = step.check(toy_step(tmp_path / bug, bug), toy_model())
         departs = [line for line in step.lines_of(rows) if "departs" in line]
         assert len(departs) == 1 and departs[0].startswith("   loss, gradient norm, gradient ")
+    with pytest.raises(ValueError, match="got 'temprature'"):
+        step.check(tmp_path / bug, toy_model(), dict(temprature=0.8))
 
 
 # The definition ---------------------------------------------------------------------------------
@@ -318,51 +311,41 @@ def test_the_example_of_the_definition_is_right():
     assert not failed and attempted
 
 
+SLOPES = [dict(objective=objective, kl=kl, kl_coef=0.3) for objective, kl in itertools.product(
+    definition.CHOICES["objective"], definition.CHOICES["kl"])]  # fmt: skip
+SLOPES += [dict(objective="kl_cov", importance_cap=1.5, kl_coef=0.3, entropy_coef=0.2, nll_coef=0.1,
+                cov_share=0.4, aggregation="sequence_mean")]  # fmt: skip
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("kl", definition.CHOICES["kl"])
-@pytest.mark.parametrize("objective", definition.CHOICES["objective"])
-def test_derivatives_of_the_definition_are_differences_of_its_loss(objective, kl):
-    """The weights of cispo and dppo are numbers, so their moves are taken off the difference.
+@pytest.mark.parametrize("settings", SLOPES)
+def test_derivatives_of_the_definition_are_differences_of_its_loss(settings):
+    """In the log-prob, the entropy and the value of each token.
 
-    k3_k2 has the gradient of another KL.
+    The weights of cispo and dppo are numbers, so their moves are taken off the difference. k3_k2
+    has the gradient of another KL.
     """
-    c = SimpleNamespace(**definition.DEFAULTS | dict(objective=objective, kl=kl, kl_coef=0.3))
+    c = SimpleNamespace(**definition.DEFAULTS | settings)
+    A, W = [1.5, -0.5, 1.0] if c.nll_coef else [1.5] * 3, 0.7
 
-    def loss_of(lp, c=c):
-        s = definition.Sequence(lp, old=[-1.0, -2.1, -0.7], A=3 * [1.5], ref=[-1.2, -2.0, -1.1])
-        return definition.definition(c, [s])
-
-    lp, h = [-1.1, -2.0, -0.9], 1e-6
-    _, (terms,) = loss_of(lp)
-    for t, term in enumerate(terms):
-        up, down = ([x + (n == t) * step for n, x in enumerate(lp)] for step in (h, -h))
-        like = SimpleNamespace(**vars(c) | dict(kl="k2" if kl == "k3_k2" else kl))
-        slope = (loss_of(up, like)[0] - loss_of(down, like)[0]) / (2 * h)
-        if objective in ("cispo", "dppo"):  # l is -w A lp, and w moves as r does
-            slope += 1.5 * lp[t] * term.r / 3
-        assert term.share * term.dlp == pytest.approx(slope, abs=1e-8)
-
-
-def test_derivatives_of_the_terms_are_differences_of_the_loss():
-    """Of all terms at once, in the log-prob, the entropy and the value of each token."""
-    c = dict(objective="kl_cov", importance_cap=1.5, kl_coef=0.3, entropy_coef=0.2, nll_coef=0.1,
-             cov_share=0.4, aggregation="sequence_mean")  # fmt: skip
-    c = SimpleNamespace(**definition.DEFAULTS | c)
-
-    def loss_of(**changed):
+    def loss_of(c, **changed):
         rows = dict(lp=[-1.1, -2.0, -0.9], H=[0.4, 0.6, 0.1], v=[0.2, -0.4, 0.6]) | changed
         given = dict(smp=[-1.2, -1.6, -0.5], ref=[-1.2, -2.0, -1.1], v_old=[0.3, 0.2, 0.55],
-                     g=[0.9, 0.1, -0.3], R=1.0, W=0.7)  # fmt: skip
-        first = definition.Sequence(old=[-1.0, -2.1, -0.7], A=[1.5, -0.5, 1.0], **given, **rows)
+                     g=[0.9, 0.1, -0.3], R=1.0, W=W)  # fmt: skip
+        first = definition.Sequence(old=[-1.0, -2.1, -0.7], A=A, **given, **rows)
         other = definition.Sequence([-0.3], [-0.4], [-2.0], smp=[-0.4], ref=[-0.1], R=0.5)
         loss, terms = definition.definition(c, [first, other])
         return loss, terms[0], rows
 
-    _, terms, rows = loss_of()
+    _, terms, rows = loss_of(c)
+    like = SimpleNamespace(**vars(c) | dict(kl="k2" if c.kl == "k3_k2" else c.kl))
     for leaf, t in itertools.product(("lp", "H", "v"), range(3)):
         up, down = ([x + (n == t) * h for n, x in enumerate(rows[leaf])] for h in (1e-6, -1e-6))
-        slope = (loss_of(**{leaf: up})[0] - loss_of(**{leaf: down})[0]) / 2e-6
-        assert terms[t].share * getattr(terms[t], f"d{leaf}") == pytest.approx(slope, abs=1e-8)
+        slope = (loss_of(like, **{leaf: up})[0] - loss_of(like, **{leaf: down})[0]) / 2e-6
+        term = terms[t]
+        if leaf == "lp" and c.objective in ("cispo", "dppo"):  # l is -w A lp, and w moves as r does
+            slope += W * A[t] * rows["lp"][t] * term.r * term.share
+        assert term.share * getattr(term, f"d{leaf}") == pytest.approx(slope, abs=1e-8)
 
 
 def test_a_loop_without_hooks_is_recorded_from_what_its_model_gets(tmp_path):
@@ -404,86 +387,25 @@ def test_a_loop_without_hooks_is_recorded_from_what_its_model_gets(tmp_path):
             model(torch.zeros(1, 5).long())
 
 
-# One way to import --------------------------------------------------------------------------------
-
-COUNT = """
-import sys
-
-def definitions():
-    files = [getattr(x, "__file__", None) or "" for x in list(sys.modules.values())]
-    return [file for file in files if file.endswith("definition.py")]
-
-def loss(batch):
-    raise NotImplementedError(f"{len(definitions())} definition")
-
-def build():
-    raise ValueError(f"{len(definitions())} definition")
-"""
+RUNS = [("full", "plan=d2 minibatches=2 step_number=2 micro_tokens=60", 2, "")]
+RUNS += [("trl", settings, world, words) for settings, world, words in [
+    *itertools.product(("", "loss_type=grpo beta=0.05 step_number=2",
+                        "loss_type=dr_grpo scale_rewards=none step_number=3"), (1, 2), [""]),
+    ("loss_type=bnpo", 1, "the mean of the micro-batches' means"),
+    ("steps_per_generation=4", 1, "as if Z were 43 and not 41"),
+    ("loss_type=grpo importance_sampling_level=sequence beta=0.1 num_iterations=2 step_number=2 "
+     "learning_rate=0.02", 1, "the KL is k3 times the sequence's ratio")]]  # fmt: skip
 
 
-def test_a_process_has_one_definition(tmp_path):
-    """In scripts of a copy of the folder, from any directory, and in the repository."""
-    copy = shutil.copytree(ROOT / "conformance", tmp_path / "conformance")
-    (tmp_path / "mine.py").write_text(COUNT)
-    (tmp_path / "elsewhere").mkdir()
-
-    def said(*argv):
-        done = subprocess.run([sys.executable, *argv], cwd=tmp_path / "elsewhere", text=True,
-                              capture_output=True)  # fmt: skip
-        return done.stdout + done.stderr
-
-    count = len(loss.PROPERTIES) - len(loss.TERMS)
-    assert said(f"{copy}/loss.py", "../mine.py:loss").count("1 definition") == count
-    assert "1 definition" in said(f"{copy}/step.py", "dump", "--model", "../mine.py:build")
-    assert {x.D for x in (loss, parallel, step)} == {definition}
-
-
-def run(*words, world=1):
-    """Run a recorder in processes of its own."""
+@pytest.mark.slow
+@pytest.mark.parametrize("name, settings, world, words", RUNS)
+def test_a_real_run_holds_or_departs_by_these_words(tmp_path, name, settings, world, words):
+    if name == "trl":
+        installed("trl")
     program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    program += [str(ROOT / "conformance/recorders.py"), *words]
+    program += [str(ROOT / "conformance/recorders.py"), name, str(tmp_path), *settings.split()]
     subprocess.run(program, check=True, timeout=300, capture_output=True)
-
-
-@pytest.mark.quick
-def test_the_plain_loop_holds_and_exit_codes_say_so(tmp_path, capsys):
-    plain_loop.train(tmp_path, plain_loop.build(), steps=1)
-    model = f"{ROOT}/conformance/plain_loop.py:build"
-    assert step.main([str(tmp_path), "--model", model]) == 0
-    assert step.main([str(tmp_path), "--model", model, "temperature=0.8"]) == 1
-    for word in ("temprature=0.8", "temperature=warm", "temperature"):
-        assert step.main([str(tmp_path), "--model", model, word]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and "expected" in error and error.startswith("step.py: ")
-
-
-@pytest.mark.slow
-def test_our_full_edition_holds_on_two_ranks(tmp_path):
-    run("full", str(tmp_path), "plan=d2", "minibatches=2", "step_number=2", "micro_tokens=60",
-        world=2)  # fmt: skip
-    found = report(tmp_path, recorders.build_full())
-    assert {verdict for verdict, _ in found.values()} == {"holds"}
-
-
-TRL = {  # settings of GRPOConfig: what departs, by which words
-    "": "", "loss_type=grpo beta=0.05 step_number=2": "",
-    "loss_type=dr_grpo scale_rewards=none step_number=3": "",
-    "loss_type=bnpo": "the mean of the micro-batches' means",
-    "steps_per_generation=4": "as if Z were 43 and not 41",
-    "loss_type=grpo importance_sampling_level=sequence beta=0.1 num_iterations=2 step_number=2 "
-    "learning_rate=0.02": "the KL is k3 times the sequence's ratio",
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings, words", TRL.items())
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_real_run_of_trl(tmp_path, settings, words, world):
-    installed("trl")
-    if world == 2 and words:
-        pytest.skip("the figures are of one process")
-    run("trl", str(tmp_path), *settings.split(), world=world)
-    found = report(tmp_path, recorders.build_trl())
+    found = report(tmp_path, getattr(recorders, f"build_{name}")())
     if not words:
         assert {verdict for verdict, _ in found.values()} == {"holds"}
     verdict, why = found["gradient norm"]
