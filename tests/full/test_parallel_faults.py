@@ -404,7 +404,7 @@ def test_a_parameter_without_dimensions_is_not_cut_by_rows(tmp_path):
 
 def _trained(text, kind, *, shards=None, sizes=None, **options):
     """A model and its optimizer after three AdamW steps; without a plan where text is ""."""
-    model, whole = build(kind, torch.float64, **(sizes or {})), batch(is_packed=False)
+    model, whole = build(kind, torch.float64, **(sizes or {})), batch()
     grid = Grid(Plan.parse(text), shard=shards) if text else None
     share = grid.group["d"].rank() if text else dist.get_rank()
     rows = torch.tensor([share % ROWS, (share + 1) % ROWS])  # unequal gradients on every share
@@ -416,7 +416,7 @@ def _trained(text, kind, *, shards=None, sizes=None, **options):
         return training.model, training.optimizer
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(3):
-        backward(model, [whole.part(rows, torch.arange(LENGTH), "cpu")], [None], 1)
+        backward(model, [whole.part(rows)], 1)
         reduce_gradients(model)
         clip_grad_norm(model, 1.0)
         optimizer.step()
