@@ -238,6 +238,8 @@ def main(argv) -> int:
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("torch sees no CUDA device here; DEVICE=cpu SIZE=toy is the dry run")
         if name == "check":
+            if options.of is None:
+                raise ValueError(f"expected check of {', '.join(CHECKS)}")
             return check(options.of, device, size)
         return record(name, [sys.executable, *words_of(name, device, size)], options)
     except (ValueError, OSError) as error:
