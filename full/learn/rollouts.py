@@ -165,7 +165,7 @@ class ReplyPool:
 
     def ask(self, episodes):
         """Set `answer` of each episode."""
-        # The run's relative paths, such as --out, would name other files.
+        # The run's relative paths would name other files.
         directory = os.getcwd()
         try:
             answers = self.replies(episodes)

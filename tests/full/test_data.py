@@ -112,7 +112,8 @@ thoughtful.special_tokens = True
 FILES = {
     "rewards.py": REWARDS,
     "latin.jsonl": '{"question": "?", "answer": "1"}\n{"question": "é"}\n'.encode("latin-1"),
-    "empty.jsonl": "\n", "asks.jsonl": '{"question": "?"}\n', "good.jsonl": '{"question": "?", "answer": "1"}',
+    "empty.jsonl": "\n", "asks.jsonl": '{"question": "?"}\n',
+    "good.jsonl": '{"question": "?", "answer": "1"}',
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from conftest import batch_of
 from conformance.definition import DEFAULTS, Sequence, definition
 from full.audit import audit
 from full.learn.batches import collect
-from full.learn.metrics import METRICS, Metric
+from full.learn.metrics import METRICS, Metric, merged_sums
 from full.learn.objectives import (
     AGGREGATIONS, LossSettings, critic_loss, grpo_loss, loss_denominator,
 )  # fmt: skip
@@ -275,3 +275,10 @@ def test_advantages_are_whitened_over_the_step(process_group, monkeypatch):
         assert not t.truncated or abs(returns[-1]) < 1e-12
     assert abs(metrics["value/explained_variance"] - (1 - (R - V).var() / R.var())) < 1e-9
     assert abs(metrics["value/token_mean"] - V.mean()) < 1e-12
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("numbers", [[1.0, math.nan], [math.nan, 1.0]])
+def test_the_largest_of_numbers_is_nan_if_one_is(numbers):
+    assert math.isnan(merged_sums([{"ratio/max": x} for x in numbers])["ratio/max"])
+    assert math.isnan(METRICS["ratio/max"].reduce(numbers))
