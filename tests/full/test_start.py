@@ -80,8 +80,8 @@ def test_it_is_evaluated_once_and_again_only_with_line_0(straight, tmp_path):
 # What is printed --------------------------------------------------------------------------------
 
 
-def test_weights_that_are_too_coarse_for_a_step_are_said(tmp_path, monkeypatch, capsys):
-    """As many as AdamW's first step leaves as they are. Masters are fine enough."""
+def test_settings_that_do_little_are_said(tmp_path, monkeypatch, capsys):
+    """Such as weights too coarse for a step: as many as AdamW's first step leaves unchanged."""
     model = torch.nn.Linear(64, 64).bfloat16()
     model.bias.requires_grad_(False)
     first = model.weight.detach().clone()
@@ -99,7 +99,9 @@ def test_weights_that_are_too_coarse_for_a_step_are_said(tmp_path, monkeypatch, 
             "of the weights; set --dtype float32 --compute-dtype bfloat16\n")  # fmt: skip
     for n, (flags, says) in enumerate({
         "--dtype bfloat16 --lr 1e-5": said, "--dtype bfloat16": "",  # with a rate of 0.01
-        "--compute-dtype bfloat16 --lr 1e-5": "",
+        "--compute-dtype bfloat16 --lr 1e-5": "", "--kl-coef 0.1 --kl k1 --kl-in reward": "",
+        "--kl-coef 0.1 --kl k1": "--kl k1 in the loss has a gradient of mean 0, so it keeps the "
+                                 "policy near nothing: --kl k3, or --kl-in reward\n",
     }.items()):  # fmt: skip
         run(parse_config(f"{TINY} --out {n} --steps 1 {flags}".split()))
         assert capsys.readouterr().err == says
