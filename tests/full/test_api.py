@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import inspect
 import json
 import os
 import re
@@ -23,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, SORT, complaint_of, installed, shortened
+from conftest import ROOT, SORT, complaint_of, installed
 from example_tasks import Lookup, Sort
 from pages import Page
 from test_ranks import join, ranks, start
@@ -254,9 +255,15 @@ def test_what_was_given_is_known():
 # Errors --------------------------------------------------------------------------------------
 
 
-class Broken(Sort):
+class Failing(Sort):
+    """Its reply calls a function, which fails."""
+
+    def __init__(self, config, fails):
+        super().__init__(config)
+        self.fails = fails
+
     def reply(self, state, answer):
-        return {}["nothing"]
+        self.fails()
 
 
 def fails(line):
@@ -264,24 +271,18 @@ def fails(line):
 
 
 CONFIG = config_of(f"{STEPS} --size 6")
-class Leaving(Sort):
-    def reply(self, state, answer):
-        sys.exit(0)
+LATER = [  # a run that raises in its steps
+    (KeyError, "nothing", dict(task=Failing(CONFIG, lambda: {}["nothing"]))),
+    (RuntimeError, r"called sys.exit\(0\)", dict(task=Failing(CONFIG, lambda: sys.exit(0)))),
+    (LookupError, "the logger is gone", dict(task=Sort(CONFIG), log=fails)),
+]  # fmt: skip
 
 
-LATER = {  # a run that raises in its steps, and the directory that it leaves can go on
-    "a task": (KeyError, "nothing", dict(task=Broken(CONFIG))),
-    "a task that exits": (RuntimeError, r"called sys.exit\(0\)", dict(task=Leaving(CONFIG))),
-    "a logger": (LookupError, "the logger is gone", dict(task=Sort(CONFIG), log=fails)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_what_fails_in_a_step_is_raised_and_the_run_goes_on(name, straight):
-    error, text, options = LATER[name]
+@pytest.mark.parametrize("error, text, options", LATER)
+def test_what_fails_in_a_step_is_raised_and_the_run_goes_on(error, text, options, straight):
     with left_as_it_was(), pytest.raises(error, match=text):
         run(CONFIG, **options)
-    if name == "a logger":
+    if error is LookupError:  # its directory is that of a run of Sort
         result = run(dataclasses.replace(CONFIG, resume=True), task=Sort(CONFIG))
         same_run(result.out, straight(f"{STEPS} --size 6 --task {SORT!r}"))
 
@@ -325,16 +326,10 @@ def test_a_field_that_is_assigned_leaves_the_other_fields_of_a_run_that_begins()
 
 QUESTIONS = [{"question": f"{n} + {n}?", "answer": f"{2 * n}"} for n in range(40)]
 HELD_OUT = [{"question": f"{n} + 1?", "answer": f"{n + 1}"} for n in range(4)]
-EVAL = "--eval-data held.jsonl"
-REWARD = """
+
+
 def share(text, row):
     row["answer"] += "!"  # the row is this call's own
-    return len(text) / 100 + len(row["answer"])
-"""
-
-
-def share(text, row):
-    row["answer"] += "!"
     return len(text) / 100 + len(row["answer"])
 
 
@@ -350,42 +345,33 @@ def model(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("flags", shortened(["", EVAL], EVAL))
-def test_a_dataset_and_a_reward_give_the_run_of_their_files(model, flags, capsys):
+def test_a_dataset_and_a_reward_give_the_run_of_their_files(model, capsys):
     shutil.copytree(model, "DIR")
     for name, rows in (("rows", QUESTIONS), ("held", HELD_OUT)):
         Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("rewards.py").write_text(REWARD)
-    flags += f" {TINY} --model DIR --max-new-tokens 12 --prompts 2 --group 2 --save-every 1"
-    files = f"--task jsonl --data rows.jsonl --reward rewards.py:share --out files {flags}"
-    given = dict(reward=share, dataset=QUESTIONS)
-    if EVAL in flags:
-        given["eval_dataset"] = iter(HELD_OUT)
-        flags = flags.replace(EVAL, "")
-    config = config_of(f"{flags} --out run", steps=2)
+    Path("rewards.py").write_text(inspect.getsource(share))
+    flags = f"{TINY} --model DIR --max-new-tokens 12 --prompts 2 --group 2 --save-every 1"
+    files = "--task jsonl --data rows.jsonl --eval-data held.jsonl --reward rewards.py:share"
+    given = dict(reward=share, dataset=QUESTIONS, eval_dataset=HELD_OUT)
     with left_as_it_was():
-        result = run(config, **given)
-    assert main(f"{files} --steps 2".split()) == 0
+        config = config_of(f"{flags} --out run", steps=2)
+        result = run(config, **given | dict(eval_dataset=iter(HELD_OUT)))
+    assert main(f"{flags} {files} --out files --steps 2".split()) == 0
     same_run(result.out, Path("files"))
     assert {line["reward/mean"] for line in result.metrics} != {0}
     assert given["dataset"][3] == {"question": "3 + 3?", "answer": "6"}
 
     # It goes on and is audited with the same rows.
-    if "eval_dataset" in given:
-        given["eval_dataset"] = HELD_OUT
-    longer = Config(out="run", resume=True, steps=3)
-    assert "has to give them again" in complaint_of(run, longer)
+    longer, changed = Config(out="run", resume=True, steps=3), "is not what it was when run began"
     other = given | dict(dataset=[*QUESTIONS[1:], QUESTIONS[0]])
-    changed = "is not what it was when run began: give the old contents again, or start a new run"
-    assert complaint_of(run, longer, **other) == f"--data 'dataset' {changed}"
+    assert "has to give them again" in complaint_of(run, longer)
+    assert f"--data 'dataset' {changed}: give the old contents again" in complaint_of(
+        run, longer, **other)
+    assert f"--eval-data 'eval_dataset' {changed}" in complaint_of(
+        run, longer, **given | dict(eval_dataset=HELD_OUT[:3]))
     run(longer, **given)
     assert audit("run", **given).wrong is None
-    assert complaint_of(audit, "run", **other) == f"--data 'dataset' {changed}"
-    if "eval_dataset" in given:
-        assert f"--eval-data 'eval_dataset' {changed}" in complaint_of(
-            run, longer, **given | dict(eval_dataset=HELD_OUT[:3]))
-        assert "--eval-data '' is not what it was when files began" in complaint_of(
-            run, Config(out="files", resume=True, eval_data=""), reward=share, dataset=QUESTIONS)
+    assert f"--data 'dataset' {changed}" in complaint_of(audit, "run", **other)
     capsys.readouterr()
     assert main("--out run --resume --reward rewards.py:share".split()) == 2
     assert "python:jsonl: full.api has made it" in capsys.readouterr().err
@@ -393,14 +379,10 @@ def test_a_dataset_and_a_reward_give_the_run_of_their_files(model, flags, capsys
     # The rows of a file and of an object are one thing, so each may go on with the other.
     run(Config(out="files", resume=True, steps=3), **given)
     same_run(Path("run"), Path("files"))
-    more = "--resume --reward rewards.py:share --task jsonl --data rows.jsonl --steps 4"
-    more += f" {EVAL}" if "eval_dataset" in given else ""
-    assert main(f"--out run {more}".split()) == 0
-    lines = [json.dumps(row) + "\n" for row in QUESTIONS[1:]]
-    Path("rows.jsonl").write_text("".join(lines))
-    held = dict(eval_data="held.jsonl") if "eval_dataset" in given else {}
+    assert main(f"--out run --resume {files} --steps 4".split()) == 0
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS[1:]))
     config = Config(out="files", resume=True, steps=4, task="jsonl", data="rows.jsonl",
-                    reward="rewards.py:share", **held)  # fmt: skip
+                    reward="rewards.py:share", eval_data="held.jsonl")  # fmt: skip
     assert "--data 'rows.jsonl' is not what it was when files began" in complaint_of(run, config)
 
 
@@ -471,37 +453,28 @@ def test_the_cells_of_the_notebook_run_and_print_what_it_shows(steps, capsys):
     """In two steps the same lines of tables, and in all of its steps what was learned."""
     plt = installed("matplotlib.pyplot")
     plt.switch_backend("agg")
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    space, pictures = {"__name__": "a notebook"}, 0
+    cells = [x for x in json.loads(NOTEBOOK.read_text())["cells"] if x["cell_type"] == "code"]
+    space, pictures, stored = {"__name__": "a notebook"}, [], ""
     for cell in cells:
-        if cell["cell_type"] != "code":
-            continue
         source = "".join(cell["source"])
         if steps:
             source = re.sub(r"\bsteps=\d+", f"steps={steps}", source)
             source = re.sub(r"\bgroup=\d+", "group=4", source)
         exec(compile(source, f"<cell {cell['execution_count']}>", "exec"), space)
-        out, stored = capsys.readouterr().out, printed(cell)
         shown = [data for output in cell["outputs"] for data in output.get("data", ())]
-        assert len(plt.get_fignums()) == shown.count("image/png")
-        pictures += len(plt.get_fignums())
+        pictures.append((len(plt.get_fignums()), shown.count("image/png")))
         plt.close("all")
-        for pattern in (r"^ *step  .*", r"^audit of step \d+: .*$", r"^\S+: [\d,]+ parameters, .*"):
-            found, there = (re.findall(pattern, text, re.M) for text in (out, stored))
-            if steps:
-                found, there = (re.sub(r"\d+", "N", f"{x}") for x in (found, there))
-            assert found == there
-        solved = [float(x) for x in re.findall(r"^eval/solved (\S+) after", stored, re.M)]
-        assert all(x >= 0.95 for x in solved)
-        if not steps:
-            solved = [float(x) for x in re.findall(r"^eval/solved (\S+) after", out, re.M)]
-            assert all(x >= 0.95 for x in solved)
-    assert pictures == 2 and NOTEBOOK.stat().st_size < 150_000
+        stored += "".join("".join(output.get("text", ())) for output in cell["outputs"])
+    out = capsys.readouterr().out
+    for pattern in (r"^ *step  .*", r"^audit of step \d+: .*$", r"^\S+: [\d,]+ parameters, .*"):
+        found, there = (re.findall(pattern, text, re.M) for text in (out, stored))
+        if steps:
+            found, there = (re.sub(r"\d+", "N", f"{x}") for x in (found, there))
+        assert found == there
+    for text in (stored, stored if steps else out):
+        solved = [float(x) for x in re.findall(r"^eval/solved (\S+) after", text, re.M)]
+        assert solved and min(solved) >= 0.95
+    assert all(drawn == shown for drawn, shown in pictures) and sum(x for x, _ in pictures) == 2
+    assert NOTEBOOK.stat().st_size < 150_000
     assert space["report"].wrong is None and space["other"].wrong == "rollouts/rewards"
-    assert re.search(r"^audit of step \d+: ok$", printed(*cells), re.M)
-
-
-def printed(*cells):
-    """What cells have printed, as the notebook holds it."""
-    outputs = [output for cell in cells for output in cell.get("outputs", ())]
-    return "".join("".join(output.get("text", ())) for output in outputs)
+    assert re.search(r"^audit of step \d+: ok$", stored, re.M)

@@ -1,12 +1,9 @@
 """Faults: one matrix of what happens, and when, and what must hold; and all that resumes.
 
-A row of FAULTS plants faults in the ranks of a run, right before a call of a function: a kill, a
-signal, a full disk, an exception of a task, a NaN, a flipped bit, a late or a stopped rank. They
-are real: SIGKILL, the kernel's /dev/full and RLIMIT_FSIZE, permission bits (root drops its
-capabilities, so that they hold). Ranks end in the stated time, with the row's exit codes and a
-message that says what happened and what to do; the row's checkpoints stand, whole; and the run
-goes on to its end, bit for bit that which nothing happened to. A row of DAMAGES spoils the files
-of a finished run, which is resumed in this process.
+A row of FAULTS plants real faults in the ranks of a run, right before a call of a function:
+SIGKILL, a full disk, permission bits. The ranks end in time, with the exit codes of the row
+and a message that says what happened and what to do. The row's checkpoints stand, whole. The run
+goes on to its end, bit for bit the run to which nothing happened.
 
     python -m pytest tests/full/test_faults.py             # the short form
     python -m pytest tests/full/test_faults.py -m slow     # every fault
@@ -160,6 +157,8 @@ SAVE, DCP = "full.learn.trainer.Trainer.save_checkpoint", "torch.distributed.che
 OUT, BATCH = "full.run.directory.RunDirectory.claim", "full.learn.trainer.Trainer.forward_backward"
 UPDATE, RENAME = "full.learn.trainer.Trainer.optim_step", "pathlib.Path.rename"
 WRITE, EXPORT = "full.run.directory.Checkpointer.write", "full.run.build.save_hf"
+GROUPS = "torch.distributed.new_subgroups_by_enumeration"
+PUSH = "full.learn.trainer.Trainer.push_weights"
 EVALUATE, RMTREE = "full.learn.batches.evaluate", "shutil.rmtree"
 ROOM = r".*checkpoint run/step-\d+ not written .*older ones are whole.*--resume --out run"
 LOG = r".*run/(metrics|rollouts).jsonl not written .*--resume --out run"
@@ -192,9 +191,6 @@ FAULTS = {
     "start: a task of one rank": Fault(
         [], [None, r"only here 7 \(.*task\.py, line \d+, in Mine.__init__\)\n\Z"], goes_on=False,
         task=dict(top=OWN_ERROR, init=on_rank_1("raise Own('only here', 7)"))),
-    "start: a task lacks a method": Fault(
-        [], ["AttributeError: 'Mine' object has .* 'prompt'"],
-        task=dict(init="del type(self).prompt"), goes_on=False),
     "sampling: killed": Fault([(None, GET, 4, kill)], saved="2", flags=KL, codes=ONE),
     "sampling: both ranks killed, masters of zero1, a critic": Fault(
         [(None, GET, 4, kill)], saved="2", codes=BOTH,
@@ -209,9 +205,6 @@ FAULTS = {
                               "2 3", codes=(130,)),
     "sampling: late ranks": Fault([(1, JOIN, 1, sleep, 1), (0, GET, 2, sleep, 1),
                                    (1, SAVE, 1, sleep, 1)], saved="2 4 5 6", codes=(0, 0)),
-    "sampling: a reply raises": Fault(
-        [], [".*another rank is gone", f"RuntimeError: my database timed out {PLACE}"],
-        task=dict(reply=on_rank_1("raise RuntimeError('my database timed out')"))),
     "sampling: a reply exits": Fault([], [".*another rank is gone", rf"SystemExit: 0 {PLACE}"],
                                      task=dict(reply=on_rank_1("import sys; sys.exit(0)"))),
     "update: NaN of a batch, fsdp": Fault(
@@ -246,17 +239,18 @@ SLOW = {  # more moments of the same
                               [r"run.*File too large.*--out.*\n\Z"]),
     "start: killed before config.json": Fault([(0, "pathlib.Path.replace", 1, kill)],
                                               [None, ".*another rank is gone"], codes=DIES),
-    "start: a task's file raises": Fault([], ["Runtime.*in the file"], goes_on=False,
-                                         task=dict(top="raise RuntimeError('in the file')")),
     "sampling: killed in the first step": Fault([(None, GET, 1, kill)], codes=ONE),
     "update: killed": Fault([(None, UPDATE, 7, kill)], saved="2", codes=ONE),
     "log: killed": Fault([(None, "full.run.logs.Log.step", 5, kill)], saved="2 4", codes=ONE),
-    "save: a disk fills up, rank 1": Fault([(1, DCP, 2, fills_up, None, 9999)], [ROOM], "2"),
     "save: full disk, state": Fault([(0, "json.dump", 2, full_below)], [ROOM], "2"),
     "save: read-only": Fault([(0, SAVE, 2, read_only, "run")], [ROOM], "2"),
     "save: killed as an old one goes": Fault([(None, RMTREE, 4, kill)], flags="--keep 1",
                                              saved="2", codes=ONE),
     "evaluation: killed": Fault([(None, EVALUATE, 2, kill)], saved="", codes=ONE),
+    # A stopped rank is waited for no longer than the timeout, wherever it is.
+    **{f"{where}: a rank hangs": Fault([(1, where, count, stop)], [GONE], saved, "--timeout 3")
+       for where, count, saved in [
+        (GET, 3, "2"), (DCP, 1, ""), (JOIN, 1, ""), (PUSH, 3, ""), (GROUPS, 1, "")]},
 }  # fmt: skip
 
 
@@ -297,7 +291,8 @@ def test_a_fault_ends_a_run_as_its_row_says(tmp_path, truth, name):
     if row.task:
         flags = _task(tmp_path, **row.task)
     processes, log = begin(tmp_path, flags, world, row.faults)
-    if any(fault[3] is stop for fault in row.faults):
+    hangs = any(fault[3] is stop for fault in row.faults)
+    if hangs:
         is_there(tmp_path / "stopped")
         assert wakes(processes), "rank 0 still waited"
     done = end(processes, log, seconds=20 + MARGIN)
@@ -307,7 +302,7 @@ def test_a_fault_ends_a_run_as_its_row_says(tmp_path, truth, name):
             folder.chmod(0o755)
     assert standing(tmp_path / "run") == row.saved
     assert not row.saved or "rank(s), plan" in done[1][0] or row.codes[0] < 0, "prints are lost"
-    if -SIGKILL not in row.codes:
+    if -SIGKILL not in row.codes and not hangs:
         assert not list(tmp_path.glob("run/step-*.tmp")), "what was cut short still takes room"
     if row.goes_on and not row.task:
         good(tmp_path, go_on(tmp_path, flags=row.flags), world)
@@ -327,29 +322,6 @@ def test_a_nan_on_one_rank_is_skipped_by_all_and_named(tmp_path):
     assert [line["policy_version"] for line in lines] == [1, 1, 2, 2, 2]
     assert [line["updates/skipped"] for line in lines] == [0, 1, 1, 2, 3]
     assert standing(tmp_path / "run") == "1 3"
-
-
-PLACES = {  # where rank 1 is stopped: the function, and before which call
-    "a step": (GET, 3), "an update": (UPDATE, 3), "a save": (DCP, 1), "the start": (JOIN, 1),
-    "a push": ("full.learn.trainer.Trainer.push_weights", 3),
-    "its groups": ("torch.distributed.new_subgroups_by_enumeration", 1),
-}  # fmt: skip
-UNDER = [
-    "--plan d2", "--plan d2 --data-parallel zero1", "--plan c2", "--plan p2 --layers 2",
-    "--plan d2 --tree sparse", "--plan t2 --heads 4",
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", UNDER)
-@pytest.mark.parametrize("place", PLACES)
-def test_a_stopped_rank_is_waited_for_no_longer_than_the_timeout(tmp_path, plan, place):
-    """And when it wakes, long after, it ends by itself with the same message."""
-    flags = f"{TINY} --out run --timeout 5 --steps {STEPS} {plan}"
-    processes, log = begin(tmp_path, flags, 2, [(1, *PLACES[place], stop)])
-    is_there(tmp_path / "stopped")
-    assert wakes(processes), "rank 0 still waited"
-    fails(end(processes, log, seconds=5 + MARGIN), GONE)
 
 
 @pytest.mark.slow

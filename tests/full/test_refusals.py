@@ -38,30 +38,23 @@ from full.tree import chunks, trie
 BEGIN = f"{TINY} --out new --steps 2"
 TORCHRUN = "is one process: start it without torchrun"
 RUNS = {  # more flags of a run, and what the one line must say
-    "--nonsense 3": "--nonsense", "--steps many": "--steps", "--lr": "--lr",
-    "--steps 0": "--steps must", "--lr nan": "--lr must be finite", "--lr 0": "--lr must be",
-    "--seed -1": "--seed", "--seed 99999999999999999999": "--seed",
-    "--heads 0": "--heads must be positive",
-    "--kl k1": "--kl needs --kl-coef",
-    "--temperature -1": "--temperature", "--kl k4": "argument --kl: invalid choice: 'k4'",
-    "--group 1": "--group 1",
+    "--steps 0": "--steps must be positive", "--lr nan": "--lr must be finite",
+    "--lr 0": "--lr must be", "--seed 99999999999999999999": "--seed",
+    "--kl k1": "--kl needs --kl-coef", "--group 1": "--group 1",
     "--group 4 --forks 3 --fork-turns 1": "--group 4", "--forks 2": "--fork-turns",
     "--fork-turns 2": "--forks", "--clip-low 1": "--clip-low",
     "--dual-clip 1.1": "--dual-clip", "--objective cispo --dual-clip 3": "--dual-clip",
-    "--objective ppo2": "--objective", "--dynamic-sampling 1.5": "--dynamic-sampling: invalid int",
-    "--cispo-bound 3": "--cispo-bound needs --objective cispo",
+    "--dynamic-sampling 1.5": "--dynamic-sampling: invalid int",
     "--objective sapo --clip-low 0.1": "--clip-low needs --objective clip or gspo or gmpo or dppo",
     "--teacher DIR --advantage gae": "--teacher needs --advantage teacher",
     "--advantage teacher": "--advantage teacher needs --teacher",
     "--critic-lr 3": "--critic-lr needs --advantage gae",
     "--dynamic-sampling": "--entropy-coef 0", "--importance-cap 2": "--proximal",
     "--dynamic-sampling --entropy-coef 0 --kl-coef 1": "--kl-coef 0",
-    "--prompts 2 --minibatches 3": "--minibatches 3",
     "--hidden 6": "--hidden 6",
     "--heads 3 --hidden 12": "--heads must",
     "--plan sglang:d1": "expected a plan such as d2t2 or (attn:d2t2|ffn:e2t2), got 'sglang:d1'",
     "--plan e2": "expected e to divide d * c * t = 1, got 2. Experts add no ranks: d2e2 has 2\n",
-    "--plan d2d2": "expected letters of d t p c e, each at most once, got 'd2d2'",
     "--plan d1 --pp-schedule zbv": "--pp-schedule needs a --plan with p",
     "--shard-ranks 2": "--shard-ranks needs --data-parallel fsdp",
     "--data-parallel fsdp --shard-ranks 2": "2 ranks that shard must divide d = 1",
@@ -83,9 +76,9 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--staleness 65": "at most 64", "--staleness -1": "at least 0",
     "--stpes 3": "expected a flag that --help lists, got --stpes; did you mean --steps?",
     "--log_rolouts=all": "got --log_rolouts=all; did you mean --log-rollouts?",
-    "--xyz": "expected a flag that --help lists, got --xyz\n", "--step 3": "mean --steps?",
+    "--xyz": "expected a flag that --help lists, got --xyz\n",
     "--task jsonl": "needs --data FILE.jsonl and --model DIR",
-    "--task jsonl --data FILE": "--task jsonl needs --model DIR", "--minibatches 3 --prompts 2":
+    "--minibatches 3 --prompts 2":
     "--minibatches 3 is over --prompts 2, so one would be empty: lower --minibatches",
     "adit": "expected a command that --help lists, got adit\n",
     "--task nonsense": "expected --task guess, jsonl or FILE.py:Class, got 'nonsense'",
@@ -97,7 +90,6 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--lora-rank 2 --exact": "--exact does not support --lora-rank",
     "--lora-targets q_proj": "--lora-targets needs --lora-rank",
     "--dtype bfloat16 --compute-dtype float32": "expected a coarser dtype",
-    "--dtype float32 --compute-dtype float64": "expected a coarser dtype",
     "--clip-high 1e300": "--clip-high must be finite",
     **{f"{flag} x": f"{flag} needs --task jsonl"
        for flag in ("--data", "--date", "--reward", "--eval-data")},
@@ -119,7 +111,7 @@ COMMANDS = {  # a command, and what its line must say
     "--config other": "error: no other; expected",
     "--config settings.toml --resume --out run":
         "--resume cannot change --group 8 (the run has 4)",
-    "--resume": "--resume needs --out DIR", "--resume --out run --seed 1": "1 (the run has 0)",
+    "--resume": "--resume needs --out DIR",
     "--resume --out run --staleness 1": "--resume cannot change --staleness 1 (the run has 0)",
     "--resume --out run --compute-dtype bfloat16": "--resume cannot change --compute-dtype",
     "--resume --out run --group 8 --kl-coef 1": "--group 8 (the run has 4), --kl-coef 1.0",
@@ -134,7 +126,6 @@ COMMANDS = {  # a command, and what its line must say
     "eval run/hf --task guess": "the task has 11 tokens, ",
     "eval run/step-00000002": "run/step-00000002 is not a run, so say what to ask it: --task",
     "eval run --task echo.py:Echo": "echo.py: no such file",
-    "eval run --dtype float8": "argument --dtype: invalid choice",
     **{command: "no nowhere; expected the config" for command in ("eval lost", "export lost new")},
     "export run new --task echo.py:Echo": "needs none",
     "export run run": "is not empty", "export run run/lock": "is not empty",
@@ -145,7 +136,6 @@ COMMANDS = {  # a command, and what its line must say
     "audit run --step 9": "expected one of the 4 steps of metrics.jsonl",
     "audit nothing": "the directory of a run, got nothing: it holds no config.json",
     "plot nothing": "nothing holds no metrics.jsonl", "plot run thesis": "thesis holds no metrics",
-    "check nothing": "argument subject: invalid choice: 'nothing'",
     **{f"eval run {flag} 3": f"unrecognized arguments: {flag}"  # they would do nothing
        for flag in ("--lr", "--steps", "--model", "--advantage", "--out")},
     **{f"{words} 3": f"unrecognized arguments: {words.split()[-1]}"  # no abbreviations
@@ -198,10 +188,7 @@ ENVIRONMENTS = [  # what the environment says, a command, and its line
     (dict(RANK="0", WORLD_SIZE="1"), BEGIN, "expected a free port at 127.0.0.1:"),
     (dict(RANK="0", WORLD_SIZE=""), BEGIN, "variable WORLD_SIZE expected, but not set"),
     (dict(WORLD_SIZE="2"), BEGIN, "variable RANK expected, but not set"),
-    (dict(WORLD_SIZE="0"), BEGIN, "variable RANK expected, but not set"),
     (dict(LOCAL_RANK="0"), BEGIN, "variable RANK expected, but not set"),
-    (dict(LOCAL_RANK="0", RANK="0"), BEGIN, "variable WORLD_SIZE expected, but not"),
-    (dict(RANK="0", WORLD_SIZE="2", MASTER_PORT=""), BEGIN, "variable MASTER_PORT expected, but"),
     (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR=""), BEGIN, "variable MASTER_ADDR expected, but"),
     (dict(RANK="0", WORLD_SIZE="0"), BEGIN, "world size cannot be 0"),
     (dict(RANK="1", WORLD_SIZE="2"), "eval run", TORCHRUN),
@@ -230,17 +217,13 @@ def test_an_environment_that_is_wrong_is_one_line(
 SETTINGS = {  # a file of settings, its text, and what is said of it
     ("a.toml", "stpes = 3"): "expected a field of Config, got stpes; did you mean steps?",
     ("a.toml", "lr-decay = 'constant'"): "got lr-decay; did you mean lr_decay?",
-    ("a.toml", "zzz = 1"): "expected a field of Config, got zzz",
     ("a.toml", "steps = '3'\nlr = true"):
         "--config a.toml: --steps must be int, got '3'; --lr must be float, got True",
     ("a.toml", "steps = 3.0"): "--steps must be int, got 3.0",
     ("a.toml", f"lr = 1{400 * '0'}"): "--lr must be finite, at least 0 and at most 1.70",
-    ("a.toml", "lr = nan"): "--lr must be finite, at least 0 and at most 1.70",
     ("a.toml", "clip_low = -1"): "--clip-low must be finite, at least 0 and at most 1.70",
     ("a.toml", "exact = 1"): "--exact must be bool, got 1",
     ("a.toml", "kl = 'k4'"): "--kl must be one of k1, k3, got 'k4'",
-    ("a.toml", "[model]\nlayers = 1"): "--model must be str, got {'layers': 1}",
-    ("a.toml", "steps = 0"): "--steps must be positive, got 0",
     ("a.toml", "pp_schedule = 'zbv'"): "--pp-schedule needs a --plan with p",
     ("a.toml", "steps ="): "a.toml is not TOML: Invalid value",
     ("a.toml", "task = 'gone.py:Task'"):
@@ -271,7 +254,7 @@ STORED = [  # what config.json holds, the steps of a resume, and how it is refus
     (stored("", lr_warmup=None), 8, "config.json: --lr-warmup must be"),
     (stored("", length=4), 8, "is not of this version of Config"),
     (stored("").replace('"staleness": 0, ', ""), 8, "is not of this version of Config"),
-    ("{", 8, "config.json is"), ("[]", 8, "config.json is"), ('{"task": "x"}', 8, "config.json is"),
+    ("[]", 8, "config.json is"), ('{"task": "x"}', 8, "config.json is"),
 ]  # fmt: skip
 FILES = [("here/config.json", text, f"--out here --resume --steps {steps}", says)
          for text, steps, says in STORED]  # fmt: skip
@@ -368,30 +351,22 @@ CALLS = {  # a call, and what its ValueError says
     "Config(objetive='clip')":
         "^expected a field of Config, got objetive; did you mean objective.$",
     "Config(zzz=1, lrr=2.0)": "^expected a field of Config, got zzz; .* got lrr; did you mean lr.$",
-    "dataclasses.replace(Config(), stpes=3)": "got stpes; did you mean steps.$",
     "assigned(stpes=3).check()": "^expected a field of Config, got stpes; did you mean steps.$",
-    "Config(objective='nope')": "^--objective must be one of reinforce, clip, .*, got 'nope'$",
     "Config(advantage='median', aggregation=3)":
         "^--advantage must be .*, got 'median'; --aggregation must be one of .*, got 3$",
-    "Config(tree='deep')": "^--tree must be one of disabled, sparse, dta, got 'deep'$",
     "assigned(dtype='float8').check()": "^--dtype must be one of .*, got 'float8'$",
     # Runs from Python, of which nothing is left.
     "run(Config(out=5, resume=True))": "--out must be str, got 5",
     "run(Config(steps=0))": "--steps must be positive",
-    "run(Config(group=1))": "--group 1 has no baseline",
-    "run(Config(resume=True))": "--resume needs --out DIR",
     **{f"run(given(), task=Ending({end}))": f"Ending needs vocab_size and end, .*{re.escape(end)}"
        for end in ("()", "(99,)")},
     "run(given(task='x.py:X'), task=Sort(given()))": "expected one task",
     "run(Config(task='python:Sort'))": "got 'python:Sort'",
-    "run(Config(task='x.py:X'))": "x.py: no such file",
     "run(given(task='x.py:X'), reward=max)": "expected one task",
     "run(given(), task=Sort(given()), reward=max)": "gives its own",
     "run(given(), dataset='rows.jsonl')": "expected dataset row 1 to be a dict, got 'r'",
-    "run(given(), dataset=['2 + 2?'])": "expected dataset row 1 to be a dict",
     "run(given(), dataset=[{}, {'a': {1}}])": "dataset row 2: TypeError: Object of type set",
     f"run({JSONL}, dataset=[{{}}])": r"expected one data, got Config\(data='rows",
-    "run(given(), dataset=[{}])": "--task jsonl needs --model DIR",
     # Devices, and the kit of parallelisms.
     **{f"connect('{name}')": f"expected .*got '{name}'" for name in ("cdua", "cuda:0", "CPU")},
     "subject_of(dict(build=id, loss=id))": "got no shard",
@@ -402,7 +377,6 @@ CALLS = {  # a call, and what its ValueError says
     # Trees.
     "TokenTrie([[1, 2], []])": "sequence 1: expected 1-D integers, 1 token or more",
     "TokenTrie([[1.5, 2.0]])": "sequence 0: expected 1-D integers",
-    "TokenTrie([[[1, 2]]])": "sequence 0: expected 1-D integers",
     "train(TinyModel().requires_grad_(False), TokenTrie(TWO))":
         "no parameter of the model requires a gradient",
     "torch.inference_mode()(train)(TinyModel(), TokenTrie(TWO))": "use tree_scores",
@@ -428,13 +402,11 @@ CALLS = {  # a call, and what its ValueError says
     "attend(*qkv(), Mask.causal(6))": r"a mask of \(5, 5\) queries and keys, got \(6, 6\)",
     "attend(*qkv(), Mask.causal(5, batch=3))": "batch of 3",
     "attend(*qkv(), torch.ones(5, 5) > 0)": "expected a Mask or None as mask, got Tensor",
-    "attend(*qkv(), 'causal')": "expected a Mask or None as mask, got str",
     "attend(*qkv(), scale=-1.0)": "expected a positive number or None as scale",
     "over_a_tree(*qkv()[:2], qkv()[2].double())": "in one dtype",
     "over_a_tree(*torch.zeros(3, 1, 4, 6, 8))":
         "expected a mask of .6, 6. queries and keys, got .5, 5.",
     "over_a_tree(*qkv(), scale=-1)": "positive number or None as scale, got -1",
-    "over_a_tree(*qkv(), window=0)": "at least 1 as a window, got 0",
     "ring_attention(*qkv(), group=object())": "not been initialized",
     "ring_attention(*qkv(), method='rings')": "ring, allgather or ulysses as method, got 'rings'",
     "indices(4, 2, 2)": "^expected 0 <= rank < world",
@@ -462,7 +434,7 @@ CALLS = {  # a call, and what its ValueError says
         ("qwen2", "qkv_proj", "no matrix to adapt called 'qkv_proj'"),
         ("qwen2", "", "no matrix to adapt called ''"),
         ("gemma3_text", "lm_head", "its head is its embedding"),
-        ("qwen2", "score", "'score'"), ("qwen2", "embed_tokens", "'embed_tokens'"),
+        ("qwen2", "embed_tokens", "'embed_tokens'"),
         ("qwen3_moe", "act", "'act'"), ("qwen3_moe", "training", "'training'"),  # not matrices
     ]},
     "save_factors(add_factors(tiny_model('qwen3_moe'), Lora(2, 1.0, ('up_proj',)), None), '', '')":
@@ -478,7 +450,6 @@ CALLS = {  # a call, and what its ValueError says
     "Mask.blocks([[0, 0], [1, 0]])": "row 1: block numbers decrease",
     "Mask.tree([1, 1])": "subtree_end", "Mask.tree([3, 2])": "subtree_end",
     "Mask.causal(2).slice([False, True], ALL)": "arrays of integers",
-    "Mask.causal(2).slice([0.0, 1.0], ALL)": "arrays of integers",
     "Mask.causal(4).slice([2, 1], ALL)": "ascending",
     "Mask.causal(4).slice([1, 1], ALL)": "ascending",
     "Mask.causal(4).slice(ALL, slice(None, None, -1))": "ascending",
