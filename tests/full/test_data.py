@@ -110,10 +110,9 @@ def thoughtful(text, row):
 thoughtful.special_tokens = True
 """
 FILES = {
-    "rewards.py": REWARDS,
+    "rewards.py": REWARDS, "empty.jsonl": "\n",
     "latin.jsonl": '{"question": "?", "answer": "1"}\n{"question": "é"}\n'.encode("latin-1"),
-    "empty.jsonl": "\n", "asks.jsonl": '{"question": "?"}\n',
-    "good.jsonl": '{"question": "?", "answer": "1"}',
+    "asks.jsonl": '{"question": "?"}\n', "good.jsonl": '{"question": "?", "answer": "1"}',
 }  # fmt: skip
 
 

@@ -367,6 +367,7 @@ CALLS = {  # a call, and what its ValueError says
     "run(given(), dataset='rows.jsonl')": "expected dataset row 1 to be a dict, got 'r'",
     "run(given(), dataset=[{}, {'a': {1}}])": "dataset row 2: TypeError: Object of type set",
     f"run({JSONL}, dataset=[{{}}])": r"expected one data, got Config\(data='rows",
+    "Sort(Config(size=3))": "--size 3: expected at least 4 symbols to sort",
     # Devices, and the kit of parallelisms.
     **{f"connect('{name}')": f"expected .*got '{name}'" for name in ("cdua", "cuda:0", "CPU")},
     "subject_of(dict(build=id, loss=id))": "got no shard",
