@@ -417,13 +417,3 @@ def test_without_torch_distributed_a_ring_just_attends():
         assert torch.equal(out, attend(*qkv, Mask.causal(9))[0])
         with torch.no_grad():
             assert torch.equal(ring_attention(*qkv, mask=Mask.causal(9), method=method), out)
-
-
-@pytest.mark.quick
-def test_shards_are_a_partition_in_order():
-    for length in (0, 1, 2, 3, 7, 24, 97):
-        for world in (1, 2, 3, 4, 8):
-            shards = [indices(length, rank, world) for rank in range(world)]
-            assert sorted(torch.cat(shards).tolist()) == list(range(length))
-            assert all((x[1:] > x[:-1]).all() for x in shards)
-    assert indices(8, 0, 2).tolist() == [0, 1, 6, 7] and indices(8, 1, 2).tolist() == [2, 3, 4, 5]
