@@ -239,7 +239,8 @@ class Jsonl(Task):
         if self.reward is not None:
             require_arguments(self.reward, "text", "row")
         # Threads ask for rewards (see `Task`), unless the function has `threads = False`.
-        self.threads = bool(config.reward) and getattr(self.reward, "threads", True)
+        self.threads = getattr(self.reward, "threads", True)
+        self.is_arithmetic = self.reward is None  # threads may ask, but would not help
         # A reward sees no special tokens, unless the function has `special_tokens = True`.
         self.special = getattr(self.reward, "special_tokens", False)
 

@@ -9,16 +9,19 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import safetensors.torch
+import torch
 from conftest import complaint_of, installed, shortened
 
 from full.__main__ import main
 from full.audit.audit import audited
 from full.learn.advantages import require_positions
-from full.learn.rollouts import Sampler, Trajectory, play, play_held_out
+from full.learn.batches import RolloutQueue
+from full.learn.rollouts import ReplyPool, Sampler, Trajectory, at_once, play, play_held_out
 from full.model.hf import load_hf, save_hf
 from full.run.build import prepare
 from full.run.config import Config, resumed_config
@@ -108,6 +111,11 @@ def thoughtful(text, row):
     return float(text == "<|fim|>a<|im_start|>b")
 
 thoughtful.special_tokens = True
+
+def alone(text, row):
+    return 0.25
+
+alone.threads = False
 """
 FILES = {
     "rewards.py": REWARDS, "empty.jsonl": "\n",
@@ -407,6 +415,18 @@ def test_a_reward_sees_special_tokens_if_it_says_so(rewarding):
     said = "<|fim|>a<|im_start|>b"
     assert rewarding(reward="rewards.py:thoughtful")(said) == 1.0
     assert rewarding(reward="rewards.py:close")(said) == len("<|fim|>ab") / 100
+
+
+@pytest.mark.parametrize("reward, has_pool, samples_meanwhile", [
+    ("", False, True), ("rewards.py:close", True, True), ("rewards.py:alone", False, False),
+])  # fmt: skip
+def test_who_asks_for_rewards(task_of, reward, has_pool, samples_meanwhile):
+    """16 threads, unless it is arithmetic; and also while the trainer trains, unless unsafe."""
+    task = task_of(reward=reward)
+    assert bool(ReplyPool(task).threads) == has_pool
+    trainer = SimpleNamespace(device=torch.device("cpu"), sampler=SimpleNamespace(start=print))
+    queue = RolloutQueue(task.config, task, trainer)
+    assert queue.start == (print if samples_meanwhile else at_once)
 
 
 # 4. What is refused --------------------------------------------------------------------------

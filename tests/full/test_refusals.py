@@ -93,7 +93,8 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--clip-high 1e300": "--clip-high must be finite",
     **{f"{flag} x": f"{flag} needs --task jsonl"
        for flag in ("--data", "--date", "--reward", "--eval-data")},
-    "--reply-timeout 3": "--reply-timeout needs --task jsonl or FILE",
+    **{f"--reply-timeout 3{more}": "--reply-timeout needs --reward FILE.py:function or --task FILE"
+       for more in ("", " --task jsonl --data FILE --model DIR")},
     # Only when ranks meet, or a task or a model is made.
     "--plan t2": "plan t2: expected p * d * c * t = 2 ranks, got 1",
     "--device cuda": "got 'cuda'", "--model gone": "gone",
