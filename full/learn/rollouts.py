@@ -159,7 +159,7 @@ class ReplyPool:
         self.name = type(task).__name__
         self.limit = limit
         self.began = {}  # id of an episode -> when a thread began to ask about it
-        # The replies of `guess`, and of `jsonl` without --reward, are arithmetic: a thread would
+        # The replies of `guess`, and of `jsonl` without a function, are arithmetic: a thread would
         # cost more than the reply.
         is_arithmetic = getattr(task, "is_arithmetic", type(task) is train_grpo.Guess)
         has_threads = getattr(task, "threads", True) and not is_arithmetic
