@@ -10,6 +10,7 @@ Run it in the repository's root. Without PLAN, 2 ranks run t2, and 4 ranks d2c2 
 import math
 import os
 
+import numpy as np
 import torch
 
 from full.attention.masks import Mask
@@ -20,7 +21,7 @@ from full.ranks.optimizer import LocalOptimizer, clip_grad_norm, reduce_gradient
 from full.ranks.places import full
 from full.ranks.plans import Grid, Plan
 from full.tiny import tiny_model
-from full.tree.forest import MaskedAttention, parents_in
+from full.tree.forest import MaskedAttention
 
 MODEL, PLAN = os.environ.get("MODEL", "gemma3_text"), os.environ.get("PLAN")
 PLANS = {1: "d1", 2: "t2", 4: "d2c2"}
@@ -38,8 +39,11 @@ def build():
 
 
 def attention(document_1S, group):
-    mask = Mask.documents(doc_ids=document_1S)
-    return MaskedAttention(mask, parents_in(document_1S[0]), group)
+    # A token's parent is the token before it, of the same document.
+    document_S = np.asarray(document_1S[0])
+    follows_S = (np.diff(document_S, prepend=-1) == 0) & (document_S >= 0)
+    parent_S = np.where(follows_S, np.arange(len(document_S)) - 1, -1)
+    return MaskedAttention(Mask.documents(doc_ids=document_1S), parent_S, group)
 
 
 def shard(model, mesh):

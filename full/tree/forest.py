@@ -139,13 +139,6 @@ class Forest:
         return self.run_segment(qkvab, 0, len(self.parent_N), {})
 
 
-def parents_in(document_N):
-    """Return parent_N of a row of documents side by side. Padding is in document -1."""
-    document_N = np.asarray(document_N)
-    follows_N = (np.diff(document_N, prepend=-1) == 0) & (document_N >= 0)
-    return np.where(follows_N, np.arange(len(document_N)) - 1, -1)
-
-
 def latest(index_N, read_N):
     """Return the last token n' with read_N[n'] = n for each token n, (N,), or -1."""
     out = np.full(len(index_N) + 1, -1)
