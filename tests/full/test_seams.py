@@ -36,15 +36,6 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_an_objective_with_a_constant_of_its_own(run, monkeypatch):
-    def halved(c, d_N, A_N, lp_N, mean_of_sequence, share=0.5):
-        return -share * lp_N, d_N > c.clip_high
-
-    monkeypatch.setitem(OBJECTIVES, "halved", halved)
-    (first, _) = run("--objective halved --clip-high 0.01 --minibatches 1")
-    assert first["loss/policy_token_mean"] != 0 and first["ratio/clipped_fraction"] == 0
-
-
 class Halving(rollouts.Sampler):
     def generate(self, rows, /, **how):
         return super().generate(rows[::2], **how)
@@ -82,30 +73,37 @@ def test_a_wrong_idea_is_refused(run, monkeypatch, capsys, name):
     assert re.search(told, f"{error.value}{capsys.readouterr().err}")
 
 
-def test_an_advantage(run, monkeypatch):
-    def of_the_best(rewards_PG, tokens_PG):
-        return rewards_PG - rewards_PG.max(-1, keepdims=True)
-
-    monkeypatch.setitem(ADVANTAGES, "of_the_best", Advantage(of_the_best))
-    lines = run("--advantage of_the_best")
-    assert min(line["advantage/token_mean"] for line in lines) < 0
+def halved(c, d_N, A_N, lp_N, mean_of_sequence, share=0.5):
+    """It reads one flag, and has a constant of its own."""
+    return -share * lp_N, d_N > c.clip_high
 
 
-def test_an_aggregation(run, monkeypatch):
-    monkeypatch.setitem(
-        AGGREGATIONS, "sum", lambda count_B, limit: (count_B / count_B, count_B > -1)
-    )
-    assert run("--aggregation sum")[0]["loss/token_mean"] != 0
+def of_the_best(rewards_PG, tokens_PG):
+    return rewards_PG - rewards_PG.max(-1, keepdims=True)
 
 
-def test_a_metric_of_tokens(run, monkeypatch, capsys):
-    metric = Metric("squared log-ratio", "mean", "mean", lambda t: t.ratio_N.log() ** 2)
-    monkeypatch.setitem(METRICS, "ratio/square", metric)
-    assert all(line["ratio/square"] >= 0 for line in run("--minibatches 2"))
+IDEAS = {  # the table, the entry, flags, and what a line of its metrics must have
+    "an objective": (
+        OBJECTIVES, halved, "--objective mine --clip-high 0.01 --minibatches 1",
+        lambda line: line["loss/policy_token_mean"] != 0 == line["ratio/clipped_fraction"]),
+    "an advantage": (ADVANTAGES, Advantage(of_the_best), "--advantage mine",
+                     lambda line: line["advantage/token_mean"] < 0),
+    "an aggregation": (
+        AGGREGATIONS, lambda count_B, limit: (count_B / count_B, count_B > -1),
+        "--aggregation mine", lambda line: line["loss/token_mean"] != 0),
+    "a metric": (METRICS, Metric("log-ratio", "mean", "mean", lambda t: t.ratio_N.log()),
+                 "--minibatches 2", lambda line: line["mine"] != 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IDEAS)
+def test_an_idea_is_one_entry_of_a_table(run, monkeypatch, capsys, name):
+    table, entry, flags, has = IDEAS[name]
+    monkeypatch.setitem(table, "mine", entry)
+    assert any(map(has, run(flags)))
     with pytest.raises(SystemExit):
         main(["--help"])
-    out = capsys.readouterr().out
-    assert "ratio/square                squared log-ratio; mean of updates" in out
+    assert "mine" in capsys.readouterr().out
 
 
 def test_a_kind_of_layer(run, monkeypatch):
