@@ -97,14 +97,6 @@ def test_ranks_are_laid_out_pp_dp_cp_tp_and_the_experts_regroup_a_stage(tmp_path
                 assert [found[text][kind]] == [x for x in groups if rank in x], (text, kind)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("trainer, sampler", [
-    ("d4", "d4"), ("p2d2t2", "d4t2"), ("c2", "d2"), ("d2t2e4", "d2t2e4"), ("p2d2c2e4", "d8e4"),
-    ("(attn:p2d2t2|ffn:e2t2)", "(attn:d4t2|ffn:e2t2)")])  # fmt: skip
-def test_a_sampler_has_the_trainers_t_and_e(trainer, sampler):
-    assert Plan.parse(trainer).for_sampling == Plan.parse(sampler)
-
-
 # What is refused -------------------------------------------------------------------------------
 
 NO_PLANS = (
