@@ -242,6 +242,7 @@ def test_a_run_with_objects_goes_on_from_python_alone(capsys, straight):
         same_run(Path(out), straight(f"{STEPS} --steps 6 --size 6 --task {SORT!r}"))
 
 
+@pytest.mark.quick
 def test_what_was_given_is_known():
     config = Config(steps=150, model="DIR")
     assert config.given() == {"steps": 150, "model": "DIR"}
@@ -250,6 +251,12 @@ def test_what_was_given_is_known():
     assert config.given() == {"steps": 150, "model": "DIR", "lr": 0.5, "seed": 3}
     copied = dataclasses.replace(config, prompts=1)
     assert copied.given() == dataclasses.asdict(copied)
+
+    # A field that is assigned leaves the others as they are, with resume where no run is, too.
+    for given in ({}, dict(resume=True, out="new")):
+        config = Config(**given)
+        config.model = "DIR"
+        assert settings_of(config, {}).lr == config.lr != Config(model="DIR").lr
 
 
 # Errors --------------------------------------------------------------------------------------
@@ -311,15 +318,6 @@ def test_an_audit_needs_the_runs_own_objects():
         for options in ({}, dict(task=Lookup(CONFIG)), dict(task="x.py:X")):
             assert "python:Sort" in complaint_of(audit, "run", **options)
     assert contents(Path("run")) == before
-
-
-@pytest.mark.quick
-def test_a_field_that_is_assigned_leaves_the_other_fields_of_a_run_that_begins():
-    """Also with resume, where no run is in `out` yet."""
-    for given in ({}, dict(resume=True, out="new")):
-        config = Config(**given)
-        config.model = "DIR"
-        assert settings_of(config, {}).lr == config.lr != Config(model="DIR").lr
 
 
 # Datasets and rewards ------------------------------------------------------------------------

@@ -380,6 +380,40 @@ def test_memory_is_at_most_three_times_the_weights(honest, process_group, monkey
     assert 2 * weights < live.peak < 3 * weights, live.peak / weights
 
 
+@pytest.mark.quick
+def test_the_surprise_of_equal_tokens_is_their_entropy():
+    """With equal logits each token has -log p = H = log V, and no deviation."""
+    def model(tokens_1S, at):
+        return torch.zeros(1, len(at[1]), 11)
+
+    rollouts = [Rollout(0, n, dict(tokens=[1, 2, 3, 4]), at=[1, 3]) for n in range(2)]
+    config = SimpleNamespace(forks=1, fork_turns=0, temperature=0.7)
+    found = audit_models.log_likelihood_test(model, rollouts, config)
+    assert found == pytest.approx([4 * math.log(11), 4 * math.log(11), 0], abs=1e-12)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("recorded, doubt", [(0.5, 0.0), (1.0, 0.5)])
+def test_a_play_is_in_doubt_if_rounding_may_turn_a_sampled_token(monkeypatch, recorded, doubt):
+    """Of two plays, one has a tie where it sampled, and one where its prompt is."""
+    def model(n, tokens_1S, at):
+        lead_S = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]][tokens_1S[0, 0]])
+        return torch.stack([lead_S + 1e-9 * n, 0 * lead_S], -1)[None][at][None]
+
+    played = [[SimpleNamespace(tokens=[n, 0, 0, 0], sampled=np.array([n == 2, True, True]),
+                               reward=n)] for n in range(2)]  # fmt: skip
+    monkeypatch.setattr(audit_models, "play_held_out", lambda *_: (None, played))
+    monkeypatch.setattr(audit_models, "Sampler", lambda _: None)
+    models = SimpleNamespace(config=None, task=None)
+
+    def make_model(n):
+        made = functools.partial(model, n)
+        made.module = None
+        return made
+
+    assert audit_models.solved(models, make_model, recorded) == (0.5, doubt)
+
+
 def test_what_the_audit_does_not_know_is_said_in_one_line(
     process_group, copied, monkeypatch, capsys
 ):

@@ -21,7 +21,6 @@ from test_ranks import as_script, start
 from test_rollout import Chat, random_model
 from test_run import _main, _task, call, cli, contents, end, good, json_lines
 
-from full import check
 from full.evaluate import evaluated, pass_at_k, wilson
 from full.learn.generate import generate
 from full.learn.rollouts import Sampler
@@ -207,13 +206,6 @@ def test_the_printed_flags_go_on_with_a_run_of_files(tmp_path):
 def test_help_is_printed_by_rank_0_alone(tmp_path):
     codes, (first, second), _ = cli(tmp_path, "--help", world=2)
     assert codes == [0, 0] and "--max-new-tokens" in first and second == ""
-
-
-def test_check_says_what_it_takes(capsys):
-    with pytest.raises(SystemExit, match="^0$"):
-        check.main(["--help"])
-    said = capsys.readouterr().out
-    assert "check parallel --all" in said and all(subject in said for subject in check.SUBJECTS)
 
 
 def test_transformers_reads_the_weights_of_a_task_of_symbols(run):

@@ -434,6 +434,10 @@ WRONG = {  # a loss, its settings, the properties that fail
         lambda batch: clip(batch) * batch.ranks, CLIP, {"order and ranks"}),
     "bounds swapped": (partial(clip, low=0.28, high=0.2), CLIP, OFF | EDGES),
     "multiplied mask": (multiplied_mask, CLIP, {NOTE}),
+    # A micro-step counts its tokens on all ranks: this is a mean of micro-batches.
+    "count of a micro-step": (
+        lambda batch: clip(batch) * batch.Z / max(batch.micro_step_tokens, 1),
+        CLIP | dict(micro_batches="mean"), LOCAL),
     "detached ratio": (
         lambda batch: weighted(-gain(ratio(batch).detach(), batch), batch),
         CLIP, {"gradient"}),
@@ -476,14 +480,6 @@ def test_one_cause_is_one_finding_and_is_named():
     assert "the first token's advantage is used for all" in rows["token advantages"]["why"]
     rows = {row["property"]: row for row in kit.conformance(surrogate, CLIP)}
     assert rows["value"]["why"].startswith("gradient right, the value is another surrogate")
-
-
-def test_a_micro_step_counts_its_tokens_on_all_ranks():
-    """A loss that divides by them is a mean of micro-batches, whatever the ranks."""
-    def loss(batch):
-        return weighted(clipped_loss(batch), batch) * batch.Z / max(batch.micro_step_tokens, 1)
-
-    assert verdicts(loss, CLIP | dict(micro_batches="mean")) == {"micro-batches"}
 
 
 def test_what_the_definition_cannot_say_is_refused():

