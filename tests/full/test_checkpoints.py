@@ -487,6 +487,31 @@ def test_ranks_write_the_files_of_a_model_that_none_of_them_holds(
     assert same(truth, again) and again.head_weight.dtype == dtype
 
 
+def _saved(rank, folder, text):
+    """The files that this rank writes of its own model, or why it writes none."""
+    plan, written = Plan.parse(text), []
+    model = parallelize(Transformer(tiny("qwen3")).double().init_weights(0), plan,
+                        device_mesh=Grid(plan))  # fmt: skip
+    with mock.patch.object(hf, "write_tensors", lambda x, path: written.append(path.name)):
+        try:
+            save_hf(model, folder)
+        except ValueError as error:
+            return f"{error}"
+    return written
+
+
+OF_STAGES = "expected a model without pipeline stages, got one of plan p2: gather_weights joins them"
+
+
+@pytest.mark.parametrize("text, answers", [("d2", [["model.safetensors"], []]),
+                                           ("p2", [OF_STAGES] * 2)])
+def test_one_rank_writes_a_model_that_each_rank_has_whole_and_none_half_of_one(
+    tmp_path, text, answers
+):
+    tmp_path.joinpath("hf").mkdir()
+    assert ranks(tmp_path, 2, _saved, tmp_path / "hf", text) == answers
+
+
 def _vocabularies(rank, sizes):
     dtypes = torch.float64, torch.float32, torch.bfloat16
     return [_vocabulary(rank, sizes, dtype) for dtype in dtypes]
