@@ -93,8 +93,7 @@ def set_up(config, make):
         with errors_on_all_ranks():
             require_exact_kernels(generator, current_device())
     if config.engine:
-        shape = dataclasses.replace(model.config, max_position_embeddings=generator.positions)
-        require_room(config, task, shape, "the engine")
+        require_room(config, task, model.config, "the engine", generator.positions)
     trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
     return task, trainer
 
