@@ -67,12 +67,19 @@ def record(directory, named_parameters, optimizer, *, settings=None, step_number
     named_parameters: pairs (name, tensor), of the tensors that the optimizer updates.
     optimizer: a torch AdamW.
     settings: dict. What the trainer claims to compute, see step.py. Default: the definition's.
-    step_number: int. Which call of optimizer.step() is the recorded one. Default: the first.
+    step_number: int. Which call of optimizer.step() is the recorded one. Default: the first. What
+        `add` gets of other steps is left out.
     """
     named = dict(named_parameters)
     state = SimpleNamespace(rows=[], numbers={}, tensors={}, calls=0, optimizer={})
+    state.is_recorded = step_number == 1
 
     def add(attention=None, loss=None, **given):
+        # A step ends with the first rows of the next one: a norm may be given after the step.
+        if "tokens" in given:
+            state.is_recorded = state.calls + 1 == step_number
+        if not state.is_recorded:
+            return
         # One row for each sequence. A call with tokens is one micro-batch.
         micro_batch = len({row["micro_batch"] for row in state.rows})
         for name in [x for x in given if torch.is_tensor(given[x]) and given[x].dim() == 0]:

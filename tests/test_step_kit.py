@@ -15,6 +15,7 @@ planted mistake is one option of it. The reports that some of them come from:
 
 import doctest
 import itertools
+import json
 import math
 import re
 import runpy
@@ -136,7 +137,6 @@ def toy_step(directory, bug="", settings=SETTINGS, steps=2):
     with recorders.record(directory, model.named_parameters(), optimizer, settings=settings,
                           step_number=steps) as add:  # fmt: skip
         for n in range(steps):
-            is_recorded = n == steps - 1
             losses, by_rank = [0.0] * RANKS, [0.0] * RANKS
             for rank, micro in itertools.product(range(RANKS), range(MICROS)):
                 rows = (d.rank == rank) & (d.micro_batch == micro)
@@ -153,8 +153,7 @@ def toy_step(directory, bug="", settings=SETTINGS, steps=2):
                 losses[rank] += loss.item()
                 g = torch.autograd.grad(loss, parameters)
                 by_rank[rank] = by_rank[rank] + torch.cat([x.flatten() for x in g])
-                if is_recorded:
-                    add(**columns)
+                add(**columns)
             if bug == "reported loss":  # the mean of the ranks' means
                 count = [mask[d.rank == rank].sum() / mask.sum() for rank in range(RANKS)]
                 losses = [(x / share / RANKS).item() for x, share in zip(losses, count)]
@@ -162,10 +161,9 @@ def toy_step(directory, bug="", settings=SETTINGS, steps=2):
             norm, g = clipped(by_rank, bug, settings["max_grad_norm"], shapes)
             for p, x in zip(parameters, g.split([p.numel() for p in parameters])):
                 p.grad = x.view_as(p).clone()
-            if is_recorded:
-                add(loss=sum(losses))
-                add(grad_norm=norm)
-            if bug == "changed weight" and is_recorded:
+            add(loss=sum(losses))
+            add(grad_norm=norm)
+            if bug == "changed weight" and n == steps - 1:
                 model.head.weight.data[0, 0] += 0.01
             optimizer.step()
     return directory
@@ -390,9 +388,13 @@ def test_a_loop_without_hooks_is_recorded_from_what_its_model_gets(tmp_path):
     with recorders.record(tmp_path, model.named_parameters(), optimizer, settings=settings) as add:
         with recorders.watch(model, add, sequences):
             loop()
+            add(grad_norm=1.5)  # of the recorded step, though after it
+            loop()
+            add(grad_norm=2.5)
         assert model.forward == forward
     found = report(tmp_path, toy_model())
     assert {found[x][0] for x in ("log-probs", "gradient", "weights")} == {"holds"}, found
+    assert json.loads((tmp_path / "step.json").read_text())["grad_norm"] == 1.5
 
     seen = []
     with recorders.watch(model, lambda **row: seen.append(row), sequences):

@@ -84,7 +84,7 @@ class RunFiles:
     def rollouts(self, step, shape) -> dict:
         """Return {group: lines} of a step. ValueError for a line that is not a rollout."""
         groups = {}
-        for number, line in enumerate(self.directory.lines(RunDirectory.ROLLOUTS), 1):
+        for number, line in enumerate(self.directory.each_line(RunDirectory.ROLLOUTS), 1):
             if line.get("step") != step:
                 continue
             try:

@@ -250,16 +250,20 @@ def save_hf(
         new. Default: the model's own.
     untie: write a tied head as well, for a reader that keeps it apart.
 
-    Of a split model, every rank must call: each tensor is gathered, and the first rank writes.
-    At most one file's tensors are in memory. Weights of an older checkpoint in the directory are
-    removed first. If the disk is full, all ranks raise an OSError.
+    Of a model of `parallelize`, every rank must call: each tensor is gathered, and the first rank
+    writes. At most one file's tensors are in memory. Weights of an older checkpoint in the
+    directory are removed first. If the disk is full, all ranks raise an OSError.
     """
+    part = part_of(model)
+    if tensors is None and part.plan.pp > 1:
+        raise ValueError(f"expected a model without pipeline stages, got one of plan {part.plan}: "
+                         f"gather_weights joins them")  # fmt: skip
     if any(buffer.any() for buffer in model.buffers()):
         raise ValueError("no Hugging Face checkpoint holds a router bias: save the state dict")
     config = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
     directory = Path(directory)
-    places = part_of(model).places
-    is_collective = tensors is not None or any(place.cuts for place in places.values())
+    places = part.places
+    is_collective = tensors is not None or part.grid is not None
     rank = dist.get_rank() if is_collective else 0
     writers = 1 if tensors is None else dist.get_world_size()
     if tensors is None:

@@ -126,16 +126,18 @@ def prepare(config, make=make_task):
     return task, teacher
 
 
-def require_room(config, task, shape, source):
+def require_room(config, task, shape, source, positions=None):
     """Raise ValueError if a model has too few tokens for the task, or too few positions.
 
+    shape: ModelConfig.
     source: str. The model's directory, or another name for errors.
+    positions: number, or infinity. Default: those of the shape.
     """
     if task.vocab_size > shape.vocab_size:
         raise ValueError(f"the task has {task.vocab_size} tokens, {source} {shape.vocab_size}")
     # `generate` refuses this too, but in the middle of a step. A task may know its longest prompt.
     # If it does not, look at the first prompts, one to train on and one held out.
-    longest, positions = getattr(task, "longest", 0), shape.max_position_embeddings
+    longest, positions = getattr(task, "longest", 0), positions or shape.max_position_embeddings
     for stream, held_out in ((ROLLOUT, False), (EVALUATION, True)):
         _, prompt = task.prompt(prompt_rng(config.seed, stream, 0, 0), 0, held_out)
         longest = max(longest, len(prompt))

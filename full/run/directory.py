@@ -14,6 +14,7 @@ folder that must be complete is written as NAME.tmp, which is never read, and th
 """
 
 import codecs
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -51,31 +52,29 @@ def writing(path, advice):
         raise OSError(f"{path} not written ({error}): {DISK_ADVICE}, then {advice}") from error
 
 
-def read_json_lines(path, *, skip_torn_last=False) -> list:
-    """Return [(line number from 1, object)] of a file of JSON objects and empty lines.
+def read_json_lines(path, *, skip_torn_last=False):
+    """Yield (line number from 1, object) of a file of JSON objects and empty lines.
 
-    ValueError names a line that holds anything else.
+    ValueError names a line that holds anything else. One line at a time is in memory.
 
     skip_torn_last: bool. Leave out the last line if it is damaged and has no newline, as after a
         kill or on a full disk.
     """
-    # Only \n ends a line: JSON strings may hold other line breaks.
-    lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
-    objects = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line.decode("utf-8"))
-            problem = None if isinstance(value, dict) else f"it is a {type(value).__name__}"
-        except (ValueError, RecursionError) as error:
-            problem = error
-        # After a last newline the last piece is empty. Otherwise it is a torn line.
-        if problem is None:
-            objects.append((number, value))
-        elif not (skip_torn_last and number == len(lines)):
-            raise ValueError(f"{path} line {number} holds no JSON object: {problem}")
-    return objects
+    # In a binary file only \n ends a line: JSON strings may hold other line breaks.
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line.decode("utf-8"))
+                problem = None if isinstance(value, dict) else f"it is a {type(value).__name__}"
+            except (ValueError, RecursionError) as error:
+                problem = error
+            if problem is None:
+                yield number, value
+            elif line.endswith(b"\n") or not skip_torn_last:
+                raise ValueError(f"{path} line {number} holds no JSON object: {problem}")
 
 
 # What else determines a run, besides its settings -----------------------------------------------
@@ -185,30 +184,36 @@ class RunDirectory:
                         line = line | {key: None}
                 file.write(json.dumps(line) + "\n")
 
+    def each_line(self, name):
+        """Yield the JSON objects of a file of lines, without a torn last line."""
+        path = self.path / name
+        if path.exists():
+            for _, line in read_json_lines(path, skip_torn_last=True):
+                yield line
+
     def lines(self, name) -> list[dict]:
         """Return the JSON objects of a file of lines, without a torn last line."""
-        path = self.path / name
-        if not path.exists():
-            return []
-        return [line for _, line in read_json_lines(path, skip_torn_last=True)]
+        return [*self.each_line(name)]
 
     def cut(self, first_step):
         """Drop torn lines and the lines of steps that are done again, from first_step on."""
         # Each file is replaced as a whole. A kill in between leaves the old file, which the next
-        # start cuts, and a .tmp that is never read.
+        # start cuts, and a .tmp that is never read. A run's rollouts may be larger than the memory,
+        # so a file is read twice: to check its steps, and to copy it line by line.
         for name in (self.METRICS, self.SAMPLES, self.ROLLOUTS):
-            lines = self.lines(name)
-            if not all(isinstance(line.get("step"), int) for line in lines):
+            steps = [line.get("step") for line in self.each_line(name)]
+            if not all(isinstance(step, int) for step in steps):
                 raise ValueError(f"{self.path / name} has a line without a step")
-            kept = [line for line in lines if line["step"] < first_step]
-            steps = [line["step"] for line in kept]
-            if name == self.METRICS and kept and steps != [*range(first_step)]:
+            kept = [step for step in steps if step < first_step]
+            if name == self.METRICS and kept and kept != [*range(first_step)]:
                 raise ValueError(f"expected a line in {self.path / name} for each of steps 0 to "
-                                 f"{first_step - 1}, got {str(steps)[:80]}: {self.PUT_BACK}")
+                                 f"{first_step - 1}, got {str(kept)[:80]}: {self.PUT_BACK}")
             with writing(self.path / name, self.advice):
                 partial = (self.path / name).with_suffix(".tmp")
-                text = "".join(json.dumps(line) + "\n" for line in kept)
-                partial.write_text(text, encoding="utf-8")
+                with partial.open("w", encoding="utf-8") as file:
+                    for line in self.each_line(name):
+                        if line["step"] < first_step:
+                            file.write(json.dumps(line) + "\n")
                 partial.replace(self.path / name)
 
     # Checkpoints ---------------------------------------------------------------------------------
@@ -451,14 +456,14 @@ def auditable_steps(config, directory) -> dict:
     step 0 need no checkpoint: the seed or the model determines them.
     """
     saved = {0, *(step_of(path) for path in checkpoints(directory.path))}
-    groups = {}
-    for line in directory.lines(directory.ROLLOUTS):
-        groups.setdefault(line.get("step"), {}).setdefault(line.get("group"), []).append(line)
+    rollouts = {}  # step -> how many rollouts each of its groups has
+    for line in directory.each_line(directory.ROLLOUTS):
+        rollouts.setdefault(line.get("step"), collections.Counter())[line.get("group")] += 1
     auditable = {}
-    for step, rollouts in groups.items():
-        is_whole = all(len(group) == config.group for group in rollouts.values())
+    for step, counts in rollouts.items():
+        is_whole = all(count == config.group for count in counts.values())
         needed = step, max(0, step - config.staleness)
-        if is_whole and len(rollouts) >= config.prompts and saved.issuperset(needed):
+        if is_whole and len(counts) >= config.prompts and saved.issuperset(needed):
             auditable[step] = needed
     return auditable
 

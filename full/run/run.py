@@ -56,9 +56,15 @@ def start_run(config, progress=None, *, make=make_task, log=None, returns_to_cal
 
     with contextlib.ExitStack() as stack:
         task, trainer = set_up(config, make)
+        # COMM: rank 0 alone reads and writes whole models and logs. Meanwhile the other ranks wait
+        # in a group with its own limit, because that may take longer than --timeout. Pinned by
+        # tests/full/test_faults.py::test_no_rank_leaves_while_another_ends_its_run.
+        patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=config.YEAR))
+
         # Everything that can be refused has been checked, so a directory is claimed only now. Rank
         # 0 claims it and holds its lock until the stack closes. The other ranks get the path.
-        directory = RunDirectory(agree(lambda: RunDirectory.claim(config, stack, task).path))
+        path = agree(lambda: RunDirectory.claim(config, stack, task).path, patient)
+        directory = RunDirectory(path)
         if config.engine:
             engine = trainer.sampler
             engine.begin(directory.engine)
@@ -66,9 +72,11 @@ def start_run(config, progress=None, *, make=make_task, log=None, returns_to_cal
         stop = Stop(returns_to_caller)
         if returns_to_caller:
             stack.callback(stop.close)
-            stack.callback(close_groups, trainer)
-        ended = run(config, task, trainer, directory, progress, stop, log)
-        export_on_all_ranks(config, task, ended, progress)
+            stack.callback(close_groups, trainer, patient)
+        ended = run(config, task, trainer, directory, progress, stop, patient, log)
+        progress.where = lambda: "finished"
+        progress.advice = "what the run saved is whole"
+        agree(lambda: None if ended.signal else finish(config, task, directory), patient)
         if returns_to_caller:  # a signal during or after the last step is for the program
             stop.close()
             if stop.number and not ended.signal:
@@ -85,43 +93,41 @@ def set_up(config, make):
         with errors_on_all_ranks():
             require_exact_kernels(generator, current_device())
     if config.engine:
-        shape = dataclasses.replace(model.config, max_position_embeddings=generator.positions)
-        require_room(config, task, shape, "the engine")
+        require_room(config, task, model.config, "the engine", generator.positions)
     trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
     return task, trainer
 
 
-def export_on_all_ranks(config, task, ended, progress):
-    """Export the last weights on rank 0, unless a signal ended the run. The other ranks wait."""
-    # COMM: the last wait of all ranks. Their group has its own limit, because an export may take
-    # longer than --timeout. Pinned by
-    # tests/full/test_api.py::test_ranks_return_when_the_export_is_written.
-    progress.where = lambda: "finished"
-    progress.advice = "what the run saved is whole"
-    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=config.YEAR))
-    agree(lambda: None if ended.signal else export_last(config, task, ended.directory), group)
-    dist.destroy_process_group(group)
+def finish(config, task, directory):
+    """Export the last weights, then say which steps can be audited. On rank 0 alone."""
+    export_last(config, task, directory)
+    say(audits_in_words(config, directory))
 
 
-def close_groups(trainer):
-    """Destroy the process groups of a trainer and its sampler."""
+def close_groups(trainer, patient):
+    """Destroy the process groups of a trainer and its sampler, and the patient one."""
     sampler = trainer.sampler
-    groups = {*trainer.grid.made.values(), getattr(sampler, "group", None)}
+    groups = {patient, *trainer.grid.made.values(), getattr(sampler, "group", None)}
     if isinstance(sampler, Sampler):
         groups |= {*sampler.model.part.grid.made.values()}
     for group in groups - {None, dist.group.WORLD}:  # None: a group of other ranks
         dist.destroy_process_group(group)
 
 
-def run(config, task, trainer, directory, progress, stop, callback=None) -> Ended:
-    """Do the run in its directory. stop: a Stop. callback: of `Log`."""
+def run(config, task, trainer, directory, progress, stop, patient, callback=None) -> Ended:
+    """Do the run in its directory.
+
+    stop: a Stop.
+    patient: a process group of all ranks that waits longer than --timeout.
+    callback: of `Log`.
+    """
     began = time.perf_counter()
     progress.where = lambda: trainer.where
     progress.advice = directory.advice
     first_step, origin, pending = restore(config, trainer, directory)
     introduce(config, task, trainer, directory, first_step, origin)
     # Lines after the checkpoint belong to steps that are now done again.
-    agree(lambda: directory.cut(first_step))
+    agree(lambda: directory.cut(first_step), patient)
     queue = RolloutQueue(config, task, trainer, first_step, pending)
     rollouts = RolloutLog(config, task, queue, directory)
     saves = Checkpointer(config, trainer, queue, directory, stop)
@@ -153,7 +159,6 @@ def run(config, task, trainer, directory, progress, stop, callback=None) -> Ende
 
     if rollouts.text is not None:  # a run resumed after its last step has played nothing
         say(f"sample: {rollouts.text}")
-    say(agree(lambda: audits_in_words(config, directory)))
     seconds = time.perf_counter() - began
     say(f"eval/solved {solved:.3f} after {config.steps} steps, {seconds:.0f} s")
     return Ended(directory, solved)

@@ -4,6 +4,7 @@ One table has honest runs and runs with a fault: a digit of a file is changed, o
 planted in the run's process. The audit must name the row, and the kit the mistake.
 """
 
+import functools
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import ROOT, shortened
 from oracles import LiveBytes
@@ -32,6 +34,7 @@ from test_run import (
 
 from conformance import definition
 from full.__main__ import main
+from full.audit import models as audit_models
 from full.audit.audit import audited
 from full.audit.replay import Rollout, RunFiles
 from full.ranks.checkpoint import write_checkpoint
@@ -384,7 +387,7 @@ def test_memory_is_at_most_three_times_the_weights(honest, process_group, monkey
 def test_the_surprise_of_equal_tokens_is_their_entropy():
     """With equal logits each token has -log p = H = log V, and no deviation."""
     def model(tokens_1S, at):
-        return torch.zeros(1, len(at[1]), 11)
+        return torch.zeros(1, len(at[1]), 11, dtype=torch.float64)
 
     rollouts = [Rollout(0, n, dict(tokens=[1, 2, 3, 4]), at=[1, 3]) for n in range(2)]
     config = SimpleNamespace(forks=1, fork_turns=0, temperature=0.7)

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import resource
+import tracemalloc
 from unittest import mock
 
 import pytest
@@ -29,7 +30,8 @@ from full.model.parallelize import gather_weights
 from full.ranks.joining import on_all_ranks
 from full.ranks.places import full, local
 from full.ranks.plans import Grid, Plan
-from full.run.directory import read_json_lines
+from full.run.config import Config
+from full.run.directory import RunDirectory, auditable_steps, read_json_lines
 from full.tiny import tiny
 from models import FULL
 
@@ -485,6 +487,31 @@ def test_ranks_write_the_files_of_a_model_that_none_of_them_holds(
     assert same(truth, again) and again.head_weight.dtype == dtype
 
 
+def _saved(rank, folder, text):
+    """The files that this rank writes of its own model, or why it writes none."""
+    plan, written = Plan.parse(text), []
+    model = parallelize(Transformer(tiny("qwen3")).double().init_weights(0), plan,
+                        device_mesh=Grid(plan))  # fmt: skip
+    with mock.patch.object(hf, "write_tensors", lambda x, path: written.append(path.name)):
+        try:
+            save_hf(model, folder)
+        except ValueError as error:
+            return f"{error}"
+    return written
+
+
+OF_STAGES = "expected a model without pipeline stages, got one of plan p2: gather_weights joins them"
+
+
+@pytest.mark.parametrize("text, answers", [("d2", [["model.safetensors"], []]),
+                                           ("p2", [OF_STAGES] * 2)])
+def test_one_rank_writes_a_model_that_each_rank_has_whole_and_none_half_of_one(
+    tmp_path, text, answers
+):
+    tmp_path.joinpath("hf").mkdir()
+    assert ranks(tmp_path, 2, _saved, tmp_path / "hf", text) == answers
+
+
 def _vocabularies(rank, sizes):
     dtypes = torch.float64, torch.float32, torch.bfloat16
     return [_vocabulary(rank, sizes, dtype) for dtype in dtypes]
@@ -546,6 +573,10 @@ JSON_DAMAGE = {  # a part of the message, and the file's bytes
 }
 
 
+def lines_in(path, **how):
+    return [*read_json_lines(path, **how)]
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("complaint", JSON_DAMAGE)
 def test_a_damaged_json_file_is_named(tmp_path, complaint):
@@ -555,7 +586,7 @@ def test_a_damaged_json_file_is_named(tmp_path, complaint):
     kind = r"JSON of another kind: expected an object, got" if "a " in complaint else "not JSON: .*"
     assert re.match(rf"{re.escape(str(path))} is {kind}.*{complaint}", said)
     path.write_bytes(b'{"good": 1}\n\n' + JSON_DAMAGE[complaint] + b'\n{"good": 2}\n')
-    said = complaint_of(read_json_lines, path, skip_torn_last=True)
+    said = complaint_of(lines_in, path, skip_torn_last=True)
     assert said.startswith(f"{path} line 3 holds no JSON object: ") and complaint in said
 
 
@@ -571,10 +602,26 @@ def test_only_a_last_line_without_an_end_counts_as_torn(tmp_path):
     both = [(1, {"step": 1}), (2, {"text": "\u2028"})]
     for torn in (b"", b'{"st', b"7", b"\xc3", b"\0\0\0"):
         path.write_bytes(whole + torn)
-        assert read_json_lines(path, skip_torn_last=True) == both
+        assert lines_in(path, skip_torn_last=True) == both
         if torn:
-            assert "line 3" in complaint_of(read_json_lines, path)
+            assert "line 3" in complaint_of(lines_in, path)
             path.write_bytes(whole + torn + b"\n")
-            assert "line 3" in complaint_of(read_json_lines, path, skip_torn_last=True)
+            assert "line 3" in complaint_of(lines_in, path, skip_torn_last=True)
     path.write_bytes(whole[:-1])  # whole, but for its end
-    assert read_json_lines(path, skip_torn_last=True) == both
+    assert lines_in(path, skip_torn_last=True) == both
+
+
+@pytest.mark.quick
+def test_rollouts_are_read_line_by_line(tmp_path):
+    """The file of a long run has tens of GB. A resume and the end of a run need no memory for it."""
+    directory, name = RunDirectory(tmp_path), RunDirectory.ROLLOUTS
+    for step in range(40):
+        lines = [{"step": step, "group": 0, "rollout": n, "text": 50_000 * "x"} for n in range(2)]
+        directory.append(name, lines)
+    tracemalloc.start()
+    assert auditable_steps(Config(prompts=1, group=2), directory) == {0: (0, 0)}
+    directory.cut(20)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000 < (tmp_path / name).stat().st_size
+    assert [line["step"] for line in directory.lines(name)] == sorted(2 * [*range(20)])

@@ -5,6 +5,7 @@ spoiled, too: turns in two dialects, and faults, each of which is named. Whateve
 no rollout gets a token that the pushed weights did not sample. Real vLLM: test_vllm.py.
 """
 
+import contextlib
 import copy
 import json
 import math
@@ -35,6 +36,9 @@ from full.model.config import ModelConfig
 from full.model.hf import save_hf
 from full.model.transformer import Transformer
 from full.run.config import Config
+from full.run.flags import parse_config
+from full.run.run import set_up
+from full.run.tasks import make_task
 
 # Of the tokens of `guess`: a server begins with other weights than a run pushes to it.
 GUESS = dict(vocab_size=12, hidden_size=16, intermediate_size=48, num_hidden_layers=1,
@@ -151,6 +155,22 @@ def test_no_engine_at_the_start_is_one_line_and_nothing_is_written(server, tmp_p
         refused(tmp_path / "here", f"{RUN} --engine {engines}", text)
     assert not list((tmp_path / "here").iterdir())
     short.shutdown()
+
+
+@pytest.mark.parametrize("shown", [{}, {"max_model_len": 16}])
+def test_an_engine_may_have_fewer_positions_than_yarn_and_need_not_tell_them(
+    server, process_group, monkeypatch, tmp_path, shown
+):
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=1e4)
+    save_hf(model_of(3, rope_parameters={models.FULL: yarn}), tmp_path / "model")
+    answer = {"data": [{"id": "stub"} | shown]}
+    monkeypatch.setitem(server.answers, "/v1/models", lambda body: answer)
+    flags = f"{RUN} --engine {server.url} --model {tmp_path / 'model'} --max-new-tokens 20"
+    expected = contextlib.nullcontext()
+    if shown:
+        expected = pytest.raises(ValueError, match="exceed the 16 positions of the engine")
+    with expected:
+        set_up(parse_config(flags.split()).check(), make_task)
 
 
 def _program(rank, directory, port, ready, *die):
