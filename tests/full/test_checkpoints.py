@@ -482,7 +482,10 @@ def test_ranks_write_the_files_of_a_model_that_none_of_them_holds(
     assert index["weight_map"] == found and "lm_head.weight" in found
     head = safetensors.torch.load_file(folder / found["lm_head.weight"])["lm_head.weight"]
     assert torch.equal(head, truth.head_weight.detach())
-    assert truth.config.tie_word_embeddings == (model_type == "gemma3_text")
+    is_tied = truth.config.tie_word_embeddings
+    assert is_tied == (model_type == "gemma3_text")
+    total = sum(p.nbytes for p in own.values()) + is_tied * head.nbytes
+    assert index["metadata"]["total_size"] == total
     again = load_hf(folder)
     assert same(truth, again) and again.head_weight.dtype == dtype
 
@@ -625,3 +628,10 @@ def test_rollouts_are_read_line_by_line(tmp_path):
     tracemalloc.stop()
     assert peak < 1_000_000 < (tmp_path / name).stat().st_size
     assert [line["step"] for line in directory.lines(name)] == sorted(2 * [*range(20)])
+
+
+@pytest.mark.quick
+def test_a_number_that_json_does_not_have_is_null(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.append("metrics.jsonl", [dict(a=math.nan, b=-math.inf, c=1.5)])
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"a": null, "b": null, "c": 1.5}\n'
