@@ -113,16 +113,19 @@ def audit_all(folder, number) -> list:
     return found or [dict(number=number)]
 
 
+FLAGS = r"--(?:model /\w+|[a-z-]*dtype \w+|lora-rank 2)"  # a model, a precision, factors
+
+
 def rows_of(audits):
-    """Yield a row for each precision."""
+    """Yield a row for each precision, model and kind of weights. An audit may be in several."""
     kinds = collections.defaultdict(list)
     for audit in audits:
-        found = re.search(r"[a-z-]*dtype \w+", audit["flags"])
-        kinds[found[0].strip("-") if found else "float32"].append(audit)
+        for kind in re.findall(FLAGS, audit["flags"]) or ["none of these"]:
+            kinds[kind.replace("/", "")].append(audit)
     for kind, some in sorted(kinds.items()):
         factors = [x["factor"] for x in some]
         silent = sum(x["silent"] for x in some) / sum(x["rows"] for x in some)
-        yield {"precision": kind, "audits": len(some), "needs, median": f"{np.median(factors):.1f}",
+        yield {"flags": kind, "audits": len(some), "needs, median": f"{np.median(factors):.1f}",
                "needs, at most": f"{max(factors):.1f}",
                "false alarms": sum(bool(x["outside"]) for x in some),
                "rows that say nothing": f"{silent:.0%}"}  # fmt: skip
