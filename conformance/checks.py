@@ -14,7 +14,7 @@ from conformance.mistakes import (
     advantage_mistakes, clip_mistakes, factors_of, fitted_mistakes, join, mistakes_of,
     model_mistakes, updates_explained, wrong_parts,
 )  # fmt: skip
-from conformance.sequences import advantages, denominator
+from conformance.sequences import advantages, denominator, distance
 from conformance.twin import measure, metrics
 
 MOST_SOLVED = 3  # mistakes of a large model that are tried with its gradient: each takes a backward
@@ -44,7 +44,7 @@ def check_logprobs(step, name="logprobs"):
         return None, name
 
     def furthest(recorded=lambda s: getattr(s, name)):
-        return max(((abs(recorded(s)[t] - s.lp[t]) / (1 + abs(s.lp[t])), s, t)
+        return max(((distance(recorded(s)[t], s.lp[t]) / (1 + abs(s.lp[t])), s, t)
                     for s in S for t in s.at),
                    key=lambda x: x[0], default=(0.0, None, 0))  # fmt: skip
 
@@ -77,7 +77,7 @@ def check_draws(step):
     def outside(by=0):
         found = [(s.ends[t], math.exp(s.lp[t]), s.draws[t + by]) for s in S for t in s.at
                  if 0 <= t + by < len(s.tokens)]  # fmt: skip
-        return [(max(end - p - u, u - end, 0.0), u, end) for end, p, u in found]
+        return [(distance(u, max(end - p, min(u, end))), u, end) for end, p, u in found]
 
     if step.twin:
         pairs = [pair for s, x in zip(S, step.twin.sequences) for pair in zip(s.ends, x.ends)]
@@ -115,7 +115,7 @@ def check_advantages(step):
 
     def error(found):
         size = max((abs(A) for _, A in found), default=0.0)
-        return max((abs(x - A) for x, A in found), default=0.0) / max(size, TINY)
+        return max((distance(x, A) for x, A in found), default=0.0) / max(size, TINY)
 
     # No model has a part in rewards, unless a KL is taken off them, or a critic compares them.
     right = pairs(want)
@@ -124,7 +124,7 @@ def check_advantages(step):
         step.distances["advantages"] = error(
             [(x, y) for s in S for x, y in zip(its[s.place], want[s.place])])  # fmt: skip
     most = step.may("advantages")
-    got, due = max(right, key=lambda pair: abs(pair[0] - pair[1]), default=(0.0, 0.0))
+    got, due = max(right, key=lambda pair: distance(*pair), default=(0.0, 0.0))
     size = max((abs(A) for _, A in right), default=0.0)
     row = step.note("advantages", error(right), got, due, max(size, TINY))
     if row.ok:

@@ -11,6 +11,7 @@ loss may be off by 2.4e-6 and a floor. Nothing is derived about kernels, models 
 import functools
 import json
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -64,7 +65,8 @@ class Row(NamedTuple):
 
     @property
     def ok(self):
-        return self.difference == 0 or self.difference <= self.allowed
+        return self.difference == 0 or self.difference <= self.allowed and (
+            math.isfinite(self.difference))  # fmt: skip
 
     @property
     def is_informative(self):
@@ -220,8 +222,9 @@ class Step:
             for n in self.named:
                 off = (self.state("exp_avg", n) - self.twin.state("exp_avg", n)).norm().item()
                 noise[n] += FACTOR * beta1 / (1 - beta1) * off
+        # A moment that is NaN shows a wrong gradient, and not an uncertain one.
         self.noise, _ = furthest(noise, g.norms, self.sizes)
-        return g if self.noise < 0.1 else None
+        return g if self.noise < 0.1 or self.noise == math.inf else None
 
     # Forward and backward
 
@@ -335,9 +338,9 @@ class Step:
     # How far recorded numbers are off, relative
 
     def may(self, quantity):
-        """Return the relative tolerance of a quantity."""
+        """Return the relative tolerance of a quantity. It is finite: no NaN is within it."""
         floor = self.floors.get(quantity, self.floor)
-        return FACTOR * self.distances.get(quantity, 0.0) + floor
+        return min(FACTOR * self.distances.get(quantity, 0.0) + floor, sys.float_info.max)
 
     def note(self, quantity, off, recorded, by_hand, size=1.0, where=""):
         """Keep the Row of a quantity, and return it. off: relative to `size`."""
@@ -356,7 +359,8 @@ class Step:
         for n in self.named:
             before, want = self.state("before", n), self.adamw(n, g[n], change)[0]
             wrong = self.state("after", n) - want
-            wrong = wrong[g[n].abs() > 1e-5 * g.largest] if noisy else wrong
+            known = (g[n].abs() > 1e-5 * g.largest) | wrong.isnan()
+            wrong = wrong[known] if noisy else wrong
             off[n], norms[n] = wrong.norm().item(), (want - before).norm().item()
             storing[n] = torch.finfo(self.stored[n]).eps * before.norm().item()
         if "weights" not in self.floors:  # a weight of 1 in float32 has no step under 1e-7

@@ -425,7 +425,11 @@ def updates_explained(steps, g=None, noisy=False):
               (f"the weight decay is {{:.4g}}, not {h['weight_decay']:g}", "weight_decay",
                h["weight_decay"]))  # fmt: skip
     tries = [(text, change, "", 0.0) for text, change in update_mistakes(steps[0]).items()]
+    is_named = False
     for text, change, name, k in tries + [(text, None, *start) for text, *start in fitted]:
+        if name and is_named:  # a decay of 1e-7 fits, too, where no weight decays
+            break
+
         # What is fitted becomes better with each try, as the later gradients move with it.
         for _ in range(5 if name else 1):
             if name:
@@ -434,6 +438,7 @@ def updates_explained(steps, g=None, noisy=False):
             used = g or last.gradient or last.clip(last.full)
             if holds and last.update_error(used, change, noisy)[0] <= steps[-1].may("weights"):
                 yield text.format(k)
+                is_named = True
                 break
             if name and math.isfinite(k) and (k or name != "lr"):
                 k += slope_of(moves(steps, last, used, change, name, k))

@@ -276,9 +276,17 @@ def furthest(distances, norms, sizes):
     # norm of rounding, so it is held to its share of the 5: the root of its share of the entries.
     whole, N = math.hypot(*norms.values()), max(1, sum(sizes.values()))
     scale = {n: max(norms[n], whole * math.sqrt(sizes[n] / N), 1e-300) for n in distances}
-    found = {n: distances[n] / scale[n] for n in distances}
-    worst = max(found, key=lambda n: -1.0 if math.isnan(found[n]) else found[n], default="")
+    found = {n: distance(distances[n] / scale[n], 0.0) for n in distances}
+    worst = max(found, key=found.get, default="")
     return found.get(worst, 0.0), worst
+
+
+def distance(x, y):
+    """Return |x - y| of numbers: infinity if only one of them, or neither, is a number."""
+    # `max` drops a NaN that is not its first argument, and so would a search for the furthest.
+    if x == y:
+        return 0.0
+    return math.inf if math.isnan(x - y) else abs(x - y)
 
 
 def own_name(name):

@@ -193,11 +193,13 @@ def flow_matching_loss(velocity, actions_BNA, noise_BNA, tau_B, /):
 @torch.no_grad()
 def sample_actions(velocity, noise_BNA, /, *, steps=10):
     """Integrate the velocity from noise to actions (B, N, A), by Euler's method."""
-    x_BNA = noise_BNA
+    # NUMERICS: the steps add up in float32 or better: in bfloat16 1 + 1/1000 is 1. Pinned by
+    # tests/full/test_action.py::test_in_bfloat16_the_expert_is_as_good_as_one_dense_attention.
+    x_BNA = noise_BNA.to(torch.promote_types(noise_BNA.dtype, torch.float32))
     for n in range(steps):
-        tau_B = x_BNA.new_full(x_BNA.shape[:1], n / steps)
-        x_BNA = x_BNA + velocity(x_BNA, tau_B) / steps  # (2)
-    return x_BNA
+        tau_B = noise_BNA.new_full(noise_BNA.shape[:1], n / steps)
+        x_BNA = x_BNA + velocity(x_BNA.to(noise_BNA.dtype), tau_B) / steps  # (2)
+    return x_BNA.to(noise_BNA.dtype)
 
 
 def control_case(dtype, rows=3, seed=0):
@@ -263,7 +265,7 @@ def control(steps=400):
 def joint(model, expert, batch):
     """Return v by definition: prefix and suffix in one dense attention per layer."""
     s = expert.action_in_proj(batch["noise"])
-    time = time_features(batch["tau"], expert.config.hidden_size)[:, None].expand(-1, 4, -1)
+    time = time_features(batch["tau"], expert.config.hidden_size)[:, None].to(s).expand_as(s)
     s = expert.action_time_mlp_out(F.silu(expert.action_time_mlp_in(torch.cat([s, time], -1))))
     s = torch.cat([expert.state_proj(batch["state"])[:, None], s], 1)
     x = model.embed(batch["tokens"])

@@ -1,9 +1,11 @@
 """What the tests hold attention against: the definition; operations that ran, bytes that live."""
 
+import functools
 import math
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -107,6 +109,35 @@ class LiveBytes(TorchDispatchMode):
     def _freed(self, key, size):
         self.known.discard(key)
         self.now -= size
+
+
+class Messages:
+    """What this rank sends inside: (name of the call, bytes to other ranks, dtype) of each tensor.
+    """
+
+    # How much of a tensor that a call is given goes to others, of W ranks.
+    LEAVES = dict(all_reduce=lambda W: 1, batch_isend_irecv=lambda W: 1, all_gather=lambda W: W - 1)
+    LEAVES |= dict.fromkeys(("all_to_all_single", "reduce_scatter"), lambda W: (W - 1) / W)
+
+    def __enter__(self):
+        self.sent = []
+        self.real = {name: getattr(dist, name) for name in self.LEAVES}
+        for name in self.real:
+            setattr(dist, name, functools.partial(self.call, name))
+        return self
+
+    def __exit__(self, *error):
+        for name, function in self.real.items():
+            setattr(dist, name, function)
+
+    def call(self, name, *given, **options):
+        tensors = given[name not in ("all_reduce", "batch_isend_irecv")]
+        if name == "batch_isend_irecv":
+            tensors = [op.tensor for op in tensors if op.op is dist.isend]
+        share = self.LEAVES[name](dist.get_world_size())
+        for x in tensors if isinstance(tensors, list) else [tensors]:
+            self.sent.append((name, x.nbytes * share, x.dtype))
+        return self.real[name](*given, **options)
 
 
 def bytes_of(tensors):

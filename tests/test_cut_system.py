@@ -99,24 +99,21 @@ def test_a_tree_runs_a_shared_prefix_once(process_group):
     assert counts == [24, 10]
 
 
+NUMBER = "expected a number of ranks as WORLD_SIZE, got "
 D_T_C = "expected a product of d, t and c such as d2t2, got --plan "
 REFUSED = [  # ranks, a command line, and the end of the line that refuses it
     (2, "--tree --plan c2", "expected --tree without c, which cuts rows, got --plan c2 on 2 ranks"),
-    (4, "--tree --plan t2c2", "without c, which cuts rows, got --plan t2c2 on 4 ranks"),
-    (2, "--plan d4", "expected torchrun --nproc-per-node 4, got --plan d4 on 2 ranks"),
     (2, "--plan d2t2", "expected torchrun --nproc-per-node 4, got --plan d2t2 on 2 ranks"),
-    (4, "--plan t4", "expected t that divides the 2 key heads, got --plan t4 on 4 ranks"),
     (8, "--plan d2t4", "expected t that divides the 2 key heads, got --plan d2t4 on 8 ranks"),
-    (15, "--tree", "because each d rank needs a group of a minibatch, got --plan d15 on 15 ranks"),
     (30, "--plan d15t2", "expected d <= 14, because each d rank needs a group of a minibatch, "
                          "got --plan d15t2 on 30 ranks"),
-    (1, "--plan d", D_T_C + "d on 1 ranks"), (1, "--plan x1", D_T_C + "x1 on 1 ranks"),
-    *((ranks, f"--plan {plan}", f"expected no p or e, which python -m full has: {D_T_C}{plan} on "
-                                f"{ranks} ranks")
-      for ranks, plan in ((1, "p1"), (2, "e2"), (4, "d2e2"), (4, "p2d2"), (2, "d2,pp"))),
+    (1, "--plan d", D_T_C + "d on 1 ranks"),
+    (1, "--plan p1", f"expected no p or e, which python -m full has: {D_T_C}p1 on 1 ranks"),
+    (4, "--plan d2e2", f"expected no p or e, which python -m full has: {D_T_C}d2e2 on 4 ranks"),
     (4, "--plan d2d2", D_T_C + "d2d2 on 4 ranks"), (1, "--plan d01", D_T_C + "d01 on 1 ranks"),
     (2, "--plan=d2 fsdp", D_T_C + "d2 fsdp on 2 ranks"),
-    (1, "--plan d2", "on 1 ranks"), (3, "--plan d2", "on 3 ranks"),
+    ("two", "", NUMBER + "'two'"), ("0", "", NUMBER + "'0'"), ("", "", NUMBER + "''"),
+    ("2.0", "", NUMBER + "'2.0'"),
     (1, "--rows 0", "expected --rows >= 1, got 0"), (1, "--group 1", "--group >= 2, got 1"),
     (1, "--prompts 1", "expected --prompts >= 2, got 1"), (1, "--steps 0", "--steps >= 1, got 0"),
     (1, "--max-new-tokens 0", "expected --max-new-tokens >= 1, got 0"),
@@ -125,9 +122,7 @@ REFUSED = [  # ranks, a command line, and the end of the line that refuses it
     (1, "--seed -1", "expected --seed >= 0, got -1"),
     (1, "--seed 9223372036854775808", "got 9223372036854775808"),
     (1, "--save new", "expected --save with --model"),
-    (1, "--stpes 9", "unrecognized arguments: --stpes 9"), (1, "steps", "arguments: steps"),
     (1, "--step 9", "unrecognized arguments: --step 9"),
-    (1, "--steps", "--steps: expected one argument"), (1, "--steps x", "value: 'x'"),
     (1, "--metrics gone/run.jsonl", "No such file or directory: 'gone/run.jsonl'"),
     (1, "--dtype float16", "expected --dtype float32 or float64, got float16"),
     (1, "--device tpu", "got tpu"),
@@ -149,9 +144,7 @@ def test_what_cannot_run_is_refused_in_one_line(monkeypatch, tmp_path, world, wo
 
 LAUNCHED = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 HALVES = [{name: LAUNCHED[name] for name in names.split()} for names in (
-    "WORLD_SIZE", "RANK", "RANK WORLD_SIZE", "RANK WORLD_SIZE MASTER_ADDR", "RANK MASTER_PORT",
-    "WORLD_SIZE MASTER_ADDR MASTER_PORT")]  # fmt: skip
-HALVES += [{"RANK": "1"}, {"RANK": "1", "WORLD_SIZE": "2"}]
+    "WORLD_SIZE", "RANK", "RANK WORLD_SIZE MASTER_ADDR")] + [{"RANK": "1", "WORLD_SIZE": "2"}]
 
 
 @pytest.mark.quick
@@ -167,14 +160,6 @@ def test_a_half_of_a_launcher_is_refused_at_once(monkeypatch, told):
         train_grpo.main([])
     said = "train_grpo.py: error: expected all of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, got"
     assert refused.value.code == f"{said} only {', '.join(told)}"
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("world", ["two", "0", "-1", "", "2.0"])
-def test_a_number_of_ranks_is_a_number(monkeypatch, world):
-    monkeypatch.setenv("WORLD_SIZE", world)
-    with pytest.raises(SystemExit, match=f"a number of ranks as WORLD_SIZE, got '{world}'"):
-        train_grpo.main([])
 
 
 def not_json(word):

@@ -15,6 +15,7 @@ planted mistake is one option of it. The reports that some of them come from:
 
 import doctest
 import itertools
+import math
 import re
 import runpy
 import subprocess
@@ -289,6 +290,22 @@ def test_new_weights_are_enough_to_name_a_mistake(tmp_path, bug, words, norm):
         numbers.write_text(numbers.read_text().replace('"grad_norm"', '"unused"'))
     verdict, why = report(tmp_path)["weights"]
     assert verdict == "departs" and words in why
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("column, quantity", [
+    ("logprobs", "log-probs"), ("advantages", "advantages"), ("grad.head.weight", "gradient"),
+    ("after.head.weight", "weights"),
+])  # fmt: skip
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_number_that_is_not_finite_departs(tmp_path, column, quantity, number):
+    """One is enough, and it is not the first of its column: `max` would drop it."""
+    toy_step(tmp_path)
+    tensors = load_file(tmp_path / "step.safetensors")
+    x, at = tensors[column], (*tensors["mask"].nonzero()[-1],)
+    x[at if x.shape == tensors["mask"].shape else at[:1]] = number
+    save_file(tensors, tmp_path / "step.safetensors")
+    assert report(tmp_path)[quantity][0] == "departs"
 
 
 @pytest.mark.quick

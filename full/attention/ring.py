@@ -170,7 +170,7 @@ def ring_backward(saved, dout_BHsD, dlse, shards, scale, /):
             continue
 
         # NUMERICS: parts are summed in float32 or better, in the order of the hops. Pinned by
-        # tests/full/test_ring.py::test_bytes_on_the_wire_match_the_formula.
+        # tests/full/test_ring.py::test_messages_are_those_of_the_table.
         if hop > 1:
             wait_for_sum()
             sum_2BGpD += arrived_2BGpD

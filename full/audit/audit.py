@@ -3,11 +3,10 @@
     python -m full audit runs/guess-0 [--step 20] [--all]
 
 replay.py lets the task say the step's rollouts again, and models.py has the models. This file
-gives both to the kit in `conformance/`: the sampling, the advantages, and each optimizer step. Each
-number is computed in float64, and once more in the run's precision, the twin. A recorded number may
-be FACTOR times as far from the definition's as the twin's is, and a floor. Where that is more than
-a tenth of the number, the row says nothing, and says why. If a number is outside, the kit looks for
-a mistake that explains it.
+gives both to the kit in `conformance/`. Each number is computed in float64, and once more in the
+run's precision, the twin. A recorded number may be FACTOR times as far from the definition's as the
+twin's is, and a floor. Where that is more than a tenth of the number, the row says nothing, and
+says why. If a number is outside, the kit looks for a mistake that explains it.
 """
 
 import argparse
@@ -74,11 +73,11 @@ class RecordedStep:
 
     def kit_step(self, rows, kinds, numbers, models, dtype) -> Step:
         """Return the kit's Step with its twin. Arguments are pairs, for the step and the twin."""
-        exact = numbers | dict(settings=self.settings | dict(compute_dtype=""))
-        rounded = numbers | dict(settings=self.settings | dict(compute_dtype=dtype))
-        twin = Step(rows[1], kinds[1], exact, models[1], precision=getattr(torch, dtype))
+        of_step = numbers | dict(settings=self.settings | dict(compute_dtype=dtype))
+        of_twin = numbers | dict(settings=self.settings | dict(compute_dtype=""))  # rounded before
+        twin = Step(rows[1], kinds[1], of_twin, models[1], precision=getattr(torch, dtype))
         twin.is_nudged = dtype == "float64"
-        step = Step(rows[0], kinds[0], rounded, models[0], dtype=getattr(torch, dtype), twin=twin)
+        step = Step(rows[0], kinds[0], of_step, models[0], dtype=getattr(torch, dtype), twin=twin)
         for one in (step, twin):
             one.make, one.most_tokens = self.models.new_kind, self.models.most_tokens
         return step
@@ -197,8 +196,8 @@ def check_advantages(data, models, sequences) -> tuple:
     findings = in_words({"advantages": checks.check_advantages(step)})
     A = [s.advantages[t] for s in sequences[0] for t in s.at]
     size = max(map(abs, A), default=0.0)
-    values = {"advantage/token_mean": mean(A), "advantage/token_std": definition.spread(A)}
-    values = {key: (value, 0.0, EXACT * size) for key, value in values.items()}
+    values = {"advantage/token_mean": (mean(A), 0.0, EXACT * size),
+              "advantage/token_std": (definition.spread(A), 0.0, EXACT * size)}  # fmt: skip
     row = step.measured["advantages"]._replace(key="rollouts/advantage", size=size)
     return [row, *data.compare(values)], findings
 
@@ -206,15 +205,20 @@ def check_advantages(data, models, sequences) -> tuple:
 # The updates --------------------------------------------------------------------------------------
 
 
-def of_update(data, name, n):
-    """Return the recorded number of update n, or None if it is not known."""
-    first, mean_of_updates = data.line.get(f"{name}_first"), data.line.get(name)
-    count = len(data.updates)
-    if count == 1:
-        return mean_of_updates
-    if first is None or n == 0:
-        return first
-    return 2 * mean_of_updates - first if count == 2 else None
+def recorded_numbers(data, prefix, n) -> dict:
+    """Return the gradient norm, and of the policy the loss, that are recorded of update n alone."""
+    def of_update(name):
+        first, mean_of_updates = data.line.get(f"{name}_first"), data.line.get(name)
+        count = len(data.updates)
+        if count == 1:
+            return mean_of_updates
+        if first is None or n == 0:
+            return first
+        return 2 * mean_of_updates - first if count == 2 else None  # of two, the second
+
+    numbers = {"grad_norm": of_update(f"{prefix.replace('.', '/')}grad_norm"),
+               "loss": None if prefix else of_update("loss/token_mean")}  # fmt: skip
+    return {name: x for name, x in numbers.items() if x is not None}
 
 
 def train(data, prefix, models, sequences, stored, had_findings) -> tuple:
@@ -239,14 +243,11 @@ def train(data, prefix, models, sequences, stored, had_findings) -> tuple:
                      weight_decay=config.weight_decay)  # fmt: skip
         numbers = dict(optimizer=dict(step=done + n + 1, groups=[group]))
         if not (had_findings or findings):
-            numbers["grad_norm"] = of_update(data, f"{path}grad_norm", n)
-            loss = of_update(data, "loss/token_mean", n)
-            if not prefix and loss is not None:
-                numbers["loss"] = loss
+            numbers |= recorded_numbers(data, prefix, n)
             if after and n + 1 == len(data.updates):
                 kinds[0] = {**kinds[0], "after": after["before"], "exp_avg_after": after["exp_avg"]}
-        rows = [row[update] for row in sequences]
-        step = data.kit_step(rows, kinds, numbers, models, config.compute)
+        step = data.kit_step([row[update] for row in sequences], kinds, numbers, models,
+                             config.compute)  # fmt: skip
         step.updates = n + 1
         findings |= in_words(checks.check_gradient(step),
                              f"{prefix}update {n + 1}: " if many else prefix)  # fmt: skip
@@ -254,8 +255,8 @@ def train(data, prefix, models, sequences, stored, had_findings) -> tuple:
         measured.append(metrics(step) | {f"{path}grad_norm": (
             step.full.norm, step.distances["gradient norm"] * size, step.floor * size)})
         if not prefix and models[0].counts():
-            measured[-1]["experts/load_max"], more = step_models.route(config, models, len(rows[0]))
-            near += more
+            load, more = step_models.route(config, models, len(step.sequences))
+            measured[-1]["experts/load_max"], near = load, near + more
         kinds = [one.next_kinds(gradient) for one, gradient in (
             (step, step.clip(step.full)), (step.twin, step.shaken))]  # fmt: skip
         steps = [*steps, step] if step.is_small else [step]  # a large one takes gigabytes
@@ -473,7 +474,6 @@ def main(argv) -> int:
     parser.add_argument("--reward", default="", help="the run's FILE.py:function, if it had one")
     options = parser.parse_args(argv)
 
-    # The process group of this one process is left before the findings are printed.
     with one_process("an audit"):
         report = audited(options.run, options.step, options.task, options.reward, options.ranks)
     print(report.text(options.all))

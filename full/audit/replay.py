@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import train_grpo
 from conformance import definition
-from conformance.sequences import Sequence, gae
+from conformance.sequences import Sequence, distance, gae
 from full.learn.rollouts import Trajectory, as_reward, draw_prompts
 from full.learn.trainer import Trainer
 from full.ranks.checkpoint import checkpoints
@@ -173,7 +173,7 @@ class Rollout:
     def compared_rewards(self) -> tuple:
         """Return the recorded sum, the replayed sum, and the largest difference of a turn."""
         recorded, replayed = {at + 1: x for at, x in self.line["rewards"]}, dict(self.rewards)
-        differences = [abs(recorded.get(t, 0.0) - replayed.get(t, 0.0))
+        differences = [distance(recorded.get(t, 0.0), replayed.get(t, 0.0))
                        for t in {*recorded, *replayed}]  # fmt: skip
         if bool(self.line["truncated"]) != self.truncated:
             differences.append(1.0)

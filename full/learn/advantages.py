@@ -210,43 +210,50 @@ def gae(rewards, values, mask, /, lam):
     return advantages, returns
 
 
+def mean_and_spread(x_N) -> tuple:
+    """Return the mean and the standard deviation of all ranks' numbers. Collective."""
+    # NUMERICS: the mean is known before the first square is taken: a difference of two large sums
+    # would leave rounding where all numbers are nearly the same. The second sum has what rounding
+    # took from the first mean, so equal numbers have exactly their mean, and the spread 0. Pinned
+    # by tests/full/test_loss.py::test_advantages_are_whitened_over_the_step.
+    count, total = summed([len(x_N), x_N.sum()])
+    count = max(1.0, count)
+    mean = total / count
+    rest, squares = summed([(x_N - mean).sum(), ((x_N - mean) ** 2).sum()])
+    rest /= count
+    return mean + rest, math.sqrt(max(0.0, squares / count - rest**2))
+
+
+def at_tokens(trajectories, name):
+    """Return a column of this rank's trajectories at the tokens of their masks, (N,)."""
+    return np.concatenate([np.zeros(0), *(getattr(t, name)[t.mask] for t in trajectories)])
+
+
 def critic_advantages(config, trajectories, values) -> dict:
     """Set all trajectories' whitened advantages (1) `gae` and returns g. Return metrics."""
-    sums = np.zeros(6)  # of 1, A, A^2, g, g^2, v over this rank's sampled tokens
     for t, t.values in zip(trajectories, values):
         rewards = -kl_penalties(config, t)
         for at, reward in t.turn_rewards:
             rewards[at] += reward
         rewards[-1] -= overlong_penalty(config, t)
         t.advantages, t.returns = gae(rewards, t.values, t.mask, config.gae_lambda)
-        A = t.advantages[t.mask]
-        g = t.returns[t.mask]
-        sums += len(A), A.sum(), (A**2).sum(), g.sum(), (g**2).sum(), t.values[t.mask].sum()
 
-    count, *totals = summed(sums.tolist())
-    A, AA, g, gg, v = (total / max(1.0, count) for total in totals)
-    spread = math.sqrt(max(0.0, AA - A * A))
-    # NUMERICS: the mean and spread are of all ranks' tokens, so that they do not depend on the cut
-    # of the batch. 1e-8 only keeps a step without any spread finite. Pinned by
-    # tests/full/test_loss.py::test_advantages_are_whitened_over_the_step.
+    # The mean and spread are of all ranks' tokens, so that they do not depend on the cut of the
+    # batch. 1e-8 only keeps a step without any spread finite.
+    A, spread = mean_and_spread(at_tokens(trajectories, "advantages"))
     for t in trajectories:
         t.advantages = np.where(t.mask, (t.advantages - A) / (spread + 1e-8), 0.0)  # (1)
 
     # g - v is A before whitening, so the variance that is left is spread^2.
-    variance = gg - g * g
-    explained = 1 - spread**2 / variance if variance > 1e-12 else 0.0
+    _, g_spread = mean_and_spread(at_tokens(trajectories, "returns"))
+    v, _ = mean_and_spread(at_tokens(trajectories, "values"))
+    explained = 1 - (spread / g_spread) ** 2 if g_spread**2 > 1e-12 else 0.0
     return {"value/token_mean": v, "value/explained_variance": explained}
 
 
 def advantage_metrics(trajectories) -> dict:
     """Return mean and standard deviation of all ranks' advantages. Collective."""
-    # The mean is known before the first square is taken: a difference of two large sums would
-    # leave rounding where all advantages are nearly the same.
-    A_N = np.concatenate([t.advantages[t.mask] for t in trajectories] or [np.zeros(0)])
-    count, total = summed([len(A_N), A_N.sum()])
-    mean = total / max(1.0, count)
-    (squares,) = summed([((A_N - mean) ** 2).sum()])
-    spread = math.sqrt(squares / max(1.0, count))
+    mean, spread = mean_and_spread(at_tokens(trajectories, "advantages"))
     return {"advantage/token_mean": mean, "advantage/token_std": spread}
 
 

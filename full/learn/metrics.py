@@ -33,8 +33,9 @@ class Metric(NamedTuple):
         """Return one number for the values of a step's updates."""
         if self.over_updates == "first":
             return values[0]
-        reduce = {"mean": lambda values: float(np.mean(values)), "max": max, "sum": sum}
-        return reduce[self.over_updates](values)
+        if self.over_updates == "sum":
+            return sum(values)
+        return float({"mean": np.mean, "max": np.max}[self.over_updates](values))  # or NaN
 
 
 METRICS = {
@@ -139,7 +140,8 @@ def merged_sums(parts) -> dict:
     for part in parts:
         for name, x in part.items():
             is_max = name in METRICS and METRICS[name].over_tokens == "max"
-            totals[name] = max(totals.get(name, 0), x) if is_max else totals.get(name, 0) + x
+            total = totals.get(name, 0)
+            totals[name] = float(np.maximum(total, x)) if is_max else total + x
     return totals
 
 

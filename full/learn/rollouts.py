@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import math
+import os
 import time
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -158,18 +159,26 @@ class ReplyPool:
         self.name = type(task).__name__
         self.limit = limit
         self.began = {}  # id of an episode -> when a thread began to ask about it
-        # The replies of `guess` are arithmetic: a thread would cost more than the reply.
-        has_threads = getattr(task, "threads", True) and type(task) is not train_grpo.Guess
+        # The replies of `guess`, and of `jsonl` without a function, are arithmetic: a thread would
+        # cost more than the reply.
+        is_arithmetic = getattr(task, "is_arithmetic", type(task) is train_grpo.Guess)
+        has_threads = getattr(task, "threads", True) and not is_arithmetic
         self.threads = ThreadPoolExecutor(REPLY_THREADS) if has_threads else None
 
     def ask(self, episodes):
         """Set `answer` of each episode."""
+        # The run's relative paths would name other files.
+        directory = os.getcwd()
         try:
             answers = self.replies(episodes)
+            if os.getcwd() != directory:
+                raise ValueError(f"expected {self.name} to stay in the working directory "
+                                 f"{directory}, got {os.getcwd()} after a reply or reward")
         except (Exception, SystemExit):
             # The threads end with their pool, which a program that keeps the error would keep too.
             if self.threads:
                 self.threads.shutdown(wait=False, cancel_futures=True)
+            os.chdir(directory)
             raise
         for episode, answer in zip(episodes, answers):
             episode.answer = answer
@@ -324,7 +333,7 @@ def play(config, task, sampler, starts, key) -> list:
     def after(episode):
         return episode.fork(config.forks) if episode.hear(*episode.answer) else []
 
-    late = None
+    ended, late = [], None
     try:
         ended = sampler.generate(
             episodes, max_new_tokens=limit, temperature=config.temperature, end=task.end,
@@ -332,17 +341,17 @@ def play(config, task, sampler, starts, key) -> list:
         )  # fmt: skip
     except ReplyTimeout as error:
         late = error
-    # All ranks give the step up together, as all of them have to save.
-    with errors_on_all_ranks(getattr(sampler, "group", None)):
-        if late is not None:
-            raise late
 
     # Episodes end in any order; a group's rollouts are put back into theirs.
     groups = {number: [] for number, _, _ in starts}
     for episode in sorted(ended, key=lambda episode: episode.number):
         groups[episode.group] += episode.trajectories()
-    # A rollout that a sampler left out would count as one of reward 0.
+
+    # All ranks give the step up together, as all of them have to save. A rollout that a sampler
+    # left out would count as one of reward 0.
     with errors_on_all_ranks(getattr(sampler, "group", None)):
+        if late is not None:
+            raise late
         for number, group in groups.items():
             if len(group) != config.group:
                 raise ValueError(f"expected {config.group} rollouts of group {number} from "

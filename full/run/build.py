@@ -149,7 +149,8 @@ def require_room(config, task, shape, source):
 
 # Settings with which one process computes the same as the run's plan.
 ONE_PROCESS = dict(
-    plan="", data_parallel="ddp", shard_ranks=0, ac="none", pp_schedule="1f1b", compile=False
+    plan="", data_parallel="ddp", shard_ranks=0, cp_method="ring", pp_schedule="1f1b", ac="none",
+    compile=False,
 )  # fmt: skip
 
 

@@ -145,8 +145,8 @@ def tasks(c) -> list:
     return [
         *unused(c, "resume", unless=c.out, needs="--out DIR"),
         *unused(c, *OF_TEXT, unless=c.reads_text, needs="--task jsonl"),
-        *unused(c, "reply_timeout", unless=c.task != "guess",
-                needs="--task jsonl or FILE.py:Class"),
+        *unused(c, "reply_timeout", unless=c.reward or not (is_jsonl or c.task == "guess"),
+                needs="--reward FILE.py:function or --task FILE.py:Class"),
         *unused(c, "template_args", unless=c.template in ("", "chat"), needs="--template chat"),
         *unused(c, "instruction", unless=takes_instruction,
                 needs="a --template without {question}"),

@@ -201,6 +201,10 @@ class RunDirectory:
             if not all(isinstance(line.get("step"), int) for line in lines):
                 raise ValueError(f"{self.path / name} has a line without a step")
             kept = [line for line in lines if line["step"] < first_step]
+            steps = [line["step"] for line in kept]
+            if name == self.METRICS and kept and steps != [*range(first_step)]:
+                raise ValueError(f"expected a line in {self.path / name} for each of steps 0 to "
+                                 f"{first_step - 1}, got {str(steps)[:80]}: {self.PUT_BACK}")
             with writing(self.path / name, self.advice):
                 partial = (self.path / name).with_suffix(".tmp")
                 text = "".join(json.dumps(line) + "\n" for line in kept)

@@ -217,9 +217,11 @@ def plot(argv) -> int:
     parser = argparse.ArgumentParser("python -m full plot", description=plot.__doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="directory of a run")
     runs = [Path(run) for run in parser.parse_args(argv).runs]
+    lines = {run: RunDirectory(run).lines(RunDirectory.METRICS) for run in runs}
     for run in runs:
-        if not (run / "metrics.jsonl").exists():
-            raise ValueError(f"{run} holds no metrics.jsonl; give the directory of a run")
+        if not lines[run]:
+            raise ValueError(f"{run} holds no metrics.jsonl with a step; give the directory of a "
+                             f"run")  # fmt: skip
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -228,9 +230,8 @@ def plot(argv) -> int:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     panels = figure.subplot_mosaic([["reward", "solved", "solved"], ["entropy", "gap", "norm"]])
     for n, run in enumerate(runs):
-        lines = RunDirectory(run).lines(RunDirectory.METRICS)
         for name, axes in panels.items():
-            points = [(x["step"] + 1, x[COLUMNS[name]]) for x in lines if COLUMNS[name] in x]
+            points = [(x["step"] + 1, x[COLUMNS[name]]) for x in lines[run] if COLUMNS[name] in x]
             columns = np.array(points, dtype=float).reshape(-1, 2).T  # there may be no point
             axes.plot(*columns, f"C{n}.-", lw=0.8, markersize=1.5, label=run.name)
 

@@ -175,6 +175,9 @@ def introduce(config, task, trainer, directory, first_step, origin):
     if share > 0.001:
         warn(f"--dtype bfloat16 has no finer masters: rounding undoes a step of --lr {c.lr:g} in "
              f"{share:.1%} of the weights; set --dtype float32 --compute-dtype bfloat16")
+    if c.kl_coef and (c.kl, c.kl_in) == ("k1", "loss"):
+        warn("--kl k1 in the loss has a gradient of mean 0, so it keeps the policy near nothing: "
+             "--kl k3, or --kl-in reward")  # fmt: skip
     if c.proximal and c.sampler_rounds_differently:
         say("old log-probs are the trainer's, since the sampler rounds otherwise; --no-proximal "
             "takes the sampler's")  # fmt: skip

@@ -8,6 +8,7 @@ rewards of a user. If you bring a task of your own, read `Task` and skip the res
 import copy
 import importlib.machinery
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -84,6 +85,18 @@ def require_code(flag, spec, expected):
 
 class FileLoader(importlib.machinery.SourceFileLoader):
     """Loads a file that the user has named. `place_in_users_file` knows the file by this class."""
+
+
+def require_arguments(function, *names):
+    """Raise ValueError unless a user's function can be called with these arguments, by place."""
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(f"expected {name}({', '.join(names)}), got "
+                         f"{name}{inspect.signature(function)}: {error}") from error
+    except ValueError:  # a function of C may have no signature
+        pass
 
 
 def from_file(spec, kind):
@@ -223,8 +236,11 @@ class Jsonl(Task):
         if config.reward and reward is None:
             require_code("--reward", config.reward, "FILE.py:function")
             self.reward = from_file(config.reward, "function")
+        if self.reward is not None:
+            require_arguments(self.reward, "text", "row")
         # Threads ask for rewards (see `Task`), unless the function has `threads = False`.
-        self.threads = bool(config.reward) and getattr(self.reward, "threads", True)
+        self.threads = getattr(self.reward, "threads", True)
+        self.is_arithmetic = self.reward is None  # threads may ask, but would not help
         # A reward sees no special tokens, unless the function has `special_tokens = True`.
         self.special = getattr(self.reward, "special_tokens", False)
 

@@ -6,8 +6,8 @@
 VARIANT: `flat` is train_grpo.py by rows, `tree` the same with --tree, `trl` is GRPOTrainer.
 
 SmolLM2-135M-Instruct learns to write three words in reverse order (`tests/smollm_tasks.py`), in
-float32, on one process with one thread. `run` prints a JSON line before training and after every
-second step:
+float32, on one process with one thread. `run` prints a line of JSON, with four lists of a point
+before training and after every second step:
 
     step       optimizer steps so far. A step is one batch of rollouts and one AdamW update
     seconds    CPU seconds of the process since training began, without evaluations
@@ -30,16 +30,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from harness import print_table
 
-TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS.parent)]
-import models  # noqa: E402
-import parallel  # noqa: E402
-import smollm_tasks  # noqa: E402
-import train_grpo  # noqa: E402
+import models
+import parallel
+import smollm_tasks
+import train_grpo
 
-VARIANTS = "flat", "tree", "trl"
-NAMES = dict(flat="ours, flat", tree="ours, tree", trl="TRL")
+VARIANTS = dict(flat="ours, flat", tree="ours, tree", trl="TRL")
 EVERY = 2  # steps between evaluations
 SETTINGS = dict(
     steps=6, prompts=3, group=8, minibatches=1, rows=24, max_new_tokens=12, temperature=0.7,
@@ -88,26 +86,22 @@ class Source(train_grpo.Source):
 
 
 class Curve:
-    """Prints the points of a run. Its clock stands still while it evaluates."""
+    """The points of a run. Its clock stands still while it evaluates."""
 
-    def __init__(self, config, task, trainer, variant):
+    def __init__(self, config, task, trainer):
         self.examiner = train_grpo.Source(config, task, trainer)
-        self.named = dict(variant=variant, seed=config.seed)
-        self.begin = self.away = time.process_time()
-        self.point(0, None)
+        self.points = dict(step=[], seconds=[], reward=[], solved=[])
         self.begin = time.process_time()
-        self.away = 0.0
+        self.point(0, None)
 
     def point(self, step, reward):
-        """Print the line of a step, if it is due."""
-        if step % EVERY:
-            return
-        now = time.process_time()
-        seconds = now - self.begin - self.away if step else 0.0
-        solved = self.examiner.evaluate()
-        self.away += time.process_time() - now
-        line = dict(step=step, seconds=round(seconds, 2), reward=reward, solved=solved)
-        print(json.dumps(self.named | line), flush=True)
+        """Note a step, if it is due."""
+        if step % EVERY == 0:
+            now = time.process_time()
+            values = step, round(now - self.begin, 2), reward, self.examiner.evaluate()
+            for column, value in zip(self.points.values(), values):
+                column.append(value)
+            self.begin += time.process_time() - now
 
 
 def train_ours(config, task, trainer, curve):
@@ -191,9 +185,10 @@ def run(variant, seed, directory, **changed):
     config = train_grpo.Config(**settings)
     task = Words(directory, seed)
     trainer = train_grpo.Trainer(config, models.load(directory), parallel.Grid("d1"))
-    curve = Curve(config, task, trainer, variant)
+    curve = Curve(config, task, trainer)
     train = train_trl if variant == "trl" else train_ours
     train(config, task, trainer, curve)
+    print(json.dumps(dict(variant=variant, seed=seed) | curve.points))
     dist.destroy_process_group()
     return trainer
 
@@ -205,53 +200,39 @@ def cell(values, digits):
 
 
 def draw(points, picture):
-    """Draw what was solved over steps and over CPU seconds, and print a table."""
+    """Draw what was solved over steps and over CPU seconds, and yield the rows of the table."""
     from draw import COLORS, DOTS, GRAY, INK, PALE, WIDTH, save
     from matplotlib.figure import Figure
 
     lines = [json.loads(x) for x in Path(points).read_text().splitlines()]
     figure = Figure(figsize=(WIDTH, 3.1), dpi=DOTS, layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    ways = [x for x in VARIANTS if any(line["variant"] == x for line in lines)]
-    for color, variant in enumerate(ways):
-        runs = {}  # seed -> the points of its run
-        for line in lines:
-            if line["variant"] == variant:
-                runs.setdefault(line["seed"], []).append(line)
-        runs = [runs[seed] for seed in sorted(runs)]
-        steps = [[x["step"] for x in run] for run in runs]
-        assert all(x == steps[0] for x in steps), "the runs have points at different steps"
-
-        # A thin line is a seed. The thick line is the mean of the seeds, step by step.
-        for axes, name in zip(panels, ("step", "seconds")):
-            mean = [[statistics.mean(x[key] for x in at) for at in zip(*runs)]
-                    for key in (name, "solved")]  # fmt: skip
+    for color, (variant, name) in zip(COLORS, VARIANTS.items()):
+        runs = sorted((x for x in lines if x["variant"] == variant), key=lambda x: x["seed"])
+        steps, solved = runs[0]["step"], [*zip(*(run["solved"] for run in runs), strict=True)]
+        for axes, key in zip(panels, ("step", "seconds")):
+            # A thin line is a seed. The thick line is the mean of the seeds, step by step.
             for run in runs:
-                x, y = [p[name] for p in run], [p["solved"] for p in run]
-                axes.plot(x, y, color=COLORS[color], lw=0.7, alpha=0.45)
+                axes.plot(run[key], run["solved"], color=color, lw=0.7, alpha=0.45)
+            means = [[*map(statistics.mean, zip(*(run[x] for run in runs)))]
+                     for x in (key, "solved")]  # fmt: skip
             # Flat and tree coincide over steps: dashes leave the line below them visible.
-            dashes = (0, (2, 1.4)) if variant == "tree" else "-"
-            axes.plot(*mean, color=COLORS[color], lw=2.6, ls=dashes)
-            axes.plot(*mean, "o", color=COLORS[color], markersize=4 if variant == "tree" else 6)
-        end = statistics.mean(run[-1]["seconds"] for run in runs), 0.02
-        panels[1].text(*end, NAMES[variant], color=COLORS[color], ha="center", weight="bold")
-        panels[1].axvline(end[0], 0.09, 0.55, color=COLORS[color], lw=0.7, ls=":")
-
-        solved = [cell([x["solved"] for x in at], 3) for at in zip(*runs)]
-        rate = cell([run[-1]["seconds"] / run[-1]["step"] for run in runs], 1)
-        reward = cell([run[-1]["reward"] for run in runs], 2)
-        if not color:
-            print("| solved after step |", *(f"{x} |" for x in steps[0]), "CPU s a step | reward |")
-            print("|---" * (len(steps[0]) + 3) + "|")
-        print(f"| {NAMES[variant]} | {' | '.join(solved)} | {rate} | {reward} |")
-    panels[0].set_title("held-out prompts solved, by step", loc="left", fontsize=9.5, color=INK)
-    panels[1].set_title("by CPU seconds of training", loc="left", fontsize=9.5, color=INK)
-    panels[0].set(ylim=(-0.02, 0.8), xticks=steps[0])
-    for axes in panels:
+            is_tree = variant == "tree"
+            axes.plot(*means, "o", color=color, markersize=4 if is_tree else 6, lw=2.6, label=name,
+                      ls=(0, (2, 1.4)) if is_tree else "-")  # fmt: skip
+        row = {"solved after step": name}
+        row |= {f"{step}": cell(at, 3) for step, at in zip(steps, solved, strict=True)}
+        rates = cell([run["seconds"][-1] / steps[-1] for run in runs], 1)
+        yield row | {"CPU s a step": rates, "reward": cell([run["reward"][-1] for run in runs], 2)}
+    titles = "held-out prompts solved, by step", "by CPU seconds of training"
+    for axes, title in zip(panels, titles):
+        axes.set_title(title, loc="left", fontsize=9.5, color=INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(GRAY)
         axes.tick_params(colors=GRAY, labelsize=8)
         axes.grid(color=PALE)
+    panels[0].set(ylim=(-0.02, 0.8), xticks=steps)
+    panels[1].legend(loc="lower right", frameon=False, fontsize=8)
     save(figure, picture)
 
 
@@ -268,7 +249,7 @@ def main(argv) -> int:
     picture.add_argument("picture")
     options = parser.parse_args(argv)
     if options.command == "draw":
-        draw(options.points, options.picture)
+        print_table(draw(options.points, options.picture))
     else:
         run(options.variant, options.seed, options.model, steps=options.steps)
     return 0

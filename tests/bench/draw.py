@@ -1,14 +1,15 @@
 """Draw a picture for each idea, from what the five files compute (needs matplotlib).
 
-    python tests/bench/draw.py              # writes assets/ring.png, tree.png and pipeline.png
-    python tests/bench/draw.py ring tree    # writes two of them
-    python tests/bench/draw.py rollout      # prints the README's table of a group of rollouts
+    python tests/bench/draw.py            # writes assets/ring.png, tree.png and pipeline.png
+    python tests/bench/draw.py ring       # writes one of them
+    python tests/bench/draw.py rollout    # prints the README's table of a group of rollouts
 
 The numbers are recorded, not typed in. `ring` records the blocks and masks of a ring of 4 ranks,
 and `pipeline` a run of 1F1B on 4 ranks. `tree` and `rollout` show a group that a small policy
 played after some training. A picture is 1400 pixels wide, for pages that show it at 700.
 """
 
+import argparse
 import functools
 import sys
 from pathlib import Path
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,22 +125,14 @@ def record_group():
 
     ((episodes, (sampled, logprobs, entropies)),) = ring_attention.launch(1, run)
 
-    # Of the groups of different, well-formed games, take the one whose rollouts share most.
-    def interest(group):
-        members = [e for e in episodes if e.group == group]
-        games = {tuple(e.tokens) for e in members}
-        shared = sum(map(len, games)) - len(tree_of(members)[0])
-        return min(e.reward for e in members) > 0, len(games), shared
-
-    group = max(sorted({e.group for e in episodes}), key=interest)
-    members = [e for e in episodes if e.group == group]
-    scored = {}
+    # The last group of the step has four different, well-formed games that share beginnings.
+    first, scored = len(episodes) - config.group, {}
     for n, (b, t) in enumerate(sampled):
-        if episodes[b] in members:
+        if b >= first:
             given = logprobs[n : n + 1], entropies[n : n + 1], 1  # the loss of this token alone
             loss = train_grpo.grpo_loss(config, episodes, [(b, t)], *given).item()
-            scored[members.index(episodes[b]), t] = logprobs[n].item(), loss
-    return task, config, members, scored
+            scored[b - first, t] = logprobs[n].item(), loss
+    return task, config, episodes[first:], scored
 
 
 def tree_of(episodes):
@@ -155,39 +147,34 @@ def tree_of(episodes):
 # 2. Pens ----------------------------------------------------------------------------------------
 
 
-class Canvas:
-    """A white page whose coordinates are inches from its upper left corner."""
+def page(width, height):
+    """Return the axes of a white page of some units, all of one length, from its upper left."""
+    size = WIDTH, WIDTH * height / width
+    axes = Figure(figsize=size, dpi=DOTS).add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
+    axes.axis("off")
+    return axes
 
-    def __init__(self, height):
-        self.figure = Figure(figsize=(WIDTH, height), dpi=DOTS, facecolor="white")
-        self.axes = self.figure.add_axes((0, 0, 1, 1))
-        self.axes.set(xlim=(0, WIDTH), ylim=(height, 0))
-        self.axes.axis("off")
 
-    def text(self, x, y, text, size=8, color=INK, **options):
-        options = dict(ha="center", va="center_baseline", family="DejaVu Sans") | options
-        self.axes.text(x, y, text, fontsize=size, color=color, **options)
+def write(axes, x, y, text, size=8, color=INK, **options):
+    options = dict(ha="center", va="center_baseline") | options
+    axes.text(x, y, text, fontsize=size, color=color, **options)
 
-    def title(self, text):
-        self.left(0.15, 0.22, text, size=9.5)
 
-    def left(self, x, y, text, **options):
-        self.text(x, y, text, ha="left", **options)
+def left(axes, x, y, text, **options):
+    write(axes, x, y, text, ha="left", **options)
 
-    def box(self, x, y, width, height, fill, text="", edge="white", **options):
-        """Draw a filled rectangle. Its text is white on a dark color, and dark on a light one."""
-        style = dict(facecolor=fill, edgecolor=edge, linewidth=0.8)
-        self.axes.add_patch(Rectangle((x, y), width, height, **style))
-        dark = np.dot(to_rgb(fill), (0.3, 0.6, 0.1)) < 0.5
-        options = dict(color="white" if dark else INK) | options
-        self.text(x + width / 2, y + height / 2, text, **options)
 
-    def line(self, *points, color=GRAY, width=0.8):
-        self.axes.plot(*zip(*points), color=color, linewidth=width)
+def cells(axes, x, y, colors, width=1, height=1):
+    """Draw a table of colors, [row][column]."""
+    colors = np.array([[to_rgb(color) for color in row] for row in colors])
+    rows, columns, _ = colors.shape
+    edges = x + width * np.arange(columns + 1), y + height * np.arange(rows + 1)
+    axes.pcolormesh(*edges, colors, edgecolors="white", linewidth=0.4)
 
-    def arrow(self, start, end, color):
-        style = dict(arrowstyle="-|>", color=color, linewidth=1.2, mutation_scale=8)
-        self.axes.annotate("", end, start, arrowprops=style | dict(shrinkA=0, shrinkB=0))
+
+def on(color):
+    """Return the color of a text on a color."""
+    return "white" if np.dot(to_rgb(color), (0.3, 0.6, 0.1)) < 0.5 else INK
 
 
 def mixed(color, share):
@@ -202,55 +189,44 @@ def ring(world=4, length=16):
     """Draw the hops of a ring: the block that a rank has at each hop, and the mask."""
     shares = [ring_attention.zigzag_indices(length, r, world).tolist() for r in range(world)]
     hops = record_ring(world, length)
-    canvas = Canvas(6.4)
+    axes = page(35, 32)  # a unit is the side of a pair in a mask
+    left(axes, 0.75, 1.1, f"{length} tokens on {world} ranks: each has an early and a late chunk",
+         size=9.5)  # fmt: skip
 
     # Who holds which token.
-    canvas.title(f"{length} tokens on {world} ranks: each has an early and a late chunk")
-    size = 5.9 / length
+    left(axes, 0.75, 2.65, "tokens", color=GRAY)
     for rank, tokens in enumerate(shares):
         for t in tokens:
-            canvas.box(0.95 + t * size, 0.38, size, 0.3, COLORS[rank], str(t), size=8.5)
-    canvas.left(0.15, 0.53, "tokens", color=GRAY)
+            cells(axes, 4.75 + 1.84 * t, 1.9, [[COLORS[rank]]], 1.84, 1.5)
+            write(axes, 5.67 + 1.84 * t, 2.65, t, size=8.5, color=on(COLORS[rank]))
 
     # A mask for each rank and hop. Its columns are the keys of the block, in their owner's color.
-    cell, right, down, first, top = 0.2, 1.5, 1.18, 1.3, 1.3
-    side = cell * length / world
     for hop in range(world):
-        x = first + hop * right
-        label = "hop 0: own keys" if hop == 0 else f"hop {hop}"
-        canvas.text(x + side / 2, 0.96, label)
+        x = 6.5 + 7.5 * hop
+        write(axes, x + 2, 4.8, "hop 0: own keys" if hop == 0 else f"hop {hop}")
         for rank in range(world):
-            y = top + rank * down
+            y = 6.5 + 5.9 * rank
             owner, visible = hops[rank][hop]
-            draw_mask(canvas, (x, y, cell), visible, COLORS[owner])
+            cells(axes, x, y, np.where(visible, COLORS[owner], PALE))
             for n, t in enumerate(shares[owner]):
-                place = x + (n + 0.5) * cell, y - 0.09
-                canvas.text(*place, str(t), size=7, color=COLORS[owner], weight="bold")
-            canvas.text(x + side / 2, y + side + 0.1, f"{int(visible.sum())} pairs", size=7)
+                write(axes, x + n + 0.5, y - 0.45, t, 7, COLORS[owner], weight="bold")
+            write(axes, x + 2, y + 4.5, f"{int(visible.sum())} pairs", size=7)
             if hop + 1 < world:
                 to = next(r for r in range(world) if hops[r][hop + 1][0] == owner)
-                end = x + right - 0.05, top + to * down + side / 2
-                canvas.arrow((x + side + 0.05, y + side / 2), end, COLORS[owner])
-    for rank in range(world):
-        y = top + rank * down
-        canvas.left(0.15, y + 0.3, f"rank {rank}", size=9, color=COLORS[rank], weight="bold")
-        canvas.left(0.15, y + 0.5, "its queries", size=7, color=GRAY)
+                style = dict(arrowstyle="-|>", color=COLORS[owner], shrinkA=0, shrinkB=0)
+                ends = (x + 7.25, 6.5 + 5.9 * to + 2), (x + 4.25, y + 2)
+                axes.annotate("", *ends, arrowprops=style | dict(linewidth=1.2, mutation_scale=8))
+    for rank, color in enumerate(COLORS):
+        y = 6.5 + 5.9 * rank
+        left(axes, 0.75, y + 1.5, f"rank {rank}", size=9, color=color, weight="bold")
+        left(axes, 0.75, y + 2.5, "its queries", size=7, color=GRAY)
         for n, t in enumerate(shares[rank]):
-            place = first - 0.14, y + (n + 0.5) * cell
-            canvas.text(*place, str(t), size=7, color=COLORS[rank], weight="bold")
+            write(axes, 5.8, y + n + 0.5, t, size=7, color=color, weight="bold")
     text = ("A row is a query of the rank. A column is a key, in its owner's color.",
             "Keys move one rank per hop. In each hop all ranks have equally many visible pairs.")
     for n, line in enumerate(text):
-        canvas.left(0.15, top + world * down + 0.05 + 0.2 * n, line, color=GRAY)
-    return canvas.figure
-
-
-def draw_mask(canvas, place, visible, color):
-    """Draw a mask of queries (rows) and keys (columns). The pairs that are visible have a color."""
-    x, y, cell = place
-    for i, row in enumerate(visible.tolist()):
-        for j, is_visible in enumerate(row):
-            canvas.box(x + j * cell, y + i * cell, cell, cell, color if is_visible else PALE)
+        left(axes, 0.75, 30.35 + n, line, color=GRAY)
+    return axes.figure
 
 
 def tree():
@@ -260,90 +236,71 @@ def tree():
     names = [task.show([token]) for token in tokens]
     users = [sum(t in path for path in last_path.values()) for t in range(len(tokens))]
     colors = [mixed(COLORS[0], 0.25 + 0.75 * (n - 1) / (len(episodes) - 1)) for n in users]
+    total, count = sum(len(e.tokens) for e in episodes), len(tokens)
+    axes = page(39, 8.5 + count)  # a unit is a row of the tree and the side of a pair in the mask
+    text = f"{len(episodes)} rollouts of one prompt: {total} tokens, {count} of them distinct"
+    left(axes, 0.8, 1.2, text, size=9.5)
+    left(axes, 0.8, 2.8, "the tree, in packed order", color=GRAY)
+    side = 38.2 - count
+    left(axes, side, 2.8, "the mask: a token sees its path from the root", color=GRAY)
 
-    row, top, deep = 0.18, 1.12, 0.31
-    canvas = Canvas(top + row * len(tokens) + 0.4)
-    total = sum(len(e.tokens) for e in episodes)
-    text = f"{len(episodes)} rollouts of one prompt: {total} tokens, {len(tokens)} of them distinct"
-    canvas.title(text)
-    canvas.left(0.15, 0.5, "the tree, in packed order", color=GRAY)
-
-    # Left, a token stands at its depth, in the row of its index.
+    # Left, a token stands at its depth, in the row of its index. Right, a token sees its path.
+    cells(axes, side, 6.2, [[colors[j] if j in path else "#f3f3f3" for j in range(count)]
+                            for path in paths])  # fmt: skip
     for t, path in enumerate(paths):
-        x, y = 0.15 + deep * (len(path) - 1), top + row * (t + 0.5)
+        x, y, width = 1.72 * len(path) - 0.9, 6.7 + t, 1.5 if len(names[t]) == 1 else 2.6
         if len(path) > 1:
-            corner = x - deep + 0.1, y
-            canvas.line((corner[0], top + row * path[-2] + row), corner, (x, y))
-        width = 0.26 if len(names[t]) == 1 else 0.47
-        canvas.box(x, y - row / 2, width, row, colors[t], names[t], size=7.5)
+            axes.plot([x - 1.2, x - 1.2, x], [7.2 + path[-2], y, y], color=GRAY, linewidth=0.8)
+        cells(axes, x, y - 0.5, [[colors[t]]], width)
+        write(axes, x + width / 2, y, names[t], size=7.5, color=on(colors[t]))
+        write(axes, side + t + 0.5, 5.9, names[t], size=7, rotation=90, va="bottom")
     for i, path in last_path.items():
-        x, y = 0.15 + deep * len(path), top + row * (path[-1] + 0.5)
-        canvas.left(x + 0.02, y, f"rollout {i}", size=7, color=GRAY)
-
-    # Right, the mask: a token sees the tokens on its path.
-    side = WIDTH - 0.15 - row * len(tokens)
-    canvas.left(side, 0.5, "the mask: a token sees its path from the root", color=GRAY)
-    for t, path in enumerate(paths):
-        for j in range(len(tokens)):
-            color = colors[j] if j in path else "#f3f3f3"
-            canvas.box(side + j * row, top + row * t, row, row, color)
-        options = dict(rotation=90, va="bottom", size=7)
-        canvas.text(side + (t + 0.5) * row, top - 0.05, names[t], **options)
-
-    # The shades.
-    x, y = 0.15, top + row * len(tokens) + 0.22
-    for n in sorted({*users}, reverse=True):
-        canvas.box(x, y - 0.08, 0.16, 0.16, colors[users.index(n)])
-        canvas.left(x + 0.22, y, f"in {n} rollout{'s' * (n > 1)}", size=7.5, color=GRAY)
-        x += 1.05
-    return canvas.figure
+        left(axes, 1.72 * len(path) + 0.9, 6.7 + path[-1], f"rollout {i}", size=7, color=GRAY)
+    for place, n in enumerate(sorted({*users}, reverse=True)):
+        x, y = 0.8 + 5.8 * place, count + 7
+        cells(axes, x, y, [[colors[users.index(n)]]], 0.9, 0.9)
+        left(axes, x + 1.2, y + 0.45, f"in {n} rollout{'s' * (n > 1)}", size=7.5, color=GRAY)
+    return axes.figure
 
 
 def pipeline(stages=4, number=8):
     """Draw 1F1B as a timeline: what each stage does when."""
     record = record_1f1b(stages, number)
     end = max(done[-1][3] for done in record)
-    canvas = Canvas(2.95)
-    canvas.title(f"1F1B: {stages} pipeline stages, {number} micro-batches")
-    first, top, high = 0.75, 0.8, 0.36
-    unit = (WIDTH - first - 0.75) / end
-    canvas.left(first + unit * end + 0.12, top - 0.18, "stored", size=7.5, color=GRAY)
+    axes = page(end + 9, 0.42 * (end + 9))  # a unit is the time of a forward
+    left(axes, 1, 1.4, f"1F1B: {stages} pipeline stages, {number} micro-batches", size=9.5)
+    left(axes, end + 5.2, 3.7, "stored", size=7.5, color=GRAY)
     for stage, done in enumerate(record):
-        y = top + high * stage
-        canvas.left(0.15, y + 0.165, f"stage {stage}")
-        canvas.box(first, y, unit * end, 0.33, PALE)
-        stored = most = 0
+        y = 4.8 + 2.2 * stage
+        left(axes, 1, y + 1, f"stage {stage}")
+        cells(axes, 4.5, y, [[PALE]], end, 2)
         for letter, n, start, stop in done:
             color = mixed(COLORS["FB".index(letter)], 1 if n == 0 else 0.5)
-            x, weight = first + unit * start, "bold" if n == 0 else "normal"
-            canvas.box(x, y, unit * (stop - start), 0.33, color, str(n), weight=weight)
-            stored += 1 if letter == "F" else -1
-            most = max(most, stored)
-        canvas.left(first + unit * end + 0.12, y + 0.165, f"{most}", weight="bold")
+            cells(axes, 4.5 + start, y, [[color]], stop - start, 2)
+            weight = "bold" if n == 0 else "normal"
+            write(axes, 4.5 + (start + stop) / 2, y + 1, n, color=on(color), weight=weight)
+        stored = np.cumsum([1 if letter == "F" else -1 for letter, *_ in done])
+        left(axes, end + 5.2, y + 1, max(stored), weight="bold")
 
     # The parts of the schedule of stage 0: its first forwards, and its last backwards.
     forwards, backwards = ([work for work in record[0] if work[0] == letter] for letter in "FB")
-    warm_up = stages - 1
-    times = 0, forwards[warm_up][2], backwards[number - warm_up - 1][3], end
+    times = 0, forwards[stages - 1][2], backwards[number - stages][3], end
     names = "warm-up", "one forward, one backward in turn", "cool-down"
     for name, start, stop in zip(names, times, times[1:]):
-        left, right = first + unit * start + 0.02, first + unit * stop - 0.02
-        canvas.line((left, top - 0.06), (right, top - 0.06), width=1.5)
-        canvas.text((left + right) / 2, top - 0.18, name, size=7.5, color=GRAY)
+        axes.plot([start + 4.6, stop + 4.4], [4.4, 4.4], color=GRAY, linewidth=1.5)
+        write(axes, (start + stop) / 2 + 4.5, 3.7, name, size=7.5, color=GRAY)
 
     # What the colors mean, and what more micro-batches are good for.
-    y = top + high * stages + 0.12
-    legend = ("forward", COLORS[0]), ("backward, twice as long", COLORS[1]), ("wait", PALE)
-    for n, (name, color) in enumerate(legend):
-        x = first + (0, 0.95, 2.75)[n]
-        canvas.box(x, y, 0.16, 0.16, color)
-        canvas.left(x + 0.22, y + 0.08, name, size=7.5, color=GRAY)
-    canvas.left(4.35, y + 0.08, "stored: micro-batches in memory, at most", size=7.5, color=GRAY)
-    more = 4 * number
-    one, some, many = (100 * waiting(record_1f1b(stages, n)) for n in (1, number, more))
-    text = f"A stage waits {one:.0f} % of the time with 1 micro-batch"
-    canvas.left(first, y + 0.4, f"{text}, {some:.0f} % with {number}, {many:.0f} % with {more}.")
-    return canvas.figure
+    for name, color, x in (("forward", COLORS[0], 0), ("wait", PALE, 16.5),
+                           ("backward, twice as long", COLORS[1], 5.7)):  # fmt: skip
+        cells(axes, 4.5 + x, 14.3, [[color]])
+        left(axes, 5.9 + x, 14.8, name, size=7.5, color=GRAY)
+    left(axes, 26, 14.8, "stored: micro-batches in memory, at most", size=7.5, color=GRAY)
+    shares = {n: 100 * waiting(record_1f1b(stages, n)) for n in (1, number, 4 * number)}
+    (one, a), (some, b), (many, c) = shares.items()
+    left(axes, 4.5, 16.8, f"A stage waits {a:.0f} % of the time with {one} micro-batch, "
+         f"{b:.0f} % with {some}, {c:.0f} % with {many}.")  # fmt: skip
+    return axes.figure
 
 
 def waiting(record) -> float:
@@ -394,22 +351,18 @@ def save(figure, path):
     image.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
-def main(argv) -> int:
-    """Write the pictures with these names, or all of them, or print the table."""
-    if argv == ["rollout"]:
-        rollout()
-        return 0
-    unknown = [name for name in argv if name not in PICTURES]
-    if unknown:
-        expected = ", ".join(["rollout", *PICTURES])
-        print(f"expected names of {expected}, got {unknown[0]}", file=sys.stderr)
-        return 2
-    for name in argv or PICTURES:
+def main(argv):
+    """Write one picture, or all of them, or print the table."""
+    parser = argparse.ArgumentParser("draw.py", description=__doc__.split("\n")[0])
+    parser.add_argument("name", nargs="?", choices=[*PICTURES, "rollout"])
+    name = parser.parse_args(argv).name
+    if name == "rollout":
+        return rollout()
+    for name in [name] if name else PICTURES:
         path = ROOT / "assets" / f"{name}.png"
         save(PICTURES[name](), path)
         print(f"wrote {path.relative_to(ROOT)}: {path.stat().st_size // 1000} kB")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

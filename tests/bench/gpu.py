@@ -17,9 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from harness import ROOT, print_table
 
 import check_attention
 from full import equivalence
@@ -99,18 +97,16 @@ def section(records, names) -> str:
     if len(places) > 1:
         raise ValueError(f"the records come from different machines or versions: {places}")
     ((name, version, cuda),) = places
-    cuda = f", CUDA {cuda}" if cuda else ""
-    lines = [f"{name}, torch {version}{cuda}. Each part has the command that made it."]
+    lines = [f"{name}, torch {version}, CUDA {cuda}. Each part has the command that made it."]
 
     good = {name: records[name] for name in names if records.get(name, {}).get("result")}
-    checks = [name for name in good if name.startswith("check-")]
+    checks = {name: x for name, x in good.items() if name.startswith("check-")}
     lines += ["", "| check, in float64 | largest error | took |", "|---|---|---|"] * bool(checks)
-    for name in checks:
-        error, seconds = good[name]["result"]["max_error"], good[name]["seconds"]
-        lines.append(f"| `{name}` | {error:.0e} | {seconds:.0f} s |")
+    lines += [f"| `{name}` | {x['result']['max_error']:.0e} | {x['seconds']:.0f} s |"
+              for name, x in checks.items()]  # fmt: skip
     for name in [name for name in good if name not in checks]:
-        lines += ["", f"`{name}`, {good[name]['seconds']:.0f} s:", ""]
-        lines += ["```text", *good[name]["printed"][:-1], "```"]
+        rows = [line for line in good[name]["printed"] if line.startswith("|")]
+        lines += ["", f"`{name}`, {good[name]['seconds']:.0f} s:", "", *rows]
 
     # What went wrong and what is not there is said, and not left out.
     failed = [f"`{x}` (exit code {records[x]['code']})" for x in records if x not in good]
@@ -155,16 +151,11 @@ def ring_rows(device, few):
 def forest_rows(device, few):
     """(row, error, bound) of tree_attention.py: every shape of tree, every size of chunk."""
     forests = check_attention.forests()
-    if few:
-        forests = {name: forests[name] for name in ("prefixes", "star")}
-    there = TinyModel().to(device)
-    tables = {"by max_tokens": dict(tree_rows(TinyModel(), forests, there))}
-    if not few:
-        tables["families"] = check_attention.family_rows(device)
-    for rows in tables.values():
-        for row, line in rows.items():
-            for column, error in line.items():
-                yield f"{row}, {column}", error, 1e-10
+    names = ("prefixes", "star") if few else forests
+    rows = tree_rows(TinyModel(), {name: forests[name] for name in names}, TinyModel().to(device))
+    for row, line in rows if few else [*rows, *check_attention.family_rows(device).items()]:
+        for column, error in line.items():
+            yield f"{row}, {column}", error, 1e-10
 
 
 def parallel_rows(device, few):
@@ -197,55 +188,60 @@ def check(subject, device, size) -> int:
     """Return 1 if an error is over its bound."""
     # One rank, with the backend that the device has among several.
     where = connect(device, timeout=600)
-    rows = [*CHECKS[subject](where, size == "toy")]
+    is_good = show_rows(subject, device, CHECKS[subject](where, size == "toy"))
     dist.destroy_process_group()
-    return 0 if show_rows(subject, device, rows) else 1
+    return 0 if is_good else 1
 
 
 def show_rows(subject, device, rows) -> bool:
     """Print the table and, for a program, its last line; whether every row is in its bound."""
     print(f"{subject} on {device} against the CPU, float64 where no other dtype is said")
-    good = [error <= bound for _, error, bound in rows]  # a NaN is in no bound
-    for (name, error, bound), ok in zip(rows, good, strict=True):
-        print(f"{name:64} {error:8.1e}  {'ok' if ok else f'FAILED, above {bound:.3g}'}")
-    exact = [error for _, error, bound in rows if bound <= 1e-10]
-    told = dict(check=subject, device=device, ok=all(good), rows=len(rows), max_error=max(exact))
-    print(json.dumps(told))
-    return all(good)
+    rows = print_table(dict(check=name, error=error, bound=bound,
+                            verdict="ok" if error <= bound else "FAILED")  # a NaN is in no bound
+                       for name, error, bound in rows)  # fmt: skip
+    ok = all(row["verdict"] == "ok" for row in rows)
+    exact = max(row["error"] for row in rows if row["bound"] <= 1e-10)
+    print(json.dumps(dict(check=subject, device=device, ok=ok, rows=len(rows), max_error=exact)))
+    return ok
 
 
 # main -------------------------------------------------------------------------------------------
 
 
+def results(options) -> int:
+    """Write the page of the records that are in OUT, of this device and size."""
+    # Only whole figures of a GPU go into the repository's page; others into a copy of it.
+    page, where = ROOT / "full" / "RESULTS.md", (options.device, options.size)
+    target = page if where == ("cuda", "large") else options.out / "RESULTS.md"
+    found = [json.loads(path.read_text()) for path in options.out.glob("*.json")]
+    found = {x["name"]: x for x in found if (x["device"], x["size"]) == where}
+    write_results(page, target, found, [*COMMANDS])
+    print(f"written: {target}")
+    return 0
+
+
 def main(argv) -> int:
     parser = argparse.ArgumentParser("gpu.py")
     parser.add_argument("what", choices=("list", "results", "check", *COMMANDS))
-    parser.add_argument("of", nargs="?", help="check's subject")
+    parser.add_argument("of", nargs="?", choices=CHECKS, help="check's subject")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", choices=("large", "toy"), default="large")
     options = parser.parse_args(argv)
-    name, out, device, size = options.what, options.out, options.device, options.size
+    name, device, size = options.what, options.device, options.size
     try:
         if name == "list":
             print("\n".join(f"{name}: {asked}" for name, (_, asked) in COMMANDS.items()))
             return 0
         if name == "results":
-            # Only whole figures of a GPU go into the repository's page; others into a copy of it.
-            page = ROOT / "full" / "RESULTS.md"
-            target = page if (device, size) == ("cuda", "large") else out / "RESULTS.md"
-            found = [json.loads(path.read_text()) for path in out.glob("*.json")]
-            found = {x["name"]: x for x in found if (x["device"], x["size"]) == (device, size)}
-            write_results(page, target, found, [*COMMANDS])
-            print(f"written: {target}")
-            return 0
+            return results(options)
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("torch sees no CUDA device here; DEVICE=cpu SIZE=toy is the dry run")
-        if name in COMMANDS:
-            return record(name, [sys.executable, *words_of(name, device, size)], options)
-        if options.of not in CHECKS:
-            raise ValueError(f"check is of {', '.join(CHECKS)}")
-        return check(options.of, device, size)
+        if name == "check":
+            if options.of is None:
+                raise ValueError(f"expected check of {', '.join(CHECKS)}")
+            return check(options.of, device, size)
+        return record(name, [sys.executable, *words_of(name, device, size)], options)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import io
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -22,9 +23,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from harness import ROOT, print_table
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 from full.audit.audit import audited
 from full.model.hf import save_hf
 from full.run.build import one_process
@@ -89,14 +89,6 @@ def made(folder, number):
     return None if process.returncode else words.format(folder="")
 
 
-def kind_of(flags) -> str:
-    """Return the flags of a run that are about its model, precision and factors."""
-    words = flags.split()
-    names = ("--model", "--dtype", "--compute-dtype", "--generator-dtype", "--lora-rank")
-    found = dict.fromkeys(f"{a[2:]} {b.strip('/')}" for a, b in zip(words, words[1:]) if a in names)
-    return ", ".join(found) or "float32"
-
-
 def needed(row) -> float:
     """Return the factor with which a row would just hold."""
     return max(0.0, row.difference - row.floor) / row.distance if row.distance else 0.0
@@ -121,6 +113,21 @@ def audit_all(folder, number) -> list:
     return found or [dict(number=number)]
 
 
+def rows_of(audits):
+    """Yield a row for each precision."""
+    kinds = collections.defaultdict(list)
+    for audit in audits:
+        found = re.search(r"[a-z-]*dtype \w+", audit["flags"])
+        kinds[found[0].strip("-") if found else "float32"].append(audit)
+    for kind, some in sorted(kinds.items()):
+        factors = [x["factor"] for x in some]
+        silent = sum(x["silent"] for x in some) / sum(x["rows"] for x in some)
+        yield {"precision": kind, "audits": len(some), "needs, median": f"{np.median(factors):.1f}",
+               "needs, at most": f"{max(factors):.1f}",
+               "false alarms": sum(bool(x["outside"]) for x in some),
+               "rows that say nothing": f"{silent:.0%}"}  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
@@ -140,14 +147,8 @@ def main():
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(audit) + "\n" for audit in found)
         left, number, audits = left - ("factor" in found[0]), number + 1, audits + found
-    done, table = [audit for audit in audits if "factor" in audit], collections.defaultdict(list)
-    for audit in done:
-        table[kind_of(audit["flags"])].append(audit)
-    for name, some in sorted(table.items()):
-        factors, alarms, silent, rows = zip(*((x["factor"], bool(x["outside"]), x["silent"],
-                                               x["rows"]) for x in some))  # fmt: skip
-        print(f"| {name} | {len(some)} | {np.median(factors):.1f} | {max(factors):.1f} | "
-              f"{sum(alarms)} | {sum(silent) / sum(rows):.0%} |")  # fmt: skip
+    done = [audit for audit in audits if "factor" in audit]
+    print_table(rows_of(done))
     print(f"{len({x['number'] for x in done})} runs, {len(done)} audits, "
           f"{sum(bool(x['outside']) for x in done)} false alarms")  # fmt: skip
 

@@ -394,6 +394,16 @@ def test_a_reward_that_fails_ends_the_run(model):
             run(config, dataset=QUESTIONS, reward=lambda text, row: row["gold"])
         assert re.fullmatch("in group .*, rollout .*, dataset line .*", raised.value.__notes__[0])
 
+        said = complaint_of(run, config, dataset=QUESTIONS, reward=lambda text: 1.0)
+        assert said.startswith("expected <lambda>(text, row), got <lambda>(text): too many pos")
+
+        # A relative --out would name another directory.
+        here = os.getcwd()
+        other = dataclasses.replace(config, out="moved")
+        said = complaint_of(run, other, dataset=QUESTIONS, reward=lambda *_: os.chdir("/") or 0.0)
+        assert said.startswith(f"expected Jsonl to stay in the working directory {here}, got /")
+        assert os.getcwd() == here
+
 
 # The manual's loggers, and the notebook ------------------------------------------------------
 

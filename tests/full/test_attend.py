@@ -1,4 +1,4 @@
-"""attend and merge on one device: exact, clean of what PAD holds, within SDPA's own error."""
+"""attend on one device: exact, clean of what PAD holds, within SDPA's own error."""
 
 import functools
 import itertools
@@ -14,11 +14,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from full.attention import attend as attention
 from full.attention import ring
-from full.attention.attend import DTYPES, KEPT_PAIRS, attend, can_fuse
+from full.attention.attend import DTYPES, KEPT_PAIRS, attend
 from check_attention import examples, relative
 from full.attention.masks import ALL, NEVER, PARTIAL, TILES, Mask, Sizes, boxes
 from full.attention.ring import indices
-from ring_attention import merge
 
 
 @pytest.fixture(params=("formulas", "fused"))
@@ -145,7 +144,6 @@ def test_nothing_is_written_into_arguments(both):
     out, lse = attend(*leaves, examples(12)["blocks"])
     before += out.detach().clone(), lse.detach().clone()
     out.backward(dout)
-    merge(out, lse, out, lse)
     assert all(torch.equal(a, b) for a, b in zip((*leaves, dout, out, lse), before, strict=True))
 
 
@@ -272,23 +270,6 @@ def test_what_selective_checkpointing_keeps_is_not_changed(dtype):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("overflown", [slice(0, 3), slice(3, 6)])
-def test_a_row_of_minus_inf_has_no_mass(overflown, monkeypatch):
-    """All its scores overflow downwards in one tile of keys: the other tile alone is the result."""
-    set_tiles(monkeypatch, 3, most=3)
-    q, k, v = (x.detach() for x in draw(6, groups=4, dtype=torch.float32)[0])
-    q = q.abs() * 1e10
-    k *= 1e-10  # so that their lse is small, and a mass of exp(0) would count
-    k[:, :, overflown] = -1e30
-    others = torch.ones(6, dtype=torch.bool)
-    others[overflown] = False
-    monkeypatch.setattr("full.attention.attend.can_fuse", lambda q: False)
-    truth = attend(q, k[:, :, others], v[:, :, others])
-    pair = attend(q, k, v)
-    assert all(torch.equal(a, b) for a, b in zip(pair, truth, strict=True))
-    assert pair[1].isfinite().all()
-
-
 @quick
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -303,53 +284,6 @@ def test_scores_of_1e5_in_either_order_stay_finite(dtype, order, both, tile):
     assert all(x.isfinite().all() for x in (*pair, *grad_of(pair[0], leaves, dout)))
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
     assert worst(pair, truth) < bound
-
-
-# merge ---------------------------------------------------------------------------------------
-
-
-@quick
-def test_merge_of_dead_rows_has_clean_values_and_gradients():
-    gen = torch.Generator().manual_seed(0)
-    out1, out2 = (torch.randn(5, 3, generator=gen, dtype=torch.float64) for _ in range(2))
-    lse1, lse2 = (torch.randn(5, generator=gen, dtype=torch.float64) * 3 for _ in range(2))
-    tensors = [x.requires_grad_() for x in (out1, lse1, out2, lse2)]
-    assert torch.autograd.gradcheck(merge, tensors)
-
-    # Row 0 is dead in both sets, row 1 in the first, row 2 in the second; row 3 is nearly so.
-    lse1, lse2 = lse1.detach().clone(), lse2.detach().clone()
-    lse1[[0, 1]], lse2[[0, 2]] = -math.inf, -math.inf
-    lse1[3], lse2[3] = 1e5, -1e5
-    tensors[1], tensors[3] = lse1.requires_grad_(), lse2.requires_grad_()
-    out, lse = merge(*tensors)
-    assert torch.equal(out[1:4], torch.stack((out2[1], out1[2], out1[3])))
-    assert (out[0] == 0).all() and lse[0] == -math.inf and lse[1] == lse2[1] and lse[3] == 1e5
-    grads = grad_of((out, lse), tensors, (torch.randn_like(out), torch.ones_like(lse)))
-    assert all(grad.isfinite().all() and (grad[0] == 0).all() for grad in grads)
-    assert grads[1][1] == 0 and grads[3][2] == 0
-
-
-@quick
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_merge_takes_parts_in_low_precision_and_gives_their_dtype(dtype):
-    gen = torch.Generator().manual_seed(0)
-    out1, out2, dout = torch.randn(3, 6, 4, generator=gen).to(dtype)
-    lse1, lse2, dlse = torch.randn(3, 6, generator=gen)
-    given = [x.requires_grad_() for x in (out1, lse1, out2, lse2)]
-    exact = [x.detach().double().requires_grad_() for x in given]
-    pair, truth = merge(*given), merge(*exact)
-    found = *pair, *grad_of(pair, given, (dout, dlse))
-    assert [x.dtype for x in found] == [dtype, torch.float32] * 3
-    want = grad_of(truth, exact, (dout.double(), dlse.double()))
-    assert worst(found, (*truth, *want)) < 4 * torch.finfo(dtype).eps
-
-
-@quick
-def test_the_kernel_runs_where_it_can():
-    with Watch() as watch:
-        attend(*(torch.zeros(1, 2, 3, 5) for _ in range(3)))
-    assert watch.calls(FLASH)
-    assert not can_fuse(torch.empty(1, 2, 3, 64, device="meta", dtype=torch.bfloat16))
 
 
 def test_a_compiled_model_calls_attention_outside_its_graphs():

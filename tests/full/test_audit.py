@@ -5,6 +5,7 @@ planted in the run's process. The audit must name the row, and the kit the mista
 """
 
 import json
+import math
 import os
 import pkgutil
 import re
@@ -247,6 +248,10 @@ CASES = {
                      ONE),
     "a weight after": Case(in_tensor(3, "model.lm_head.weight", 1.001), "parameters",
                            "lm_head.weight", ONE),
+    "a weight after, NaN": Case(in_tensor(3, "model.lm_head.weight", math.nan), "parameters", "",
+                                ONE),
+    "a moment after, NaN": Case(in_tensor(3, "optimizer.lm_head.weight.exp_avg", math.nan),
+                                "gradient", "", ONE),
     # In the run's process.
     "another reference, bfloat16": Case(
         ("full.run.directory.RunDirectory.write_reference", _other_reference), "kl/token_mean", "",

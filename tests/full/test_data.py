@@ -9,16 +9,20 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import safetensors.torch
+import torch
 from conftest import complaint_of, installed, shortened
 
 from full.__main__ import main
 from full.audit.audit import audited
 from full.learn.advantages import require_positions
-from full.learn.rollouts import Sampler, Trajectory, play, play_held_out
+from full.learn.batches import RolloutQueue
+from full.learn.rollouts import ReplyPool, Sampler, Trajectory, at_once, play, play_held_out
+from full.model.hf import load_hf, save_hf
 from full.run.build import prepare
 from full.run.config import Config, resumed_config
 from full.run.directory import RunDirectory
@@ -107,12 +111,15 @@ def thoughtful(text, row):
     return float(text == "<|fim|>a<|im_start|>b")
 
 thoughtful.special_tokens = True
+
+def alone(text, row):
+    return 0.25
+
+alone.threads = False
 """
 FILES = {
-    "rewards.py": REWARDS,
-    "none.py": "import nothing_of_this_name", "empty.jsonl": "\n",
+    "rewards.py": REWARDS, "empty.jsonl": "\n",
     "latin.jsonl": '{"question": "?", "answer": "1"}\n{"question": "é"}\n'.encode("latin-1"),
-    "wide.jsonl": '{"question": "?"}'.encode("utf-16"),
     "asks.jsonl": '{"question": "?"}\n', "good.jsonl": '{"question": "?", "answer": "1"}',
 }  # fmt: skip
 
@@ -295,14 +302,6 @@ def test_a_conversation_needs_room_for_what_is_said_and_an_end_of_each_answer(ta
         task_of(rows=rows, max_new_tokens=count + 1)
 
 
-@pytest.mark.parametrize("answer, said", [(4, "4"), (4.0, "4.00"), (1e3, "1,000"), (-0.5, "-.5")])
-def test_an_answer_may_be_a_number_of_the_file(task_of, answer, said):
-    rows = [{"question": f"{n}?", "answer": answer} for n in range(40)]
-    task = task_of("gemma3", rows)
-    assert say(task, opened(task)[0], f"#### {said}")[2] == 1.0
-    assert say(task, opened(task)[0], "#### 5")[2] == 0.0
-
-
 def test_every_tenth_conversation_is_held_out_by_its_hash(task_of):
     task = task_of("qwen2", numbered(HISTORY) + numbered(TWICE))
     for held_out, lines in task.rows.items():
@@ -407,6 +406,8 @@ def test_a_reward_of_a_file_gets_the_text_and_a_row_of_its_own(rewarding):
     asked = rewarding()
     assert {text: asked(text, FAR) for text in NEAR} == NEAR
     assert asked("#### Paris ", "Paris") == 1.0
+    for gold, text in ((4, "4"), (4.0, "4.00"), (1e3, "1,000"), (-0.5, "-.5")):
+        assert (asked(f"#### {text}", gold), asked("#### 5", gold)) == (1.0, 0.0)
 
 
 def test_a_reward_sees_special_tokens_if_it_says_so(rewarding):
@@ -414,6 +415,18 @@ def test_a_reward_sees_special_tokens_if_it_says_so(rewarding):
     said = "<|fim|>a<|im_start|>b"
     assert rewarding(reward="rewards.py:thoughtful")(said) == 1.0
     assert rewarding(reward="rewards.py:close")(said) == len("<|fim|>ab") / 100
+
+
+@pytest.mark.parametrize("reward, has_pool, samples_meanwhile", [
+    ("", False, True), ("rewards.py:close", True, True), ("rewards.py:alone", False, False),
+])  # fmt: skip
+def test_who_asks_for_rewards(task_of, reward, has_pool, samples_meanwhile):
+    """16 threads, unless it is arithmetic; and also while the trainer trains, unless unsafe."""
+    task = task_of(reward=reward)
+    assert bool(ReplyPool(task).threads) == has_pool
+    trainer = SimpleNamespace(device=torch.device("cpu"), sampler=SimpleNamespace(start=print))
+    queue = RolloutQueue(task.config, task, trainer)
+    assert queue.start == (print if samples_meanwhile else at_once)
 
 
 # 4. What is refused --------------------------------------------------------------------------
@@ -441,14 +454,11 @@ REFUSED = [
     # Lines that cannot be played.
     ("rows.jsonl line 41 holds no JSON object: Expecting property name", line("{")),
     (LINE + "expected an answer.* got ' '", line({"question": "2 + 2?", "answer": " "})),
-    (LINE + "expected an answer", line({"question": "2 + 2?", "answer": "so\n#### "})),
     (LINE + "expected a list of .messages., got .]", line([])),
     (LINE + "message 1: expected a role .*, got 'Hi.'$", line(["Hi."])),
-    (LINE + "message 1: expected a role .*, got {}$", line([{}])),
     (LINE + "message 3: expected a role", line([*HISTORY[:2], {"role": "user"}])),
     (LINE + "message 2: expected a role of user, assistant, and .*'asistant'",
      line([user("Hi."), message("asistant", "a")])),
-    (LINE + "message 2: expected a role", line([user("Hi."), message("tool", "4")])),
     (LINE + r"message 1: .* one string of content, got {.*\[{",
      line([user([{"type": "text", "text": "Hi."}])])),
     (LINE + "message 2: expected a role of user, assistant, .*'system'",
@@ -461,21 +471,13 @@ REFUSED = [
     (LINE + "it holds token 4000, ", line([user("a"), user("<image_soft_token>")])),
     (LINE + r".*can't encode character '\\ud800' in position .*: surrogates not allowed$",
      line({"question": "a \ud800", "answer": "4"})),
-    (LINE + r".*character '\\udcff'", line([user("a"), user("b \udcff")])),
-    (LINE + r".*character '\\ud800'",
-     line({"question": "a \ud800", "answer": "4"}) | dict(template="raw")),
     ("rows.jsonl line 1: .*surrogates not allowed$", dict(instruction="\udc80")),
-    ("rows.jsonl line 1: .*surrogates not allowed$", dict(template="{question}\udc80")),
     (LINE + "expected an answer, a number or .*, or a --reward, got nan",
      line({"question": "q", "answer": float("nan")})),
-    (LINE + "expected an answer", line('{"question": "q", "answer": 1e999}')),
-    (LINE + "expected an answer", line({"question": "q", "answer": True})),
     (LINE + "expected an answer, .* line .* got 'so.n4.n'",
      line({"question": "q", "answer": "so\n4\n"})),
     # What a template would not read of a row.
     (LINE + "the chat template of .* has no argument tools$", line(user_with(tools=TOOLS))),
-    (LINE + "the chat template of .* has no argument documents$",
-     line(user_with(documents=[{"text": "a"}]))),
     (LINE + "the chat template of .* has no argument content$",  # it makes this name
      line(user_with(chat_template_kwargs={"content": "a"})) | dict(model="qwen3")),
     (LINE + "expected chat_template_kwargs to be an object, got .1.$",
@@ -487,7 +489,6 @@ REFUSED = [
     (LINE + "it holds tools, which only --template chat can say$",
      line({"question": "q", "answer": "4", "tools": TOOLS}) | dict(template="raw")),
     # Files.
-    ("line 1: expected an answer", rows({"question": "?", "answer": [1]})),
     (r"line 1: expected a string 'question' or a list .*, got \['q', 'answer'\]",
      rows({"q": "?", "answer": "1"})),
     ("line 1: expected a string 'question' or a list",
@@ -498,13 +499,10 @@ REFUSED = [
     ("line 1: the chat template of .*DIR fails: ValueError", dict(base=True, template="chat")),
     ("--reward gone.py:f: gone.py: no such file", dict(reward="gone.py:f")),
     ("rewards.py has no function 'gone'", dict(reward="rewards.py:gone")),
-    ("No module named", dict(reward="none.py:f")),
     ("expected lines in empty.jsonl to hold out, got none", dict(eval_data="empty.jsonl")),
     ("asks.jsonl line 1: expected an answer", dict(eval_data="asks.jsonl")),
     ("^latin.jsonl line 2 holds no JSON object: 'utf-8' codec", dict(eval_data="latin.jsonl")),
-    ("^wide.jsonl line 1 holds no JSON", dict(eval_data="wide.jsonl")),
     ("expected lines in rows.jsonl to train on, got none", rows(eval_data="good.jsonl")),
-    ("No such file or directory: .gone.jsonl", dict(eval_data="gone.jsonl")),
     ("expected lines in rows.jsonl to hold out, got none of 1;", rows(QUESTIONS[0])),
     # Flags.
     ("--template-args needs --template chat", dict(template="raw", template_args='{"a": 1}')),
@@ -512,7 +510,6 @@ REFUSED = [
     ("--template-args: .*DIR has no argument a", dict(template_args='{"a": 1}')),
     ("expected --template-args to be a JSON object, such as .*, got '.1]'",
      dict(template_args="[1]")),
-    ("expected --template-args to be a JSON object, .*, got 'a=1'", dict(template_args="a=1")),
     ("expected --date YYYY-MM-DD or .*, got 'today'", dict(date="today")),
     ("--template must be chat, raw or a text with {question}, got 'hello'", dict(template="hello")),
     ("--template-args: expected a text as system, got 3", dict(template_args='{"system": 3}')),
@@ -596,20 +593,18 @@ def mask(raw):
 CHANGED = "is not what it was when run began: give the old contents again, or start a new run"
 TEACHER = dict(teacher="TEACHER", advantage="teacher")
 EDITS = {  # what changes before a run goes on, the settings then, and what is said
-    "nothing": (lambda: None, {}, ""),
     "names": (lambda: [rename("rows.jsonl", "a"), rename("eval.jsonl", "b")],
               dict(data="a", eval_data="b"), ""),
     "layout": (lambda: [edit(x, settings()) for x in ("tokenizer.json", "config.json")], {}, ""),
     "place": (lambda: [Path("DIR/chat_template.jinja").write_text(
         json.loads(Path("DIR/tokenizer_config.json").read_text())["chat_template"])], {}, ""),
     "name of the teacher": (lambda: Path("TEACHER").rename("T"), dict(teacher="T"), ""),
-    "file of the teacher": (lambda: split("TEACHER"), {}, ""),
+    "file of the teacher": (lambda: save_hf(load_hf("TEACHER"), "TEACHER", max_shard_bytes=50_000),
+                            {}, ""),
     "rows": (lambda: write(Path("rows.jsonl"), QUESTIONS[1:] + QUESTIONS[:1]), {},
              f"--data 'rows.jsonl' {CHANGED}"),
     "an answer": (lambda: write(Path("eval.jsonl"), [HELD_OUT[0] | {"answer": "2"}, *HELD_OUT[1:]]),
                   {}, f"--eval-data 'eval.jsonl' {CHANGED}"),
-    "another file": (lambda: None, dict(eval_data="rows.jsonl"),
-                     f"--eval-data 'rows.jsonl' {CHANGED}"),
     "no file": (lambda: None, dict(eval_data=""), f"--eval-data '' {CHANGED}"),
     "template": (template(lambda x: x + " "), {}, f"the chat template of --model 'DIR' {CHANGED}"),
     "tokenizer": (lambda: edit("tokenizer.json", mask), {},
@@ -623,7 +618,6 @@ EDITS = {  # what changes before a run goes on, the settings then, and what is s
     "teacher": (lambda: nudge("TEACHER"), {}, f"--teacher 'TEACHER' {CHANGED}"),
     "shape of the teacher": (lambda: edit("../TEACHER/config.json", settings(rms_norm_eps=0.1)), {},
                              f"--teacher 'TEACHER' {CHANGED}"),
-    "another teacher": (lambda: None, dict(teacher="DIR"), f"--teacher 'DIR' {CHANGED}"),
 }  # fmt: skip
 
 
@@ -633,19 +627,6 @@ def nudge(directory):
     weights = safetensors.torch.load_file(path)
     weights["model.norm.weight"][3] += 1
     safetensors.torch.save_file(weights, path)
-
-
-def split(directory):
-    """Lay the weights of a checkpoint out in two files."""
-    path = Path(directory) / "model.safetensors"
-    weights = [*safetensors.torch.load_file(path).items()]
-    path.unlink()
-    files = {"model-00001-of-00002.safetensors": dict(weights[:5]),
-             "model-00002-of-00002.safetensors": dict(weights[5:])}  # fmt: skip
-    for name, some in files.items():
-        safetensors.torch.save_file(some, Path(directory) / name)
-    index = {name: file for file, some in files.items() for name in some}
-    (Path(directory) / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
 @pytest.mark.parametrize("what", EDITS)

@@ -112,44 +112,33 @@ COUNTS = (
 REFUSED = {  # who refuses: fields, and a pattern of what is said
     config_of: [  # a config.json that asks for what is not implemented
         (dict(rope_scaling={"type": "su", "factor": 4.0}), "'su'"),  # an older spelling
-        (dict(rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-         "rope_type: expected .*'dynamic'"),
         (dict(rope_scaling={"rope_type": "yarn"}), "missing .*factor"),
-        (dict(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "low_freq_factor"),
         (dict(rope_scaling={"rope_type": "default", "mrope_section": [1]}), "mrope_section"),
-        *((dict(rope_scaling=YARN | {key: value}), f"unknown .*{key}")
-          for key, value in dict(mscale=0.7, mscale_all_dim=0.3, truncate=False).items()),
-        *((fields | dict(model_type=kind), "partial_rotary_factor") for kind in ("qwen3", "llama")
-          for fields in (dict(partial_rotary_factor=0.5), dict(partial_rotary_factor=0),
-                         dict(rope_scaling={"partial_rotary_factor": 0.25}),
-                         dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}))),
+        (dict(rope_scaling=YARN | {"truncate": False}), "unknown .*truncate"),
+        *((fields, "partial_rotary_factor") for fields in (
+            dict(partial_rotary_factor=0), dict(rope_scaling={"partial_rotary_factor": 0.25}))),
         (dict(layer_types=[FULL, "chunked_attention"]), "chunked_attention"),
         (dict(layer_types=[FULL, SLIDING], sliding_window=None), "sliding_window"),
         (dict(model_type="gemma3_text", sliding_window=None), "sliding_window"),
         (dict(model_type="qwen3_5_text", layer_types=[SLIDING, FULL], sliding_window=4),
          "attn_output_gate True"),
         (dict(is_causal=False), "is_causal"),
-        (dict(attention_dropout=0.1), "attention_dropout"),
         (dict(quantization_config={"bits": 4}), "quantization_config"),
         (dict(model_type="mixtral"), "mixtral"), (dict(model_type=None), "None"),
         (dict(model_type=["qwen3"]), "model_type: expected one of .*'qwen3'"),
         (dict(rope_scaling={"rope_type": ["linear"], "factor": 2.0}), "rope_type: expected"),
         (dict(model_type="gemma3_text", rope_parameters={FULL: "linear"}), "'dict' and 'str'"),
-        (dict(model_type="gemma3_text", use_bidirectional_attention=True), "use_bidirectional"),
         *((dict(model_type=kind, use_sliding_window=True, layer_types=[FULL, SLIDING]), "no mix")
           for kind in ("qwen3_moe", "mistral")),
     ],
     written: [(fields, "cannot say|no mix") for fields in (  # what no config.json can say
         dict(qkv_bias=True), dict(model_type="qwen2", qk_norm=True), dict(scale_embedding=True),
-        dict(model_type="gemma3_text", o_bias=True), dict(model_type="llama", qkv_bias=True),
-        dict(model_type="llama", qk_norm=True), dict(model_type="mistral", norm_offset=True),
+        dict(model_type="gemma3_text", o_bias=True),
         *(dict(model_type=kind, **SLIDES) for kind in ("llama", "qwen3_moe", "mistral")),
         # Fields that the class of another family has, and that this class ignores.
         SLIDES | dict(model_type="llama", layer_types=(SLIDING, SLIDING)),
-        dict(model_type="mistral", qkv_bias=True, o_bias=True),
-        *(dict(model_type=kind, mlp_bias=True) for kind in ("mistral", "qwen2", "qwen3")),
-        dict(model_type="llama", query_pre_attn_scalar=5.0),
-        EXPERTS)],
+        dict(model_type="mistral", qkv_bias=True, o_bias=True), dict(mlp_bias=True),
+        dict(model_type="llama", query_pre_attn_scalar=5.0), EXPERTS)],
     tiny: [(fields, f"expected a qwen3 model, got .*{words}") for fields, words in (
         *((dict(layer_types=kinds), "layer_types") for kinds in ((FULL,), (FULL, "chunked"))),
         (dict(num_key_value_heads=3), "num_key_value_heads 3"), (dict(head_dim=7), "head_dim 7"),
@@ -193,40 +182,25 @@ def test_a_size_that_is_not_a_positive_integer_is_refused_by_field_and_file(fiel
 
 WRONG_TYPES = {  # what is expected: the values of fields that are not
     "a finite number": [
-        dict(rms_norm_eps="1e-6"), dict(rms_norm_eps=[1e-6]), dict(rms_norm_eps=math.nan),
-        dict(rms_norm_eps=10**400), dict(initializer_range=None), dict(rope_theta=None),
-        dict(rope_theta="1e6"),
-        dict(model_type="gemma3_text", rope_local_base_freq="1e4"),
-        dict(model_type="gemma3_text", query_pre_attn_scalar="256")],
+        dict(rms_norm_eps="1e-6"), dict(rms_norm_eps=math.nan), dict(rms_norm_eps=10**400),
+        dict(initializer_range=None), dict(model_type="gemma3_text", rope_local_base_freq="1e4")],
     "give no angles": [
         dict(rope_parameters={"rope_type": "linear", "factor": "8"}),
-        dict(rope_parameters={"rope_theta": None}), dict(rope_parameters={"rope_theta": [1e4]}),
+        dict(rope_parameters={"rope_theta": None}),
         dict(model_type="gemma3_text", rope_parameters={SLIDING: {"rope_theta": "1e6"}})],
     "an integer": [
         dict(num_hidden_layers=2.0), dict(num_hidden_layers="2"), dict(hidden_size=None),
-        dict(vocab_size=[61]), dict(num_attention_heads=True), dict(head_dim="12"),
-        dict(num_key_value_heads=2.0), dict(max_position_embeddings=4096.0),
-        dict(sliding_window="4"), dict(max_window_layers=None),
-        dict(model_type="gemma3_text", sliding_window_pattern="6"),
-        dict(model_type="qwen3_moe", num_experts="4"), dict(model_type="qwen3_moe",
-                                                            num_experts=None),
-        dict(model_type="qwen3_moe", decoder_sparse_step=None)],
-    "integers": [dict(eos_token_id=x) for x in (2.0, ["2"], {}, "</s>")],
-    "true or false": [
-        dict(tie_word_embeddings="false"), dict(tie_word_embeddings=0), dict(attention_bias=None),
-        dict(model_type="llama", mlp_bias="false"), dict(use_sliding_window="false"),
-        dict(model_type="qwen3_moe", norm_topk_prob="no")],
-    "a string": [
-        dict(hidden_act=["silu"]), dict(model_type="gemma3_text", hidden_activation=1)],
-    "a list of layers": [
-        dict(layer_types=FULL), dict(layer_types=[1, 2]),
-        dict(model_type="qwen3_moe", mlp_only_layers=["0"])],
-    "an object": [
-        dict(rope_scaling="linear"), dict(rope_scaling=[]), dict(rope_parameters=[1]),
-        dict(text_config=[]), dict(text_config="qwen3")],
-    "a positive integer": [
-        dict(num_attention_heads=0), dict(num_key_value_heads=0), dict(head_dim=0),
-        dict(model_type="qwen3_moe", decoder_sparse_step=0)],
+        dict(num_attention_heads=True), dict(num_key_value_heads=2.0),
+        dict(model_type="qwen3_moe", num_experts=None)],
+    "integers": [dict(eos_token_id=2.0), dict(eos_token_id=["2"])],
+    "true or false": [dict(tie_word_embeddings="false"), dict(tie_word_embeddings=0),
+                      dict(attention_bias=None)],
+    "a string": [dict(hidden_act=["silu"])],
+    "a list of layers": [dict(layer_types=FULL), dict(layer_types=[1, 2]),
+                         dict(model_type="qwen3_moe", mlp_only_layers=["0"])],
+    "an object": [dict(rope_scaling="linear"), dict(rope_parameters=[1]), dict(text_config=[])],
+    "a positive integer": [dict(num_attention_heads=0),
+                           dict(model_type="qwen3_moe", decoder_sparse_step=0)],
     "at most 65536": [dict(num_hidden_layers=10**9)],
 }  # fmt: skip
 
@@ -286,9 +260,7 @@ def test_hostile_rope_parameters_are_taken_or_refused_by_name(rope_type):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("field, value", [
-    ("vocab_size", 2**22), ("hidden_size", 2**21), ("num_hidden_layers", 99),
-    ("intermediate_size", 2**22), ("num_experts", 2**12), ("moe_intermediate_size", 2**22),
-])  # fmt: skip
+    ("vocab_size", 2**22), ("num_hidden_layers", 99), ("num_experts", 2**12)])
 def test_sizes_of_another_model_meet_the_tensors_before_anything_is_allocated(
     tmp_path, monkeypatch, field, value
 ):
@@ -338,7 +310,7 @@ def test_grouped_product_is_a_product_per_expert(dtype, bound, counts, width):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize("tokens", [1, 40])
 def test_moe_is_repeatable(tokens):
     model = tiny_model("qwen3_moe", dtype=torch.float32)
     x, found = torch.randn(1, tokens, 24, requires_grad=True), []

@@ -438,6 +438,12 @@ def lost(path):
     path.write_text("\n".join(path.read_text().splitlines()[:3]))
 
 
+def doubled(path):
+    """The first line is there twice, as after an edit."""
+    first, *others = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([first, first, *others]))
+
+
 PASSED_OVER, UNREADABLE = f"warning: .*{NEWEST}", f"error: checkpoint run/{NEWEST} cannot be read"
 DAMAGES = [  # a file of the run, what becomes of it, and what a resume says: it goes on, or not
     (NEWEST, (unfinished,), ""),
@@ -454,6 +460,7 @@ DAMAGES = [  # a file of the run, what becomes of it, and what a resume says: it
     ("metrics.jsonl", (lost,), ""),
     ("config.json", (Path.write_text, '{"advantage": [[' + "[" * 9999), "error: .*config.json"),
     ("metrics.jsonl", (Path.write_text, "5\n"), "error: run/metrics.jsonl line 1"),
+    ("metrics.jsonl", (doubled,), "error: .*each of steps 0 to 3, got .0, 0, 1, 2, 3.: put"),
     ("samples.jsonl", (Path.write_text, "{}\n"), "error: run/samples.jsonl"),
 ]  # fmt: skip
 

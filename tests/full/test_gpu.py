@@ -95,7 +95,7 @@ def test_a_check_shows_what_is_wrong(capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["max_error"] == 1e-15
     for wrong in (1e-3, math.nan):
         assert not gpu.show_rows("models", "cpu", [*rows, ("wrong", wrong, 1e-12)])
-        assert "FAILED, above 1e-12" in capsys.readouterr().out
+        assert f"| wrong | {wrong:g} | 1e-12 | FAILED |" in capsys.readouterr().out
 
 
 @pytest.mark.quick
@@ -108,9 +108,9 @@ def test_what_is_printed_is_kept_and_shown_also_of_a_failure(tmp_path, capfd):
         kept = json.loads((tmp_path / "ring.json").read_text())
         return ended, kept, (kept["code"], kept["printed"], kept["result"])
 
-    ended, good, said = record("print('a row'); print('{\"seconds\": 2}')")
-    assert ended == 0 and said == (0, ["a row", '{"seconds": 2}'], {"seconds": 2})
-    assert capfd.readouterr().out == 'a row\n{"seconds": 2}\n'
+    ended, good, said = record("print('| a row |'); print('{\"seconds\": 2}')")
+    assert ended == 0 and said == (0, ["| a row |", '{"seconds": 2}'], {"seconds": 2})
+    assert capfd.readouterr().out == '| a row |\n{"seconds": 2}\n'
     assert record("print('as far'); raise SystemExit(3)")[2] == (3, ["as far"], None)
     late = "import time; print('on', flush=True); time.sleep(60)"
     ended, failed, said = record(late, limit=1)
@@ -127,7 +127,7 @@ def test_what_is_printed_is_kept_and_shown_also_of_a_failure(tmp_path, capfd):
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     assert "| `check-ring` | 2e-15 | 3 s |" in text and "Not run: `tree-star`." in text
     assert "Failed: `ring` (exit code 124)." in text
-    assert "\na row\n" in gpu.section({"ring": good}, ["ring"])
+    assert "\n| a row |" in gpu.section({"ring": good}, ["ring"])
     gpu.write_results(page, page, {}, ["ring"])
     assert "Not run on a GPU yet: `ring`." in page.read_text()
     with pytest.raises(ValueError, match="different"):

@@ -19,7 +19,7 @@ from conformance.definition import DEFAULTS, Sequence, definition
 from full.audit import audit
 from full.learn.advantages import ADVANTAGES, advantages, overlong_penalty
 from full.learn.batches import collect
-from full.learn.metrics import METRICS, Metric
+from full.learn.metrics import METRICS, Metric, merged_sums
 from full.learn.objectives import (
     AGGREGATIONS, OBJECTIVES, READS, LossSettings, OtherScores, SampledTokens, critic_loss,
     grpo_loss, loss_denominator, sampler_weights,
@@ -394,3 +394,20 @@ def test_advantages_are_whitened_over_the_step(process_group, monkeypatch):
         assert not t.truncated or abs(returns[-1]) < 1e-12
     assert abs(metrics["value/explained_variance"] - (1 - (R - V).var() / R.var())) < 1e-9
     assert abs(metrics["value/token_mean"] - V.mean()) < 1e-12
+
+    # Rewards far from 0, and the same or nearly: A is the difference, and not rounding.
+    with torch.no_grad():
+        trainer.critic.score.weight.zero_()
+    for step in (0.0, 1e-5):
+        batch = [Trajectory(0, [1, 2], np.array([True]), np.zeros(1), turn_rewards=[(0, R)])
+                 for R in 1e4 + 0.1 + step * np.arange(7)]  # fmt: skip
+        trainer.prepare(batch_of([batch]))
+        A = np.concatenate([t.advantages for t in batch])
+        assert A == pytest.approx(np.arange(-3, 4) / 2 * (step > 0), rel=2e-3, abs=1e-6)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("numbers", [[1.0, math.nan], [math.nan, 1.0]])
+def test_the_largest_of_numbers_is_nan_if_one_is(numbers):
+    assert math.isnan(merged_sums([{"ratio/max": x} for x in numbers])["ratio/max"])
+    assert math.isnan(METRICS["ratio/max"].reduce(numbers))

@@ -49,7 +49,6 @@ TOY = {  # command: more flags with which it runs here; they win over its own
     "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
     f"{RUN} --task jsonl --data questions.jsonl --model DIR --lora-rank 16 "
     "--compute-dtype bfloat16 --lr 1e-3 --out runs/lora": JSONL,
-    "python tests/bench/imports.py": "",
 }  # fmt: skip
 ELSEWHERE = {  # what a command begins with: test_NAME.py, which runs it, or who else does
     "torchrun --nproc-per-node 2 train_grpo.py": "cut_system", "python FILE.py": "readme",
@@ -92,10 +91,6 @@ def test_a_command_runs_at_toy_size(folder, command):  # noqa: F811
     line = re.sub(r"\[.*\]", "", command + TOY[command])
     tasks = "tests/example_tasks"
     words = [word.replace(tasks, f"{ROOT}/{tasks}") for word in shlex.split(line)]
-    if words[1].endswith(".py"):
-        code, out, err = as_script(ROOT / words[1], *words[2:], cwd=folder)
-        assert code == 0 and out, err
-        return
     flags = words[words.index("full") + 1 :]
     if flags and not flags[0].startswith("--"):
         code, out, err = as_script("full", *flags, cwd=folder)

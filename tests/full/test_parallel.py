@@ -24,7 +24,7 @@ import torch.distributed as dist
 from conftest import complaint_of as _fails
 from conftest import slow
 from oracles import bytes_of
-from plan_training import LENGTH, ROWS, Training, backward, batch, build, read_cases
+from plan_training import LENGTH, ROWS, Training, backward, batch, build
 from test_ranks import ranks
 from test_run import SHARD as FILE
 from test_run import flip_a_bit
@@ -200,15 +200,15 @@ def test_a_forward_before_the_step_loses_no_gradient_of_fsdp(tmp_path):
 
 def _bf16_errors(rank):
     """{plan: squared errors of gradients in bfloat16: under the plan, and on one process}."""
-    found, whole = {}, batch(is_packed=False)
-    cases = read_cases("d2 dense fsdp, t2 dense, t2 deep, t2 bias, t2 tied, c2 dense, p2 deep, "
-                       "d2e2 moe alone")
-    for text, kind, options in cases.values():
+    found, whole = {}, batch()
+    cases = [("d2", "dense", dict(mode="fsdp")), ("d2e2", "moe", dict(sequence=False))]
+    cases += [("t2", kind, {}) for kind in ("dense", "deep", "bias", "tied")]
+    for text, kind, options in [*cases, ("c2", "dense", {}), ("p2", "deep", {})]:
         model = build(kind, torch.bfloat16)
         gradients = []
         for dtype in (torch.float64, torch.bfloat16):
             alone = copy.deepcopy(model).to(dtype)
-            backward(alone, [whole], [None], whole.tokens_BS.numel())
+            backward(alone, [whole], whole.tokens_BS.numel())
             gradients.append(dict(alone.named_parameters()))
         training = Training(model, Grid(Plan.parse(text)), whole, **options)
         training.backward()
@@ -610,7 +610,7 @@ def _trained(text, kind, *, sizes=None, **options):
     model, grid = build(kind, torch.float64, **(sizes or {})), Grid(Plan.parse(text))
     share = grid.group["d"].rank()
     rows = torch.tensor([share % ROWS, (share + 1) % ROWS])
-    training = Training(model, grid, batch(is_packed=False), rows=rows, **options)
+    training = Training(model, grid, batch(), rows=rows, **options)
     for _ in range(3):
         training.backward()
         training.update()

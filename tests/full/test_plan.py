@@ -1,5 +1,6 @@
 """parallel.py's plans (grammar, groups, what is refused and how), and the rates of a schedule."""
 
+import dataclasses
 import itertools
 import re
 
@@ -11,6 +12,7 @@ from test_ranks import ranks
 from full.model.config import ModelConfig
 from full.ranks.optimizer import lr_factor
 from full.ranks.plans import Grid, Plan
+from full.run.build import ONE_PROCESS
 from full.run.config import Config
 from full.run.conflicts import of_parts
 from full.tiny import tiny
@@ -154,6 +156,10 @@ def test_what_cannot_be_is_refused():
     Plan.parse("d2t2p2").require_fits(world=8, config=tiny("qwen3", vocab_size=54))
     Plan.parse("t2c2").require_fits(config=FOURTEEN)
     Plan.parse("d4").require_fits(shard=2)
+    # An audit and `eval` take a run of any plan into one process.
+    options = dict(plan="p2d2c2", shard_ranks=2, cp_method="ulysses", pp_schedule="zbv")
+    options |= dict(data_parallel="fsdp", ac="memory_budget=0.5", compile=True)
+    dataclasses.replace(Config(**options).check(), **ONE_PROCESS).check()
 
 
 # The learning rate -----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from conftest import slow
 from test_audit import edit_line
 from test_audit import honest  # noqa: F401, a fixture
@@ -26,13 +27,14 @@ from torch.distributed import fsdp
 from full.audit.audit import audited
 from full.learn import trainer
 from full.learn.batches import RolloutQueue
+from full.learn.objectives import critic_loss
 from full.run.build import build, build_teacher, policy_in
 from check_models import relative_error as relative
 from full.evaluate import load_policy, settings_of_run
 from full.learn.trainer import set_wide_dtypes
 from full.model.hf import load_hf
 from full.model.parallelize import parallelize
-from full.model.transformer import Transformer
+from full.model.transformer import Critic, Transformer
 from full.ranks.optimizer import LocalOptimizer, reduce_gradients, training_tensors
 from full.ranks.places import full, part_of
 from full.ranks.plans import Grid, Plan
@@ -199,6 +201,33 @@ def test_gradients_add_up_in_float32(process_group):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     assert relative(gradient(model), 300 * gradients[0]) < 1e-5
+
+
+@pytest.mark.quick
+def test_values_of_a_critic_are_as_good_as_plain_torch(process_group):
+    """In bfloat16: the loss and the head's gradient of 256 micro-batches, against one batch."""
+    generator = torch.Generator().manual_seed(0)
+    h_NM, weight_1M = (torch.randn(n, 64, generator=generator).bfloat16() for n in (4096, 1))
+    return_N = F.linear(h_NM.double(), weight_1M.double())[:, 0]
+    return_N = (return_N + torch.randn(4096, generator=generator)).float()
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        w_1M = weight_1M.to(dtype).requires_grad_()
+        wide = torch.promote_types(dtype, torch.float32)
+        loss = F.mse_loss(F.linear(h_NM.to(dtype), w_1M)[:, 0].to(wide), return_N.to(wide))
+        results.append([loss.detach(), *torch.autograd.grad(loss, w_1M)])
+    critic, _ = mixed_model(Critic(tiny(**SIZES)))
+    critic.score.weight.data = weight_1M
+    loss, options = 0.0, dict(Z=4096, aggregation="token_mean", value_coef=2.0)
+    for h_nM, return_n in zip(h_NM.split(16), return_N.split(16)):
+        value_1n = critic.values(h_nM)[None]
+        columns = value_1n, value_1n.detach(), return_n[None].to(value_1n), return_n[None] < 99
+        term, _ = critic_loss(*columns, **options)
+        term.backward()
+        loss += term.item()
+    truth, plain = results
+    for found, theirs, true in zip([torch.tensor(loss), critic.score.weight.grad], plain, truth):
+        assert relative(found, true) <= 1.3 * relative(theirs, true)
 
 
 def _far(rank, cast=False):

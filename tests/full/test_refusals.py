@@ -93,7 +93,8 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--clip-high 1e300": "--clip-high must be finite",
     **{f"{flag} x": f"{flag} needs --task jsonl"
        for flag in ("--data", "--date", "--reward", "--eval-data")},
-    "--reply-timeout 3": "--reply-timeout needs --task jsonl or FILE",
+    **{f"--reply-timeout 3{more}": "--reply-timeout needs --reward FILE.py:function or --task FILE"
+       for more in ("", " --task jsonl --data FILE --model DIR")},
     # Only when ranks meet, or a task or a model is made.
     "--plan t2": "plan t2: expected p * d * c * t = 2 ranks, got 1",
     "--device cuda": "got 'cuda'", "--model gone": "gone",
@@ -367,6 +368,7 @@ CALLS = {  # a call, and what its ValueError says
     "run(given(), dataset='rows.jsonl')": "expected dataset row 1 to be a dict, got 'r'",
     "run(given(), dataset=[{}, {'a': {1}}])": "dataset row 2: TypeError: Object of type set",
     f"run({JSONL}, dataset=[{{}}])": r"expected one data, got Config\(data='rows",
+    "Sort(Config(size=3))": "--size 3: expected at least 4 symbols to sort",
     # Devices, and the kit of parallelisms.
     **{f"connect('{name}')": f"expected .*got '{name}'" for name in ("cdua", "cuda:0", "CPU")},
     "subject_of(dict(build=id, loss=id))": "got no shard",

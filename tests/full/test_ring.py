@@ -1,5 +1,6 @@
 """Across gloo ranks: every layout and method is the definition; faults are named on every rank."""
 
+import collections
 import itertools
 import math
 from typing import NamedTuple
@@ -7,8 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import shortened, slow
-from oracles import FLASH, Watch, draw, plain_attention, worst
+from conftest import slow
+from oracles import FLASH, Messages, Watch, draw, plain_attention, worst
 from test_ranks import ranks
 from torch.autograd import grad as grad_of
 
@@ -168,7 +169,7 @@ class _Listener(Watch):
         return super().__torch_dispatch__(function, types, args, kwargs)
 
     def __enter__(self):
-        self.real, self.sent = dist.batch_isend_irecv, []
+        self.real = dist.batch_isend_irecv
         dist.batch_isend_irecv = self.post
         return super().__enter__()
 
@@ -178,7 +179,6 @@ class _Listener(Watch):
 
     def post(self, ops):
         self.events.append("post")
-        self.sent += [(op.tensor.nbytes, op.tensor.dtype) for op in ops if op.op is dist.isend]
         return [_Awaited(work, self.events) for work in self.real(ops)]
 
 
@@ -203,59 +203,38 @@ def test_double_buffering_computes_while_a_message_is_in_flight(tmp_path):
                             "wait"]  # fmt: skip
 
 
-def _traffic(rank, masks):
-    """{(mask, dtype): [(bytes, dtype) of each send]}, forward and backward apart."""
+def _traffic(rank):
+    """{(method, dtype): numbers that this rank sends by dtype, forward and backward apart}."""
     found = {}
-    for name, mask in masks.items():
-        for dtype in (torch.bfloat16, torch.float64):
-            x = shard(torch.randn(1, 2, 48, 4), dim=2).to(dtype).requires_grad_()
-            with _Listener() as forward:
-                out = ring_attention(x, x, x, mask=mask)
-            with _Listener() as backward:
-                out.sum().backward()
-            found[name, dtype] = forward.sent, backward.sent
+    for method, dtype in itertools.product(METHODS, (torch.bfloat16, torch.float64)):
+        drawn = (torch.randn(2, heads, 48, 8) for heads in (12, 4, 4))
+        qkv = [shard(x, dim=2).to(dtype).requires_grad_() for x in drawn]
+        with Messages() as forward:
+            out = ring_attention(*qkv, mask=Mask.causal(48, window=5), method=method)
+        with Messages() as backward:
+            out.sum().backward()
+        found[method, dtype] = [collections.Counter(), collections.Counter()]
+        for numbers, messages in zip(found[method, dtype], (forward, backward), strict=True):
+            for _, size, of in messages.sent:
+                numbers[of] += size / of.itemsize
     return found
 
 
-@pytest.mark.parametrize("world", shortened([2, 3], 3))
-def test_bytes_on_the_wire_match_the_formula(tmp_path, world):
-    """Blocks in their dtype, and gradients, as many numbers, in float32 or better."""
-    masks = {"full": None, "window": Mask.causal(48, window=5)}
-    tables = ranks(tmp_path, world, _traffic, masks)
-    for name, dtype in tables[0]:
-        parts = [table[name, dtype] for table in tables]
-        sums = [sum(n for part in parts for n, _ in part[way]) for way in range(2)]
-        wide = torch.promote_types(dtype, torch.float32)
-        numbers = 2 * 2 * 4 * 48 * (world - 1)
-        bytes_of = [numbers * dtype.itemsize, numbers * (dtype.itemsize + wide.itemsize)]
-        assert sums == bytes_of, name
-        dtypes = [{d for part in parts for _, d in part[way]} for way in range(2)]
-        assert dtypes == [{dtype}, {dtype, wide}]
+def test_messages_are_those_of_the_table(tmp_path):
+    """Of B D S (W - 1) / W numbers: 2 G for keys and their gradients; Ulysses 2 H + 2 lcm(G, W).
 
-
-def _sent(rank, method):
-    """How many numbers this rank sends to others in a forward of 12 and 4 heads, by one method."""
-    sent, world = [], dist.get_world_size()
-    counts = {"all_gather": lambda out, x, *_, **__: x.numel() * (world - 1),
-              "all_gather_single": lambda out, x, *_, **__: x.numel() * (world - 1),
-              "all_to_all_single": lambda out, x, *_, **__: x.numel() * (world - 1) / world}
-
-    def counted(real, count):
-        return lambda *given, **more: sent.append(count(*given)) or real(*given, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, count in counts.items():
-            patch.setattr(dist, name, counted(getattr(dist, name), count))
-        q, k, v = (shard(torch.randn(2, heads, 48, 8), dim=2) for heads in (12, 4, 4))
-        ring_attention(q, k, v, mask=Mask.causal(48), method=method)
-    return sum(sent)
-
-
-@pytest.mark.parametrize("method", METHODS[1:])
-def test_the_other_methods_send_what_the_table_says(tmp_path, method):
-    """2 B G D S (W-1)/W, and B D (2 H + 2 G') S/W (W-1)/W with G' = lcm(4, 3)."""
-    heads = 2 * 4 if method == "allgather" else (2 * 12 + 2 * 12) / 3
-    assert ranks(tmp_path, 3, _sent, method) == [2 * 8 * heads * 48 * 2 / 3] * 3
+    Blocks travel in their dtype, and sums in float32 or better. A window saves no message.
+    """
+    unit, blocks, trades = 2 * 8 * 48 * 2 / 3, 2 * 4, (2 * 12 + 2 * 12) / 3
+    for found in ranks(tmp_path, 3, _traffic):
+        for (method, dtype), (forward, backward) in found.items():
+            wide = torch.promote_types(dtype, torch.float32)
+            numbers = trades if method == "ulysses" else blocks
+            sums = {dtype: trades} if method == "ulysses" else collections.Counter({wide: blocks})
+            if method == "ring":
+                sums[dtype] += blocks  # the blocks travel a second time
+            assert forward == {dtype: numbers * unit}, (method, dtype)
+            assert backward == {of: n * unit for of, n in sums.items()}, (method, dtype)
 
 
 def _held(rank):
@@ -313,7 +292,7 @@ def _text(*given, **options):
 def _refused(rank):
     """What each case raises on this rank if only rank 1 has it, and what other calls raise."""
     texts, x = {}, torch.randn(1, 2, 4, 4)
-    with _Listener() as heard:
+    with Messages() as heard:
         for name, case in CASES.items():
             q, k, v = (torch.randn(2, n, 12, 8) for n in (4, 2, 2))
             given = q, k, v, {"mask": Mask.causal(24)}
@@ -438,13 +417,3 @@ def test_without_torch_distributed_a_ring_just_attends():
         assert torch.equal(out, attend(*qkv, Mask.causal(9))[0])
         with torch.no_grad():
             assert torch.equal(ring_attention(*qkv, mask=Mask.causal(9), method=method), out)
-
-
-@pytest.mark.quick
-def test_shards_are_a_partition_in_order():
-    for length in (0, 1, 2, 3, 7, 24, 97):
-        for world in (1, 2, 3, 4, 8):
-            shards = [indices(length, rank, world) for rank in range(world)]
-            assert sorted(torch.cat(shards).tolist()) == list(range(length))
-            assert all((x[1:] > x[:-1]).all() for x in shards)
-    assert indices(8, 0, 2).tolist() == [0, 1, 6, 7] and indices(8, 1, 2).tolist() == [2, 3, 4, 5]

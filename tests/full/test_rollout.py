@@ -4,7 +4,6 @@
 heard. Where real weights are needed they are random, tiny and float64.
 """
 
-import copy
 import itertools
 import json
 import math
@@ -19,14 +18,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, installed
-from example_tasks import Lookup
-from test_example_tasks import SortThree, converse
+from example_tasks import Lookup, Sort
 
-from full.evaluate import evaluated
 from full.learn import rollouts
 from full.learn.batches import collect
 from full.learn.objectives import loss_denominator
-from full.learn.rollouts import Sampler, evaluate
+from full.learn.rollouts import Sampler, draw_prompts, evaluate, play_held_out
 from full.learn.trainer import Trainer
 from full.model.hf import save_hf
 from full.model.transformer import Transformer
@@ -91,6 +88,23 @@ def play(task, model=None, groups=range(3), key=(0, 0), **options):
 
 def task_of(name, **options):
     return make_task(Config(task=name, **options))
+
+
+def converse(task, state, *answers):
+    """What the task says to each answer, as text, and the total reward."""
+    total, heard = 0.0, []
+    for answer in answers:
+        assert None not in heard, "the task had ended"
+        before = repr(state)
+        after, reply, reward = task.reply(state, [task.names.index(x) for x in answer.split()])
+        assert repr(state) == before  # rollouts that fork share a state
+        state = after
+        total, heard = total + reward, [*heard, reply and task.show(reply)]
+    return heard, pytest.approx(total)
+
+
+class SortThree(Sort):
+    length = 3
 
 
 # 1. What is sampled and what is trained ------------------------------------------------------
@@ -263,57 +277,31 @@ def test_evaluation_plays_each_held_out_prompt_once_and_greedily(process_group, 
     assert (shown.tokens, shown.reward) == ([3, 1, 6, 5, 0, 6], 1.0)
 
 
-class Noted(np.random.Generator):
-    """A generator that notes what it would have drawn first, once it is drawn from."""
+def test_no_two_streams_in_use_are_alike(process_group, monkeypatch):
+    """Of prompts and rollouts of four steps and of an evaluation's samples: each key is used once.
 
-    def __init__(self, bits, streams):
-        super().__init__(bits)
-        self.first = tuple(np.random.Generator(copy.deepcopy(bits)).random(4))
-        self.streams = streams
+    numpy pads a key with zeros to four numbers.
+    """
+    keys = []
 
-    def __getattribute__(self, name):
-        if name in ("integers", "permutation", "random", "choice"):
-            self.streams.append(self.first)
-        return super().__getattribute__(name)
+    def noted(kind, make):
+        return lambda key: keys.append((kind, *key)) or make(key)
 
-
-@pytest.mark.parametrize("seed", [0, 1, 2**32 + 1])
-def test_no_two_streams_in_use_are_alike(process_group, monkeypatch, seed):
-    """Of decks, prompts, rollouts, forks and samples of an evaluation, of two kinds of tasks."""
-    keys, plain = {}, np.random.SeedSequence
-
-    def default_rng(key):
-        return Noted(np.random.PCG64(plain(key)), keys.setdefault(("numbers", *key), []))
-
-    def seed_sequence(key):
-        drawn = np.random.Generator(np.random.Philox(plain(key))).random(4)
-        keys["draws", *key] = [tuple(drawn)]
-        return plain(key)
-
-    how = dict(seed=seed, size=4, turns=2, prompts=3, group=4, max_new_tokens=6, eval_prompts=4)
-    for make in (make_task, SortThree):
-        keys.clear()
-        for forks in ({}, dict(forks=2, fork_turns=1)):
-            config = Config(**how, **forks)
-            task = make(config)
-            sampler = Sampler(random_model(task.vocab_size))
-            with monkeypatch.context() as patch:
-                patch.setattr(np.random, "default_rng", default_rng)
-                patch.setattr(np.random, "SeedSequence", seed_sequence)
-                for step in range(4):
-                    collect(config, task, sampler, step)
-                evaluated(config, task, sampler, 3)
-        used = {key: {*streams} for key, streams in keys.items() if streams}
-        assert all(len(streams) == 1 for streams in used.values())
-        assert len(set().union(*used.values())) == len(used)
-        kinds = {(kind, len(key)) for kind, *key in used}
-        assert kinds == {("draws", 4), ("draws", 5), ("numbers", 2 if make is make_task else 4)}
-    # numpy pads a key with zeros to four numbers of 32 bits: a deck's may be the first prompt's.
-    first = [np.random.default_rng(key).random() for key in ([seed, 1], [seed, 1, 0, 0])]
-    assert (first[0] == first[1]) == (seed < 2**32)
+    config = Config(seed=1, size=4, prompts=3, group=4, max_new_tokens=6, eval_prompts=4)
+    task = SortThree(config)
+    sampler = Sampler(random_model(task.vocab_size))
+    for kind, name in (("draws", "SeedSequence"), ("numbers", "default_rng")):
+        monkeypatch.setattr(np.random, name, noted(kind, getattr(np.random, name)))
+    for step in range(4):
+        collect(config, task, sampler, step)
+    play_held_out(config, task, sampler, group=3, temperature=1.0)
+    padded = {(*key, *[0] * (5 - len(key))) for key in keys}
+    assert len(padded) == len(keys) == 4 * (3 + 3 * 4) + 4 * (1 + 3)
+    assert {(kind, len(key)) for kind, *key in keys} == {
+        ("draws", 4), ("draws", 5), ("numbers", 4)}  # fmt: skip
 
 
-# 3. Guess, answers in text --------------------------------------------------------------------
+# 3. Rewards, answers in text ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("answers, heard, reward", [
@@ -327,6 +315,44 @@ def test_guess_rewards(answers, heard, reward):
     task = task_of("guess", size=7, turns=3)
     state, prompt = task.prompt(None, 4, True)  # evaluation asks for 0, 1, 2, ..
     assert task.show(prompt) == "?" and converse(task, state, *answers) == (heard, reward)
+
+
+SORTED = {  # what s3 s0 s2 is sorted to, and its reward
+    "s0 s2 s3 .": 1.0, "s0 s3 s2 .": 0.5 / 3, "s2 s3 s0 .": 0.0, "s0 s2 .": 0.0, ".": 0.0,
+    "s0 s2 s3 s3 .": 0.0, "s0 s0 s0 .": 0.5 / 3, "s0 s2 ? .": 1 / 3,
+}  # fmt: skip
+LOOKED_UP = [  # what is said in a game that asks for k1, of the table v1 v2 v0
+    (["k1 .", "v2 ."], ["= v2", None], 1.0), (["k1 .", "v0 ."], ["= v2", None], 0.6),
+    (["k0 .", "v1 ."], ["= v1", None], 0.6), (["k1 .", "k1 ."], ["= v2", None], 0.5),
+    (["v2 ."], [None], 0.0), (["k1 v2 ."], [None], 0.0), (["k1 .", "."], ["= v2", None], 0.5),
+    (["."], [None], 0.0),
+]  # fmt: skip
+
+
+def test_rewards_of_sort_and_lookup():
+    task = SortThree(Config(size=4))
+    drawn = {task.show(prompt): state for _, state, prompt in opening(task, range(200))}
+    for answer, reward in SORTED.items():
+        assert converse(task, drawn["s3 s0 s2 ?"], answer) == ([None], reward)
+
+    task, drawn = Lookup(Config(size=3)), {}
+    for _, state, prompt in opening(task, range(300)):
+        replies = [converse(task, state, f"k{n} .")[0][0] for n in range(3)]
+        drawn[task.show(prompt), *replies] = state
+    for answers, heard, reward in LOOKED_UP:
+        assert converse(task, drawn["? k1", "= v1", "= v2", "= v0"], *answers) == (heard, reward)
+
+
+def test_held_out_problems_are_never_trained_on(process_group):
+    config = Config(size=5)
+    task, asked = Sort(config), {True: set(), False: set()}
+    for step in range(8):
+        for stream, held_out in ((1, False), (2, True)):  # rollouts, evaluation
+            options = dict(first=step * 150, held_out=held_out)
+            drawn = draw_prompts(config, task, stream, step, range(150), **options)
+            asked[held_out] |= {tuple(prompt) for _, _, prompt in drawn}
+    assert not asked[True] & asked[False]
+    assert len(asked[True] | asked[False]) == 5 * 4 * 3 * 2 and 4 < len(asked[True]) < 24  # all
 
 
 def test_guess_deals_each_number_equally_often_in_an_order_of_the_seed():

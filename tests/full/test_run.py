@@ -439,8 +439,8 @@ def test_it_is_evaluated_once_and_again_only_with_line_0(straight, tmp_path):
     assert f"before{before:>30}\n" in out and read_metrics(run) == lines
 
 
-def test_weights_that_are_too_coarse_for_a_step_are_said(tmp_path, monkeypatch, capsys):
-    """As many as AdamW's first step leaves as they are. Masters are fine enough."""
+def test_settings_that_do_little_are_said(tmp_path, monkeypatch, capsys):
+    """Such as weights too coarse for a step: as many as AdamW's first step leaves unchanged."""
     model = torch.nn.Linear(64, 64).bfloat16()
     model.bias.requires_grad_(False)
     first = model.weight.detach().clone()
@@ -456,8 +456,13 @@ def test_weights_that_are_too_coarse_for_a_step_are_said(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     said = ("--dtype bfloat16 has no finer masters: rounding undoes a step of --lr 1e-05 in 84.5% "
             "of the weights; set --dtype float32 --compute-dtype bfloat16\n")  # fmt: skip
-    for flags, says in ("--dtype bfloat16", said), ("--compute-dtype bfloat16", ""):
-        api.run(parse_config(f"{TINY} --steps 1 --lr 1e-5 {flags}".split()))
+    for n, (flags, says) in enumerate({
+        "--dtype bfloat16 --lr 1e-5": said, "--dtype bfloat16": "",  # with a rate of 0.01
+        "--compute-dtype bfloat16 --lr 1e-5": "", "--kl-coef 0.1 --kl k1 --kl-in reward": "",
+        "--kl-coef 0.1 --kl k1": "--kl k1 in the loss has a gradient of mean 0, so it keeps the "
+                                 "policy near nothing: --kl k3, or --kl-in reward\n",
+    }.items()):  # fmt: skip
+        api.run(parse_config(f"{TINY} --out {n} --steps 1 {flags}".split()))
         assert capsys.readouterr().err == says
 
 
