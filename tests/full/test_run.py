@@ -363,7 +363,7 @@ def test_plot_is_a_png_or_says_what_to_install(straight, tmp_path, monkeypatch, 
     told = capsys.readouterr()
     assert told.err.endswith("error: plot needs matplotlib: pip install matplotlib\n")
     assert not told.out and not (run / "curve.png").exists()
-    installed("matplotlib")
+    installed("matplotlib.figure")
     assert __main__.main(["plot", str(run), str(run)]) == 0
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
 
