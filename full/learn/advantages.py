@@ -30,7 +30,7 @@ from full.ranks.joining import errors_on_all_ranks, summed
 
 # DEVIATES: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); a truncated
 # trajectory ends with value 0; `none_batch` has a biased variance (verl: unbiased). Pinned by
-# tests/full/test_objectives.py::test_loss_and_gradient_are_the_sources.
+# tests/full/test_loss.py::test_loss_and_gradient_are_the_sources.
 
 # Each of these takes the float64 rewards (P, G) of the P groups of a step, and the number of
 # sampled tokens of each rollout. Rewards 1 0 0 1 and 0 0 0 1 of two groups:

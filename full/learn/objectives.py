@@ -46,7 +46,7 @@ from full.learn.metrics import measured
 # tests/full/test_trl.py::test_loss_and_gradient_are_trls. A ratio of a sequence has one gradient
 # for all its tokens (verl: each its own, which is another sum if A or x differ); a token that (4)
 # masks stays in Z (verl's rejection takes it out). Pinned by
-# tests/full/test_objectives.py::test_loss_and_gradient_are_the_sources.
+# tests/full/test_loss.py::test_loss_and_gradient_are_the_sources.
 
 
 def ratio_of(d_N):

@@ -41,7 +41,7 @@ def reduce_gradients(model) -> int:
         # all-reduce adds depends on the place in the message. Two groups may hold copies of a
         # parameter that is not cut. So it shares no message with cut ones, whose parts may differ
         # in length. Pinned by
-        # tests/full/test_parallel_faults.py::test_replicas_hold_the_same_bits_after_three_steps.
+        # tests/full/test_parallel.py::test_replicas_hold_the_same_bits_after_three_steps.
         for group in places[name].gradient_groups if p.requires_grad else ():
             key = group, bool(places[name].cuts)
             by_message.setdefault(key, []).append(gradients[-1])

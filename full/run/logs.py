@@ -236,8 +236,9 @@ def plot(argv) -> int:
             axes.plot(*columns, f"C{n}.-", lw=0.8, markersize=1.5, label=run.name)
 
         # A step's result is drawn after the step, and what was solved before the first step at 0.
-        solved = [(0, x["eval/solved_before"]) for x in lines if "eval/solved_before" in x]
-        solved += [(x["step"] + 1, x["eval/solved"]) for x in lines if "eval/solved" in x]
+        solved = [(0, x["eval/solved_before"]) for x in lines[run]
+                  if "eval/solved_before" in x]  # fmt: skip
+        solved += [(x["step"] + 1, x["eval/solved"]) for x in lines[run] if "eval/solved" in x]
         panels["solved"].plot(*np.array(solved).reshape(-1, 2).T, f"C{n}o", markersize=3.5)
 
     # An axis reaches from 0 to the largest value, so a curve of small rewards is not flat. Negative

@@ -1,4 +1,4 @@
-"""The command line: settings, directories, metrics, help, plots. Faults: test_faults.py.
+"""The command line: settings, directories, metrics, help, plots; what precedes the first step.
 
 Most runs are `main` in processes forked from a server that has imported torch (see test_ranks.py),
 with their own working directory and files for their output.
@@ -23,13 +23,15 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from conftest import ROOT, SORT, installed, shortened
+from conftest import LOOKUP, ROOT, SORT, installed, shortened
 
-from full import __main__
+from full import __main__, api
+from full.audit.audit import audited
 from full.learn.metrics import METRICS
 from full.ranks.checkpoint import checkpoints, sealed
-from full.run.config import Config
+from full.run.config import Config, flag_name
 from full.run.flags import parse_config
+from full.run.run import lost_to_rounding
 from test_ranks import join, read_metrics, start
 
 FULL = ["-m", "full"]  # a program, as python and torchrun name it
@@ -361,7 +363,7 @@ def test_plot_is_a_png_or_says_what_to_install(straight, tmp_path, monkeypatch, 
     told = capsys.readouterr()
     assert told.err.endswith("error: plot needs matplotlib: pip install matplotlib\n")
     assert not told.out and not (run / "curve.png").exists()
-    installed("matplotlib")
+    installed("matplotlib.figure")
     assert __main__.main(["plot", str(run), str(run)]) == 0
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
 
@@ -382,3 +384,96 @@ def test_a_run_learns(tmp_path, flags):
     run = read_metrics(tmp_path / "run")
     rewards = [line["reward/mean"] for line in run]
     assert rewards[0] < 0.3 and sum(rewards[-5:]) / 5 >= 0.9 and run[-1]["eval/solved"] >= 0.95
+
+
+# What precedes step 0, and what a run says -------------------------------------------------------
+
+LOOKUPS = f"{SAVING} 2 --task {LOOKUP!r} --size 2"
+# Code is never imported from what a run stored, so the task is given again.
+RESUME = f"--resume --out run --task {LOOKUP!r}"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("given, defaults", [
+    ({}, (1e-3, 0.02)), (dict(model="DIR"), (1e-6, 0)),
+    (dict(model="DIR", lora_rank=2), (1e-5, 0))])
+def test_defaults_depend_on_what_the_run_begins_with(given, defaults):
+    """A default is that of the start; a flag wins over it, 0 too where 0 has a meaning."""
+    config = Config(**given).check()
+    assert (config.lr, config.entropy_coef) == defaults
+    flags = [x for name, value in given.items() for x in (flag_name(name), f"{value}")]
+    for entropy_coef in (0.5, 0.0):
+        more = parse_config([*flags, "--entropy-coef", f"{entropy_coef}", "--lr", "3"]).check()
+        assert (more.entropy_coef, more.lr) == (entropy_coef, 3.0)
+
+
+def test_what_is_solved_before_the_first_step_is_audited(straight, tmp_path, process_group):
+    run = Path(shutil.copytree(straight(LOOKUPS), tmp_path / "run"))
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert ["eval/solved_before" in json.loads(line) for line in lines] == [True, False]
+    report = audited(run, 0, task=LOOKUP)
+    assert report.wrong is None and any("from the first weights" in x for x in report.intro)
+    before = [row for row in report.rows if row.key == "eval/solved_before"]
+    assert len(before) == 1
+    assert "eval/solved_before" not in {row.key for row in audited(run, 1, task=LOOKUP).rows}
+
+    # A changed number is found.
+    first = json.loads(lines[0])
+    first["eval/solved_before"] += 1 / 6
+    (run / "metrics.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
+    assert audited(run, 0, task=LOOKUP).wrong == "eval/solved_before"
+
+
+def test_it_is_evaluated_once_and_again_only_with_line_0(straight, tmp_path):
+    finished = straight(LOOKUPS)
+    out = (finished.parent / "out").read_text()
+    lines = read_metrics(finished)
+    (before,) = re.findall(r"^before +(\S+)$", out, re.M)
+    assert float(before) == pytest.approx(lines[0]["eval/solved_before"], abs=1e-3)
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    out, _ = good(tmp_path, RESUME)
+    assert "before" not in out and read_metrics(run) == lines
+    for step in (1, 2):
+        shutil.rmtree(run / f"step-{step:08d}")
+    out, _ = good(tmp_path, RESUME)
+    assert f"before{before:>30}\n" in out and read_metrics(run) == lines
+
+
+def test_settings_that_do_little_are_said(tmp_path, monkeypatch, capsys):
+    """Such as weights too coarse for a step: as many as AdamW's first step leaves unchanged."""
+    model = torch.nn.Linear(64, 64).bfloat16()
+    model.bias.requires_grad_(False)
+    first = model.weight.detach().clone()
+    for lr in (1e-2, 1e-4, 1e-6):
+        model.weight.data.copy_(first)
+        model.weight.grad = torch.randn(64, 64).bfloat16()
+        torch.optim.AdamW([model.weight], lr, weight_decay=0).step()
+        share = (model.weight == first).double().mean().item()
+        assert lost_to_rounding(model, lr) == pytest.approx(share, abs=0.01)
+        model.weight.data.copy_(first)
+    assert lost_to_rounding(model, 1e-6) > 0.99 > lost_to_rounding(model.float(), 1e-6) == 0
+
+    monkeypatch.chdir(tmp_path)
+    said = ("--dtype bfloat16 has no finer masters: rounding undoes a step of --lr 1e-05 in 84.5% "
+            "of the weights; set --dtype float32 --compute-dtype bfloat16\n")  # fmt: skip
+    for n, (flags, says) in enumerate({
+        "--dtype bfloat16 --lr 1e-5": said, "--dtype bfloat16": "",  # with a rate of 0.01
+        "--compute-dtype bfloat16 --lr 1e-5": "", "--kl-coef 0.1 --kl k1 --kl-in reward": "",
+        "--kl-coef 0.1 --kl k1": "--kl k1 in the loss has a gradient of mean 0, so it keeps the "
+                                 "policy near nothing: --kl k3, or --kl-in reward\n",
+    }.items()):  # fmt: skip
+        api.run(parse_config(f"{TINY} --out {n} --steps 1 {flags}".split()))
+        assert capsys.readouterr().err == says
+
+
+def test_a_run_whose_rollouts_are_cut_off_warns_once_and_shows_it(tmp_path):
+    out, err = good(tmp_path, f"{TINY} --max-new-tokens 1 --steps 3 --out run")
+    shares = [x["tokens/truncated_fraction"] for x in read_metrics(tmp_path / "run")]
+    assert all(0.5 < share < 1 for share in shares)  # one token may also be an end
+    warning, idle = err.splitlines()
+    assert warning.startswith(f"warning: step 0: {shares[0]:.0%} of the rollouts were cut off")
+    assert idle.startswith("warning: steps 0 to 2: ")
+    lines = [line for line in out.splitlines() if re.match(" +([0-9]+|step) ", line)]
+    assert lines[0].split()[:5] == ["step", "reward", "solved", "eval", "truncated"]
+    shown = {int(line.split()[0]): line.split()[-6] for line in lines[1:]}
+    assert shown == {step: f"{shares[step]:.3g}" for step in shown} and len(shown) == 3
