@@ -146,16 +146,16 @@ def test_nothing_is_written_into_arguments(both):
     assert all(torch.equal(a, b) for a, b in zip((*leaves, dout, out, lse), before, strict=True))
 
 
-@pytest.mark.parametrize("dtype, window", [
-    (torch.float32, 200), (torch.bfloat16, None), (torch.float16, 200),
-    *slow((torch.float32, None), (torch.bfloat16, 200), (torch.float16, None)),
+@pytest.mark.parametrize("dtype, most, window", [
+    (torch.float32, 1.3, 200), (torch.bfloat16, 1.3, None), (torch.float16, 0.9, 200),
+    *slow((torch.float32, 1.3, None), (torch.bfloat16, 1.3, 200), (torch.float16, 0.9, None)),
 ])  # fmt: skip
-def test_low_precision_is_as_good_as_sdpa(dtype, window, monkeypatch):
-    """In tiles of 8: a sum over them in bfloat16 would show in each gradient."""
+def test_low_precision_is_as_good_as_sdpa(dtype, most, window, monkeypatch):
+    """In tiles of 8: a sum over them in bfloat16 would show in each gradient; float16 is widened."""
     set_tiles(monkeypatch, 8)
     mask, qkv = Mask.causal(512, window=window), draw(512, dtype=dtype)[0]
     assert attend(*qkv, mask)[1].dtype == torch.float32
-    assert multiple_of_sdpa(mask, None, dtype, 512, heads=(4, 4), width=64) <= 1.3
+    assert multiple_of_sdpa(mask, None, dtype, 512, heads=(4, 4), width=64) <= most
 
 
 DEAD = torch.arange(40) % 5 == 2
@@ -317,19 +317,6 @@ def test_a_causal_or_full_mask_is_one_call_on_cuda(mask, monkeypatch):
     for name in (FLASH, f"{FLASH}_backward"):  # is_causal is the last of the arguments
         given = [(args[-1] is True, kw.get("attn_mask")) for args, kw in watch.calls(name)]
         assert given == [(causal, None)]
-
-
-@quick
-def test_a_batch_of_one_serves_every_row_with_the_calls_of_one():
-    """Each row of a larger mask has calls of its own, even if all rows are equal."""
-    calls, ids = {}, torch.arange(12) // 5
-    leaves, _ = draw(12, batch=3)
-    for batch in (1, 3):
-        mask = Mask.documents(doc_ids=ids.expand(batch, -1))
-        with Watch() as watch:
-            out, _ = attend(*leaves, mask)
-        calls[batch] = len(watch.calls(FLASH)), out
-    assert calls[3][0] == 3 * calls[1][0] > 0 and worst([calls[3][1]], [calls[1][1]]) < 1e-14
 
 
 def test_partial_tiles_are_made_once_and_kept_up_to_a_bound(monkeypatch):
