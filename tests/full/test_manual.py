@@ -38,7 +38,8 @@ TOY = {  # command: more flags with which it runs here; they win over its own
         f"{RUN} --compute-dtype bfloat16", f"{RUN} --tree sparse", f"{RUN} --staleness 1",
         f"{RUN} --staleness 2 --proximal --importance-cap 2",
         f"{RUN} --tree dta --chunk-tokens 2048",
-        f"{RUN} --advantage gae --steps 60",
+        f"{RUN} --advantage gae --steps 60", f"{RUN} --objective gspo --seed 0",
+        f"{RUN} --exact --steps 20",
         f"{RUN} --task tests/example_tasks.py:Sort --steps 250"), TINY),
     f"{RUN} --task tests/example_tasks.py:Lookup --size 5 --advantage group_std": TINY,
     f"{RUN} --task jsonl --data questions.jsonl --model DIR "
