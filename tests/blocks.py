@@ -131,12 +131,12 @@ def modules_of(root):
     return sorted(root.glob("*.py")) + sorted(root.glob("full/**/*.py"))
 
 
-def record(root, folder, jobs, slow=False, anew=False):
+def record(root, folder, jobs, anew=False):
     """Return {test: (seconds, places)} of all tests that pass.
 
     Test files that are new or have changed are run; the folder has the record of the others.
     """
-    store = folder / ("slow.json" if slow else "default.json")
+    store = folder / "default.json"
     known = json.loads(store.read_text()) if store.exists() and not anew else {}
     paths = root.glob("tests/**/test_*.py")
     now = {f"{path.relative_to(root)}": path.read_bytes() for path in paths}
@@ -153,7 +153,6 @@ def record(root, folder, jobs, slow=False, anew=False):
         (folder / "lines").write_text("")
         shared = len(missing) > 1 and importlib.util.find_spec("xdist")
         options = ["-n", str(jobs), "--dist", "worksteal"] if shared else []
-        options += ["-m", "slow or not slow"] if slow else []
         command = [sys.executable, "-m", "pytest", *QUIET, "-p", "blocks", *options, *missing]
         env = os.environ | {"PYTHONPATH": str(folder)}
         subprocess.run(command, cwd=project, env=env, stdout=subprocess.DEVNULL)

@@ -2,7 +2,6 @@
 
     python tests/mutate.py                      60 slips over all files
     python tests/mutate.py models.py --seed 1   other slips, in one file
-    python tests/mutate.py --slow --count 200   the slow tests judge too
 
 `slips_of` lists the kinds of slips. What errors and prints say is left alone. The first call runs
 the suite once, to record which tests run which block of code (see blocks.py). The record is kept in
@@ -222,8 +221,7 @@ def run_tests(project, tests, seconds):
             os.chdir(project)
             here = Path(__file__).resolve().parent
             sys.path[:] = ["", *(path for path in sys.path if Path(path).resolve() != here)]
-            # conftest.py skips slow tests without -m.
-            code = pytest.main([*QUIET, "-x", "-m", "slow or not slow", *tests])
+            code = pytest.main([*QUIET, "-x", *tests])
             sys.stdout.flush()
             os._exit(code)
         end, code = time.monotonic() + seconds, None
@@ -277,7 +275,6 @@ def main(argv, root=Path(__file__).resolve().parent.parent):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=200, help="of tests for each slip")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="slips at a time")
-    parser.add_argument("--slow", action="store_true", help="let slow tests judge too")
     parser.add_argument("--record", action="store_true", help="record all tests again")
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -288,7 +285,7 @@ def main(argv, root=Path(__file__).resolve().parent.parent):
 
     folder = Path(tempfile.gettempdir(), "mutate-" + hashlib.sha256(bytes(root)).hexdigest()[:12])
     folder.mkdir(exist_ok=True)
-    tests = record(root, folder, args.jobs, args.slow, args.record)
+    tests = record(root, folder, args.jobs, args.record)
     blocks = {f"{file}:{place}" for file in files for _, place in walk(ast.parse(texts[file]))}
     blocks -= {f"{file}:" for file in files}
     ran = len(blocks & set().union(*(places for _, places in tests.values())))

@@ -3,6 +3,8 @@
     with other_device.present():
         model.to("other")(tokens.to("other"))
 
+The process group sends its tensors by gloo.
+
 It is as strict as CUDA: an operation on tensors of both devices, a CPU generator for a tensor of
 the device, and numpy of such a tensor are errors. So what a file does on a device of its own, where
 each tensor is made and where it is moved, can be tested without a GPU. It has no kernels of its own
@@ -13,6 +15,7 @@ import contextlib
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -128,5 +131,7 @@ def present():
         module.current_stream = lambda: stream
         module.stream = contextlib.nullcontext
         module.get_amp_supported_dtype = lambda: []  # torch's checkpoint of activations asks
+    group, gloo = dist.group.WORLD, dist.ProcessGroup.BackendType.GLOO
+    group._register_backend(torch.device(NAME), gloo, group._get_backend(torch.device("cpu")))
     with Literals(), Device():
         yield

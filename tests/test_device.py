@@ -4,12 +4,9 @@ import copy
 import itertools
 from math import nan
 
-import torch
-import torch.distributed as dist
-from other_device import NAME
-from test_ranks import ranks
-
 import other_device
+import torch
+from test_ranks import ranks
 
 import models
 import parallel
@@ -88,10 +85,6 @@ CASES = [logits, logprobs, packed, generated, packed_tree, depth_first, in_chunk
 def errors(rank):
     """Return {(family, case): the largest error against the CPU}, of values, gradients, weights."""
     with other_device.present():
-        world, cpu = dist.group.WORLD, torch.device("cpu")
-        gloo = world._get_backend(cpu)
-        kind = dist.ProcessGroup.BackendType.GLOO
-        world._register_backend(torch.device(other_device.NAME), kind, gloo)
         found = {}
         for family, case in itertools.product(FAMILIES, CASES):
             torch.manual_seed(0)
@@ -99,7 +92,8 @@ def errors(rank):
             model = models.Transformer(shape).double()
             for weight in model.parameters():
                 torch.nn.init.normal_(weight, std=0.4)
-            given = [(copy.deepcopy(model).to(device), device) for device in (NAME, "cpu")]
+            devices = other_device.NAME, "cpu"
+            given = [(copy.deepcopy(model).to(device), device) for device in devices]
             pairs = zip(*(numbers(case, *x) for x in given), strict=True)
             relative = [((a - b).norm() / b.norm()).item() for a, b in pairs if b.norm() > 0]
             found[family, case.__name__] = max(relative) if all(x == x for x in relative) else nan

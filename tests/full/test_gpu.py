@@ -15,7 +15,6 @@ import measure
 import other_device
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import ROOT, shortened
 from test_ranks import join, ranks, start
 
@@ -54,9 +53,6 @@ def test_each_command_runs(name, tmp_path):
 
 def _on_another_device(rank, subject):
     with other_device.present():
-        world, cpu = dist.group.WORLD, torch.device("cpu")
-        kind, gloo = dist.ProcessGroup.BackendType.GLOO, world._get_backend(cpu)
-        world._register_backend(torch.device(other_device.NAME), kind, gloo)
         return [*gpu.CHECKS[subject](other_device.NAME, True)]
 
 
