@@ -21,11 +21,11 @@ import torch.distributed as dist
 from harness import ROOT, print_table
 
 import check_attention
-from full import equivalence
-from check_models import CASES, path_errors
 from check_attention import TinyModel, rows_of_rank, tree_rows
-from full.ranks.joining import connect
+from check_models import CASES, path_errors
+from full import equivalence
 from full.check import STEPS, step_error
+from full.ranks.joining import connect
 from full.tiny import tiny_model
 
 BEGIN, END = "<!-- gpu.sh: begin -->", "<!-- gpu.sh: end -->"
