@@ -11,6 +11,7 @@ played after some training. A picture is 1400 pixels wide, for pages that show i
 
 import argparse
 import functools
+import itertools
 import sys
 from pathlib import Path
 
@@ -321,23 +322,23 @@ def rollout():
         print(f"rollout {i}  {' '.join(said):49}  {e.reward:8.2f}  {e.advantage:+11.2f}")
 
     best = max(range(len(episodes)), key=lambda i: episodes[i].advantage)
-    e = episodes[best]
-    lp, l = ({t: values[n] for (i, t), values in scored.items() if i == best} for n in (0, 1))
-    ratio = {t: np.exp(lp[t] - e.old[t]) for t in lp}
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    rows = {
-        "mask: did the policy sample it?": {t: f"{mask:d}" for t, mask in enumerate(e.mask)},
-        "old: its log-prob then": {t: f"{e.old[t]:.3f}" for t in lp},
-        "lp: its log-prob now": {t: f"{lp[t]:.3f}" for t in lp},
-        "r = exp(lp - old)": {t: f"{r:.3f}" for t, r in ratio.items()},
-        f"clip(r, {low:.2f}, {high:.2f})": {t: f"{np.clip(r, low, high):.3f}"
-                                            for t, r in ratio.items()},
-        "A, one number for the rollout": {t: f"{e.advantage:+.3f}" for t in lp},
-        "l = -min(r A, clip(r) A)": {t: f"{l[t]:.3f}" for t in lp},
-    }  # fmt: skip
-    tokens = dict(enumerate(task.show([token]) for token in e.tokens[1:]))
-    for name, cells in {f"rollout {best} in the loss, one update later": tokens, **rows}.items():
-        print(f"{name:40}", *(f"{cells.get(t, ''):>7}" for t in range(len(e.mask))))
+    e, low, high = episodes[best], 1 - config.clip_low, 1 + config.clip_high
+    labels = (
+        f"rollout {best} in the loss, one update later", "mask: did the policy sample it?",
+        "old: its log-prob then", "lp: its log-prob now", "r = exp(lp - old)",
+        f"clip(r, {low:.2f}, {high:.2f})", "A, one number for the rollout",
+        "l = -min(r A, clip(r) A)",
+    )  # fmt: skip
+    columns = []
+    for t, (token, mask) in enumerate(zip(e.tokens[1:], e.mask, strict=True)):
+        columns.append([task.show([token]), f"{mask:d}"])
+        if mask:
+            lp, loss = scored[best, t]
+            ratio = np.exp(lp - e.old[t])
+            numbers = e.old[t], lp, ratio, np.clip(ratio, low, high)
+            columns[-1] += [*(f"{x:.3f}" for x in numbers), f"{e.advantage:+.3f}", f"{loss:.3f}"]
+    for label, *cells in itertools.zip_longest(labels, *columns, fillvalue=""):
+        print(f"{label:40}", *(f"{x:>7}" for x in cells))
 
 
 PICTURES = {f.__name__: f for f in (ring, tree, pipeline)}
@@ -355,10 +356,10 @@ def main(argv):
     """Write one picture, or all of them, or print the table."""
     parser = argparse.ArgumentParser("draw.py", description=__doc__.split("\n")[0])
     parser.add_argument("name", nargs="?", choices=[*PICTURES, "rollout"])
-    name = parser.parse_args(argv).name
-    if name == "rollout":
+    chosen = parser.parse_args(argv).name
+    if chosen == "rollout":
         return rollout()
-    for name in [name] if name else PICTURES:
+    for name in [chosen] if chosen else PICTURES:
         path = ROOT / "assets" / f"{name}.png"
         save(PICTURES[name](), path)
         print(f"wrote {path.relative_to(ROOT)}: {path.stat().st_size // 1000} kB")

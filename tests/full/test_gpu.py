@@ -91,7 +91,9 @@ def test_a_check_shows_what_is_wrong(capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["max_error"] == 1e-15
     for wrong in (1e-3, math.nan):
         assert not gpu.show_rows("models", "cpu", [*rows, ("wrong", wrong, 1e-12)])
-        assert f"| wrong | {wrong:g} | 1e-12 | FAILED |" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert f"| wrong | {wrong:g} | 1e-12 | FAILED |" in out
+        assert f'"max_error": {json.dumps(wrong)}}}' in out
 
 
 @pytest.mark.quick
