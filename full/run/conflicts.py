@@ -4,6 +4,8 @@ All conflicts are listed here, so that no file below knows the command line. Wha
 a file refuses by itself is not repeated. If no command of yours was refused, skip this file.
 """
 
+import math
+
 from full.learn.advantages import compared_by
 from full.learn.objectives import OF_OBJECTIVES, READS
 from full.model.config import LINEAR
@@ -99,6 +101,10 @@ def loss(c) -> list:
                 "no --staleness: else old is the sampler itself"),
         (c.importance_low > c.importance_cap > 0,
          f"--importance-low {c.importance_low} is over --importance-cap"),
+        # Where sampler and trainer agree, a weight is 1 up to rounding.
+        (c.importance == "mask" and not c.importance_low < 1 < (c.importance_cap or math.inf),
+         f"--importance mask needs a 1 between its bounds, got --importance-low {c.importance_low} "
+         f"and --importance-cap {c.importance_cap}: rounding would mask tokens"),
         (c.clip_low >= 1, f"--clip-low must be less than 1, got {c.clip_low}"),
         (0 < c.dual_clip <= 1 + c.clip_high,
          f"--dual-clip must be over 1 + clip_high (papers: 3), got {c.dual_clip}"),

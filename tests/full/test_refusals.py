@@ -73,6 +73,7 @@ RUNS = {  # more flags of a run, and what the one line must say
     "--compile --ac memory_budget=-1": "got 'memory_budget=-1'",
     "--advantage gae --dynamic-sampling --entropy-coef 0": "from which --advantage gae",
     "--staleness 1 --importance-cap 2 --minibatches 1": "--importance-cap needs --proximal",
+    "--proximal --importance-cap 1 --importance mask": "mask needs a 1 between its bounds",
     "--staleness 65": "at most 64", "--staleness -1": "at least 0",
     "--stpes 3": "expected a flag that --help lists, got --stpes; did you mean --steps?",
     "--log_rolouts=all": "got --log_rolouts=all; did you mean --log-rollouts?",
