@@ -259,9 +259,7 @@ class Sampler:
         """
         part = getattr(self.model, "part", None)
         if part is None or part.plan.world == part.plan.dp:
-            ended = decode(self.model, rows, Turns(max_new_tokens, ending, after), **options)
-            end_together(self.model)
-            return ended
+            return self.decode(rows, Turns(max_new_tokens, ending, after), options)
 
         # Ranks that decode together decode the rows of all of them. The draws are the rows' own,
         # and the logits are the same on all of these ranks, so they sample the same tokens.
@@ -276,11 +274,18 @@ class Sampler:
             episode.is_local = False
         together[first : first + len(rows)] = rows
         turns = Turns(max_new_tokens, functools.partial(self.ask_once, ending), after)
-        ended = decode(self.model, together, turns, **options)
-        end_together(self.model)
-
         # Each rank keeps its own rows.
-        return [row for row in ended if row.is_local]
+        return [row for row in self.decode(together, turns, options) if row.is_local]
+
+    def decode(self, rows, turns, options) -> list:
+        """Decode rows, and serve this rank's experts until the other ranks have decoded theirs."""
+        try:
+            ended = decode(self.model, rows, turns, **options)
+        except ReplyTimeout:  # between two model calls, so that the others can go on
+            end_together(self.model)
+            raise
+        end_together(self.model)
+        return ended
 
     def ask_once(self, ask, episodes):
         """Let each rank ask its task about its own episodes, and share the answers. Collective."""

@@ -250,12 +250,14 @@ def apply_fsdp(root, part) -> None:
     policy = fsdp.OffloadPolicy()
     if part.offload:
         policy = fsdp.CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    precision = fsdp.MixedPrecisionPolicy()
+    # NUMERICS: ranks add in float32 or better, and round once, as in parallel.py. Pinned by
+    # tests/full/test_precision.py::test_ranks_add_bfloat16_in_float32.
+    wide = torch.promote_types(trained_dtype(root), torch.float32)
+    precision = fsdp.MixedPrecisionPolicy(reduce_dtype=wide)
     if part.compute_dtype is not None:
         # NUMERICS: FSDP2 would cast every floating tensor that enters a layer, also the cosines and
         # sines of the positions, which bf16 gets wrong from position 257 on. Pinned by
         # tests/full/test_precision.py::test_fsdp_computes_as_ddp_does.
-        wide = trained_dtype(root)
         precision = fsdp.MixedPrecisionPolicy(part.compute_dtype, wide, cast_forward_inputs=False)
 
     # A layer is a unit: its weights are gathered just before it runs and dropped after. Experts are

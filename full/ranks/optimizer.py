@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import parallel
 from full.ranks.joining import all_gather_objects
 from full.ranks.places import local, part_of, reshard, set_tensor
 
@@ -58,8 +59,9 @@ def reduce_gradients(model) -> int:
 def sum_in_messages(gradients, group):
     """Sum gradients over a group, in place, in messages of at most MESSAGE bytes.
 
-    Several in a message need a buffer of its size. A larger gradient is alone. The 30 gradients of
-    `guess` take 7 ms on 2 ranks of a CPU, and 70 ms one by one by `parallel.all_reduce_sum`.
+    Several in a message need a buffer of its size, and twice that in bfloat16. A larger gradient is
+    alone. The 30 gradients of `guess` take 7 ms on 2 ranks of a CPU, and 70 ms one by one by
+    `parallel.all_reduce_sum`.
     """
     buckets = []
     for gradient in gradients:
@@ -67,15 +69,21 @@ def sum_in_messages(gradients, group):
             buckets.append([])
         buckets[-1].append(gradient)
     for bucket in buckets:
-        # COMM: all ranks of the group have the same gradients, in the same order. Pinned by
-        # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
-        if len(bucket) == 1 and bucket[0].is_contiguous():
-            dist.all_reduce(bucket[0], group=group)
-            continue
-        flat = torch.cat([g.flatten() for g in bucket])
-        dist.all_reduce(flat, group=group)
-        for g, total in zip(bucket, flat.split([g.numel() for g in bucket])):
-            g.copy_(total.view_as(g))
+        is_alone = len(bucket) == 1 and bucket[0].is_contiguous()
+        flat = bucket[0].view(-1) if is_alone else torch.cat([g.flatten() for g in bucket])
+        # NUMERICS: ranks add in float32 or better, and round once, as in parallel.py. A gradient in
+        # bfloat16 is widened piece by piece. Pinned by
+        # tests/full/test_precision.py::test_ranks_add_bfloat16_in_float32.
+        is_wide = parallel.widen(flat[:0]).dtype == flat.dtype
+        for piece in [flat] if is_wide else flat.split(MESSAGE // 4):
+            # COMM: all ranks of the group have the same gradients, in the same order. Pinned by
+            # tests/full/test_equivalence.py::test_a_row_is_the_run_of_one_process.
+            total = parallel.widen(piece)
+            dist.all_reduce(total, group=group)
+            piece.copy_(total)
+        if not is_alone:
+            for g, total in zip(bucket, flat.split([g.numel() for g in bucket])):
+                g.copy_(total.view_as(g))
 
 
 def first_non_finite(gradients) -> int:
@@ -150,6 +158,9 @@ def clip_grad_norm(model, max_norm: float):
 # `grad_dtype` tells torch to cast a gradient before it is added to .grad, so the sums over
 # micro-batches and over ranks are wide. The states between layers, to which each layer adds, stay
 # wide too if the model has a `residual_dtype`, as torch.autocast does it.
+#
+# A model that is bf16 itself has neither: 2 bytes of each, and 2 + 2 of moments. Ranks add in
+# float32, but micro-batches add to a .grad in bf16. A wide .grad would take 2 bytes more.
 class LocalOptimizer:
     """Run a torch optimizer on the plain tensors of this rank: whole weights, or their parts.
 

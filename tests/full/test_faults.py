@@ -43,10 +43,12 @@ from test_run import (
 
 from full.__main__ import leave
 from full.learn import rollouts
+from full.model.hf import save_hf
 from full.ranks.checkpoint import Damaged, checkpoints, read_checkpoint, sealed
 from full.ranks.joining import Stop, agree, connect, is_lost_rank, own_device, store_of_this_attempt
 from full.ranks.plans import Grid, Plan
 from full.run.directory import RunDirectory
+from full.tiny import tiny_model
 
 STEPS, MANY = 6, 100  # steps of a run, and of one that is started again
 RUN = f"{TINY} --out run --save-every 2 --timeout 20 --keep 9"
@@ -377,11 +379,15 @@ def _left(*args):
         leave(ended.code, at_once=dist.is_initialized())
 
 
-@pytest.mark.parametrize("how, world", [("limit", 2), ("SIGTERM", 1)])
-def test_a_reply_that_never_comes_ends_the_run_saved(tmp_path, how, world):
+@pytest.mark.parametrize("how, world, of_plan", [("limit", 2, "--plan d2e2 --model experts"),
+                                                 ("SIGTERM", 1, "")])  # fmt: skip
+def test_a_reply_that_never_comes_ends_the_run_saved(tmp_path, how, world, of_plan):
+    """Meanwhile the other rank still needs the experts of the rank that waits."""
     top = "import os, time\nfrom pathlib import Path\nRANK = os.environ.get('RANK', '0')"
     flags = _task(tmp_path, top=top, init="self.asked = 0", reply=HANGS)
-    flags = flags.replace("--steps 2", "--steps 9")
+    shape = dict(vocab_size=5, num_experts=2, num_experts_per_tok=1, sparse_layers=(0,))
+    save_hf(tiny_model("qwen3_moe", eos_token_id=(4,), **shape), tmp_path / "experts")
+    flags = flags.replace("--steps 2", f"--steps 9 {of_plan}")
     more = " --reply-timeout 1" if how == "limit" else ""
     processes, log = begin(tmp_path, flags + more, world, None, _left)
     is_there(tmp_path / "hangs")

@@ -7,6 +7,7 @@ was up to 1.41 times autocast's. `--head-dtype float32`: the head's product unde
 sampler and trainer.
 """
 
+import copy
 import json
 import statistics
 import warnings
@@ -188,6 +189,24 @@ def test_gradients_are_as_good_as_those_of_autocast(process_group, family, seeds
     print(f"\n| {family} | {autos:.4f} | {ours:.4f} | {statistics.median(ratios):.2f} | "
           f"{min(ratios):.2f} to {max(ratios):.2f} |")  # fmt: skip
     assert 0.5 < statistics.median(ratios) < 1.25
+
+
+def _summed(rank, mode):
+    """Whether losses of 256, 1 and 1 times the same gradient add up to 258 times it."""
+    alone, tokens = tiny_model("qwen3", dtype=torch.bfloat16), torch.arange(8)[None]
+    model = parallelize(copy.deepcopy(alone), Plan(dp=3), device_mesh=Grid(Plan(dp=3)), mode=mode)
+    alone.hidden(tokens).sum().backward()
+    (model.hidden(tokens).sum() * (256, 1, 1)[rank]).backward()
+    reduce_gradients(model)
+    found = {name: full(p.grad, model.part.places[name]) for name, p in model.named_parameters()}
+    return all(torch.equal(found[name], (258 * p.grad.float()).bfloat16())
+               for name, p in alone.named_parameters() if p.grad is not None)  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_ranks_add_bfloat16_in_float32(tmp_path, mode):
+    """In bfloat16, 256 + 1 + 1 is 256."""
+    assert ranks(tmp_path, 3, _summed, mode) == [True] * 3
 
 
 @pytest.mark.quick
