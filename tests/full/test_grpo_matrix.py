@@ -1,10 +1,13 @@
 """Steps by hand, of every kind of setting."""
 
+import subprocess
+from types import SimpleNamespace
+
 import pytest
 from conftest import shortened
 
+from full.check import STEPS, main, step_error
 from full.run.config import Config
-from full.check import STEPS, step_error
 
 # Settings whose parts are in no other setting of the default suite, or in none of test_audit.py.
 BY_DEFAULT = (
@@ -25,3 +28,12 @@ def test_every_setting_is_one_that_a_run_may_have():
 def test_a_step_is_the_step_by_hand(process_group, name):
     """Its metrics and weights after the second step of a run, of every kind of setting."""
     assert step_error(**STEPS[name]) <= 1e-12
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("codes, code", [((0, 0), 0), ((0, -9), 1), ((1, 0), 1)])
+def test_all_checks_fail_if_one_does(monkeypatch, codes, code):
+    """Also one that a signal has ended."""
+    each = iter(codes)
+    monkeypatch.setattr(subprocess, "run", lambda _: SimpleNamespace(returncode=next(each)))
+    assert main([]) == code

@@ -400,6 +400,19 @@ def test_nothing_is_an_ordinary_case():
     assert partition([], 3) == [[], [], []]
 
 
+@quick
+def test_scores_of_a_batch_are_0_beyond_each_sequence():
+    seen = []
+
+    def loss(sequences, *scores_BT):
+        assert sequences == [0, 1]
+        seen.extend(x_BT[1, 1:] for x_BT in scores_BT)
+        return scores_BT[0].sum()
+
+    tree_backward(TinyModel(), TokenTrie([[1, 2, 3, 4], [1, 5]]), loss, max_tokens=9, batched=True)
+    assert len(seen) == 2 and not torch.stack(seen).any()
+
+
 def test_bf16_is_as_good_as_flat_bf16():
     """Root mean square over seeds and shapes: one case alone is +-10 % by the roundings' luck."""
     errors = {size: [] for size in ("flat", None, 32)}
