@@ -2,21 +2,27 @@
 
 Attention asks which tokens a token sees. A gated DeltaNet (deltanet.py) asks for less: the last
 inputs of its convolution, and the state before the token. Both are found at its parent, the token
-before it. So documents, trees, chunks of a tree and shares of a ring are one thing, a forest:
+before it. So a forest, which has each token's parent, describes documents as well as trees:
 
     two documents 5 6 | 7 8      token    5  6  7  8      the tree 5 6 7 / 5 8    5  6  7  8
                                  parent   -  0  -  2                              -  0  1  0
 
-A segment is the tokens start .. stop - 1 of a row: all of them, a chunk of a tree, or one of the
-two chunks that a rank has. It needs the states after some tokens of earlier segments, and a few
-inputs. A chunk reads both from leaves: the state at a fork is one more leaf of the walk
-(chunks.py), and it summarizes all tokens above it. Ranks run their segments at the same time and
-have no state to begin with. But a state is affine in the state S_0 before the segment: by (6) of
-deltanet.py one run gives A, B, R and o0 with S = A S_0 + B and o_i = R_i S_0 + o0_i. The ranks
-gather all maps [B A], K (K + V) numbers for each head, and follow the states from segment to
-segment. The recurrence then has K more columns than its V. A zigzag has two segments a rank. It
-runs as many tokens as the contiguous shares of flash-linear-attention and Megatron-LM, and gathers
-twice as many states.
+A row is computed in segments of tokens start .. stop - 1: all of them, a chunk of a tree, or one of
+the two chunks that a rank of c has. A segment needs a few inputs of earlier segments, and the
+states after some of their tokens. A chunk of a tree reads both from leaves of a graph (chunks.py).
+
+Ranks run their segments at the same time, before the states of earlier segments are known. But a
+state is affine in the state S_0 before its segment. With K = V = 1, and in each token k = 1,
+a = b = 1/2 and v = 4, by (3) of deltanet.py:
+
+    after one token     S = a (1 - b) S_0 + b v = S_0 / 4 + 2
+    after two tokens    S = (S_0 / 4 + 2) / 4 + 2 = S_0 / 16 + 5/2      so S_0 = 8 gives S = 3
+
+So by (6) of deltanet.py one run, with K more columns than its V, gives A and B of S = A S_0 + B, and
+R and o0 of the outputs o_i = R_i S_0 + o0_i. The ranks gather all maps [B A], K (K + V) numbers for
+each head, and follow the states from segment to segment. A zigzag has two segments a rank. It runs
+as many tokens as the contiguous shares of flash-linear-attention and Megatron-LM, and gathers twice
+as many states.
 
 Not here: a kernel for all runs of a tree at once; each is a call of `by_chunk`.
 
@@ -112,10 +118,10 @@ class Forest:
             yield Run(first, after, ancestors[after - 1])
 
     def run_segment(self, qkvab, start, stop, states):
-        """Return the outputs (1, H, n, V) of a segment, and add the states after its runs.
+        """Return the outputs (1, H, n, V) of a segment. `states` gets the states after its runs.
 
         qkvab: q, k, v, log_a and b of its tokens.
-        states: {token: the state after it}. It holds the states of the runs' ancestors.
+        states: {token: the state after it}, with the states of the runs' ancestors.
         """
         restart_1n = torch.from_numpy(self.parent_N[start:stop] < 0)[None].to(qkvab[0].device)
         out = []
