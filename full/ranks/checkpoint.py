@@ -94,7 +94,7 @@ def sums_of_share(path, names, alone=False) -> dict:
 def merged(function, alone=False) -> dict:
     """Merge the dicts that function() returns on all ranks. alone: only this rank calls it."""
     # COMM: an all-gather over all ranks, after all of them have a result. Pinned by
-    # tests/full/test_parallel.py::test_what_one_rank_cannot_read_is_refused_by_all.
+    # tests/full/test_parallel.py::test_what_one_rank_cannot_do_is_refused_by_all.
     return {name: x for part in on_all_ranks(function, alone=alone) for name, x in part.items()}
 
 

@@ -476,8 +476,9 @@ WHY = {  # properties that fail or are not judged, and what is said of them
 def test_a_planted_fault_fails_the_right_properties(fault):
     loss, settings, expected = WRONG[fault]
     assert verdicts(loss, settings) == expected
-    why = {row["property"]: row["why"] for row in kit.conformance(loss, settings)}
-    assert all(words in why[name] for name, words in WHY.get(fault, {}).items())
+    if fault in WHY:
+        why = {row["property"]: row["why"] for row in kit.conformance(loss, settings)}
+        assert all(words in why[name] for name, words in WHY[fault].items())
 
 
 def test_what_the_definition_cannot_say_is_refused():
