@@ -199,6 +199,10 @@ class SampledTokens:
         """Return x (N,) for anything that broadcasts to the rows; `default` for None."""
         if x_BT is None:
             return default
+        B = len(self.mask_BT)
+        if x_BT.dim() == 1 and B > 1:  # of B rows of B tokens it would fit the tokens
+            raise ValueError(f"expected a number for each of {B} sequences as ({B}, 1), got "
+                             f"{tuple(x_BT.shape)}")  # fmt: skip
         return x_BT.expand(self.mask_BT.shape)[self.row_N, self.column_N].to(self.dtype)
 
     def sum_of_sequence(self, x_N):
@@ -306,7 +310,7 @@ def grpo_loss(
 
     lp_BT            log-probs of the policy now, with a graph: (B, T), or (T,) for one sequence
     old_BT           log-probs before the step's first update; None: lp, so that every ratio is 1
-    advantage_BT     A of (1), of any shape that broadcasts
+    advantage_BT     A of (1), of a shape that broadcasts: (B, 1) for a number of each sequence
     mask_BT          bool: which tokens the policy sampled. Others may hold anything, even NaN
     settings         LossSettings, or the Config of a run
     others           OtherScores. Without its scores a term is not in the loss
@@ -347,7 +351,8 @@ def grpo_loss(
     # means weighs a token more where its micro-batch is small; a sum over one Z does not.
     w_B, term_B = AGGREGATIONS[c.aggregation](tokens.count_B, c.max_new_tokens)
     w_N = w_B[tokens.row_N].to(l_N)
-    Z = term_B.sum().item() if Z is None else Z
+    if Z is None:
+        Z = term_B.sum().item() or 1.0  # without a token the loss is 0
     loss = (w_N * l_N).sum() / Z  # (7)
     return loss, measured(TokenTerms(
         lp_N=lp_N, old_N=old_N, smp_N=smp_N, ref_N=ref_N, A_N=A_N,

@@ -46,9 +46,7 @@ def write_checkpoint(path, tensors, state) -> None:
             json.dump(sealed(state | {"files": sums}), file)
             file.flush()
             os.fsync(file.fileno())
-        # An older checkpoint of this name goes only now that the new one is whole.
-        shutil.rmtree(path, ignore_errors=True)
-        partial.rename(path)
+        replace_directory(partial, path)
 
     try:
         agree(start)
@@ -68,6 +66,18 @@ def write_checkpoint(path, tensors, state) -> None:
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)  # unfinished files take room
             raise OSError(f"checkpoint {path} not written ({reason_of(error)})") from error
+
+
+def replace_directory(new, path):
+    """Rename a complete directory to `path`, and delete an older one of that name."""
+    # A directory cannot be renamed to one that holds files. Deleting these takes seconds, so the
+    # older directory is moved away first. A kill between the two renames leaves both, as .tmp.
+    old = path.with_name(path.name + ".old.tmp")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    new.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def reason_of(error) -> str:

@@ -21,7 +21,7 @@ from full.model.exact import ExactTransformer
 from full.model.hf import copy_text_files, save_hf
 from full.model.lora import add_factors, merge
 from full.model.transformer import Transformer
-from full.ranks.checkpoint import read_checkpoint
+from full.ranks.checkpoint import read_checkpoint, replace_directory
 from full.ranks.joining import connection, is_one_of_several, say, warn
 from full.ranks.optimizer import persistent_buffers
 from full.run.conflicts import of_parts
@@ -228,8 +228,4 @@ def write_hf(model, directory, source):
         raise FileNotFoundError(f"the text files of --model {source} are gone")
     if source:
         copy_text_files(source, partial)
-
-    # A directory cannot be renamed to one that holds files, so the old one is deleted first. A kill
-    # between the two lines leaves no directory, but never half of one.
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
+    replace_directory(partial, Path(directory))

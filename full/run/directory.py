@@ -92,7 +92,10 @@ def shape_in(directory) -> dict:
 
 
 def digest_of_model(directory) -> str:
-    """Return a digest of a checkpoint's shape and weights, independent of its file names."""
+    """Return a digest of a checkpoint's shape and weights, independent of its file names.
+
+    A run's rank 0 reads all of them, and the other ranks wait as long as it takes: see `start_run`.
+    """
     total = zlib.crc32(digest(shape_in(directory)).encode())
     for name, stored in sorted(open_checkpoint(directory).items()):
         x = stored.part[:].contiguous()

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import tracemalloc
 from unittest import mock
 
@@ -27,6 +28,7 @@ from full.model.logprobs import token_logprobs
 from full.model.parallelize import parallelize
 from full.model.transformer import Critic, Transformer
 from full.model.parallelize import gather_weights
+from full.ranks.checkpoint import read_checkpoint, write_checkpoint
 from full.ranks.joining import on_all_ranks
 from full.ranks.places import full, local
 from full.ranks.plans import Grid, Plan
@@ -563,6 +565,21 @@ def test_vocabulary_parallel_equals_one_process(tmp_path, sizes):
     for results in ranks(tmp_path, len(sizes), _vocabularies, sizes):
         for (error, lost), bound in zip(results, (1e-13, 2e-6, 1.5), strict=True):
             assert error < bound and lost
+
+
+@pytest.mark.quick
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_the_new_one(process_group, tmp_path):
+    path, tensors = tmp_path / "step-00000001", {"x": torch.zeros(3)}
+    write_checkpoint(path, tensors, {})
+
+    def killed(folder, ignore_errors=True):
+        for file in folder.glob("*.json") if folder.name != f"{path.name}.tmp" else ():
+            file.unlink()
+            raise KeyboardInterrupt
+
+    with mock.patch.object(shutil, "rmtree", killed), pytest.raises(KeyboardInterrupt):
+        write_checkpoint(path, tensors, {"is": "new"})
+    assert read_checkpoint(path, tensors)["is"] == "new"
 
 
 # Files from somebody else ----------------------------------------------------------------------

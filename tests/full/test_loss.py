@@ -181,6 +181,13 @@ def test_without_a_sampler_the_old_policy_has_sampled():
     assert torch.equal(capped, plain) and sums.items() <= more.items()
 
 
+def test_a_loss_of_no_token_is_zero():
+    lp = torch.ones(2, 3).requires_grad_()
+    loss, _ = grpo_loss(lp, None, torch.ones(2, 1), lp < 0)
+    loss.backward()
+    assert loss == 0 and not lp.grad.any()
+
+
 def test_denominators_count_sampled_tokens():
     rows = [torch.tensor(m, dtype=torch.bool) for m in ([1, 1, 0, 1], [1], [0, 0])]
     for aggregation, Z in {"token_mean": 4.0, "sequence_mean": 2.0, "constant": 30.0}.items():

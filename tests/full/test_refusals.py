@@ -26,6 +26,7 @@ from full.__main__ import main
 from full.api import Config, run  # noqa: F401, of a row
 from full.attention import attend, masks, ring
 from full.learn import generate as generation
+from full.learn.objectives import grpo_loss  # noqa: F401, of a row
 from full.model import experts, logprobs, lora, parallelize
 from full.model.config import Lora  # noqa: F401, of a row
 from full.model.hf import save_factors  # noqa: F401, of a row
@@ -442,6 +443,9 @@ CALLS = {  # a call, and what its ValueError says
     ]},
     "save_factors(add_factors(tiny_model('qwen3_moe'), Lora(2, 1.0, ('up_proj',)), None), '', '')":
         "no factors of experts",
+    # The loss.
+    "grpo_loss(torch.ones(3, 3), None, torch.ones(3), torch.ones(3, 3) > 0)":
+        r"a number for each of 3 sequences as \(3, 1\), got \(3,\)",
     # Masks.
     "Mask([0, 1], [2, 2, 2])": r"one shape.*start \(1, 2\), end \(1, 3\)",
     "Mask([0.5, 1], [2, 2])": "integers as a mask's start, got float64",
