@@ -18,8 +18,8 @@ a = b = 1/2 and v = 4, by (3) of deltanet.py:
     after one token     S = a (1 - b) S_0 + b v = S_0 / 4 + 2
     after two tokens    S = (S_0 / 4 + 2) / 4 + 2 = S_0 / 16 + 5/2      so S_0 = 8 gives S = 3
 
-So by (6) of deltanet.py one run, with K more columns than its V, gives A and B of S = A S_0 + B, and
-R and o0 of the outputs o_i = R_i S_0 + o0_i. The ranks gather all maps [B A], K (K + V) numbers for
+So by (6) of deltanet.py one run, with K more columns than V, gives A and B of S = A S_0 + B, and R
+and o0 of the outputs o_i = R_i S_0 + o0_i. The ranks gather all maps [B A], K (K + V) numbers for
 each head, and follow the states from segment to segment. A zigzag has two segments a rank. It runs
 as many tokens as the contiguous shares of flash-linear-attention and Megatron-LM, and gathers twice
 as many states.
