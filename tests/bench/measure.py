@@ -55,6 +55,7 @@ OF_TREES = dict(
     hidden_size=128, num_hidden_layers=4, num_attention_heads=4, head_dim=32,
     num_key_value_heads=2, intermediate_size=384, vocab_size=2048,
 )  # fmt: skip
+HYBRID = dict(linear_key_head_dim=32, linear_value_head_dim=32)
 SETTINGS = {  # of each subject, by size
     "ring": dict(default=[8192, 16384], large=[32768], toy=[64]),  # tokens
     "kernel": dict(default=[1024, 4096], large=[4096, 16384, 65536], toy=[16]),  # tokens
@@ -238,21 +239,21 @@ def tree(options, given):
     for name, sequences in shapes_of_trees(scale).items():
         if not name.startswith(options.only):
             continue
-        family = "qwen3_5_text" if name.startswith("hybrid") else "qwen3"
-        widths = dict(linear_key_head_dim=32, linear_value_head_dim=32) if "5" in family else {}
+        family, widths = ("qwen3_5_text", HYBRID) if name.startswith("hybrid") else ("qwen3", {})
         config = tiny(family, **shape, **widths, max_position_embeddings=1 << 20)
         model = Transformer(config).to(options.device, dtype).init_weights(0)
         ways = ways_to_train(model, sequences)
         peaks = {way: peak_mb(run, options.device) for way, run in ways.items()}
         seconds = alternating(ways, options.repeats, options.device)
         flat_flops, tree_flops = flops(config, TokenTrie(sequences))
+        bound = flat_flops / tree_flops
         for way, found in seconds.items():
             times = times_as_fast(seconds["flat"], found)["times"]
-            row = dict(shape=name, way=way, seconds=statistics.median(found), mb=peaks[way])
-            row |= dict(times=times)
-            bound = flat_flops / tree_flops
-            # The recurrent layers of a hybrid model have other FLOPs.
-            yield row | (dict(bound=bound, of_bound=times / bound) if family == "qwen3" else {})
+            row = dict(shape=name, way=way, seconds=statistics.median(found), mb=peaks[way],
+                       times=times)  # fmt: skip
+            if family == "qwen3":  # the recurrent layers of a hybrid model have other FLOPs
+                row |= dict(bound=bound, of_bound=times / bound)
+            yield row
 
 
 # Second versions --------------------------------------------------------------------------------
