@@ -273,10 +273,10 @@ def test_a_right_step_holds_and_a_planted_mistake_is_found_and_named(tmp_path, n
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("bug, words", [
-    ("eps", "eps is inside the square root"), ("tool reply", "masked tokens between"),
-    ("changed weight", "something other than the optimizer changed head.weight"),
+@pytest.mark.parametrize("bug, words, norm", [
+    ("eps", "eps is inside the square root", False),
+    ("tool reply", "masked tokens between", True), ("tool reply", "masked tokens between", False),
+    ("changed weight", "something other than the optimizer changed head.weight", True),
 ])  # fmt: skip
 def test_new_weights_are_enough_to_name_a_mistake(tmp_path, bug, words, norm):
     """The dump has no gradient, and perhaps no norm."""

@@ -5,7 +5,6 @@ Runs are made in this process, and compared bit for bit with runs of the command
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import inspect
 import json
@@ -229,9 +228,13 @@ def test_a_run_with_objects_goes_on_from_python_alone(capsys, straight):
         assert main(shlex.split(command)) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "python:Sort: full.api has made it" in said, command
-    wrong = functools.partial(complaint_of, run, Config(out="run", resume=True))
-    assert "has to give them again" in wrong()
-    assert "has to give them again" in wrong(task=Lookup(config))
+    for options in ({}, dict(task=Lookup(config))):
+        resumed = Config(out="run", resume=True)
+        assert "has to give them again" in complaint_of(run, resumed, **options)
+        assert "python:Sort" in complaint_of(audit, "run", **options)
+    with left_as_it_was():
+        report = audit("run", task=Sort(config), step=3)
+    assert report.verdict == "audit of step 3: ok" and "numbers hold" in report.text()
     assert contents(Path("run")) == before
 
     # More steps: what was given wins, and all else is the run's own; also of a command line's run.
@@ -292,32 +295,6 @@ def test_what_fails_in_a_step_is_raised_and_the_run_goes_on(error, text, options
     if error is LookupError:  # its directory is that of a run of Sort
         result = run(dataclasses.replace(CONFIG, resume=True), task=Sort(CONFIG))
         same_run(result.out, straight(f"{STEPS} --size 6 --task {SORT!r}"))
-
-
-# Audits --------------------------------------------------------------------------------------
-
-
-class Other(Sort):
-    """Another reward, under the name of the run's task."""
-
-    def reply(self, state, answer):
-        state, reply, reward = super().reply(state, answer)
-        return state, reply, reward + 1
-
-
-Other.__name__ = "Sort"
-
-
-def test_an_audit_needs_the_runs_own_objects():
-    run(CONFIG, task=Sort(CONFIG))
-    before = contents(Path("run"))
-    with left_as_it_was():
-        report = audit("run", task=Sort(CONFIG), step=3)
-        assert report.verdict == "audit of step 3: ok" and "numbers hold" in report.text()
-        assert audit("run", task=Other(CONFIG)).wrong == "rollouts/rewards"
-        for options in ({}, dict(task=Lookup(CONFIG)), dict(task="x.py:X")):
-            assert "python:Sort" in complaint_of(audit, "run", **options)
-    assert contents(Path("run")) == before
 
 
 # Datasets and rewards ------------------------------------------------------------------------

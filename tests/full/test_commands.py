@@ -208,18 +208,6 @@ def test_help_is_printed_by_rank_0_alone(tmp_path):
     assert codes == [0, 0] and "--max-new-tokens" in first and second == ""
 
 
-def test_transformers_reads_the_weights_of_a_task_of_symbols(run):
-    """The tokens have no text, so the directory has no tokenizer."""
-    transformers = installed("transformers")
-    files = {"config.json", "model.safetensors"}
-    assert {x.name for x in (run / "hf").iterdir()} == files
-    transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.bfloat16)
-
-    # And a run begins with them.
-    good(run.parent, f"{SMALL.replace('--out run', '--model run/hf --out again')} 1")
-    assert {x.name for x in (run.parent / "again" / "hf").iterdir()} == files
-
-
 def test_the_newest_checkpoint_exported_is_what_the_run_wrote(run, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for name in ("new/below", "empty"):

@@ -190,17 +190,6 @@ def run_of(tmp_path_factory):
     return run
 
 
-EVALUATED = f"{TINY} --eval-every 2 --steps"
-
-
-def test_the_comparison_of_runs_tells_another_seed_and_coefficient(run_of, tmp_path):
-    truth = run_of(f"{EVALUATED} 8")[:4]
-    with pytest.raises(AssertionError, match="at step"):
-        largest_difference(trained(tmp_path, 1, f"{EVALUATED} 4 --seed 1"), truth)
-    near = trained(tmp_path, 1, f"{EVALUATED} 4 --entropy-coef 0.030001")
-    assert largest_difference(near[:1], truth[:1]) > 1e-8
-
-
 # The clip ------------------------------------------------------------------------------------
 
 
