@@ -346,7 +346,7 @@ def test_the_text_model_of_a_multimodal_qwen3_5(tmp_path):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_is_read_as_transformers_reads_it(name):
     """Fields that are left out are filled in by its classes, and then read by ours."""
-    _, raw = PUBLISHED[name]
+    raw = PUBLISHED[name]
     given = {field: value for field, value in raw.items() if field != "model_type"}
     theirs = transformers.AutoConfig.for_model(raw["model_type"], **given)
     ours = ModelConfig.from_hf(raw)
