@@ -8,40 +8,12 @@ import shutil
 
 import pytest
 from test_ranks import read_metrics
-from test_run import GET, _main, at, cli, good
+from test_run import GET, _main, at, cli
 
 from full.audit.audit import audited
 
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
 TINY += "--lr 0.02 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 6 --out run"
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run of 5 steps with a checkpoint after each, all rollouts kept."""
-    folder = tmp_path_factory.mktemp("finished")
-    flags = "--staleness 2 --steps 5 --save-every 1 --keep 9 --log-rollouts all"
-    good(folder, f"{TINY} {flags} --minibatches 1")
-    return folder / "run"
-
-
-def test_the_audit_takes_the_weights_of_the_schedule(process_group, finished, tmp_path):
-    """Of checkpoints 2 and 4: step 4 was sampled with the weights of 2, and is logged whole."""
-    run = shutil.copytree(finished, tmp_path / "run")
-    for n in (1, 3):
-        shutil.rmtree(run / f"step-{n:08d}")
-    lines = read_metrics(run)
-    for name in ("policy/age_mean", "policy/age_max", "policy_age/update_mean"):
-        assert [line[name] for line in lines] == [0, 1, 2, 2, 2]
-    report = audited(run, 4)
-    assert report.wrong is None
-    keys = {row.key for row in report.rows}
-    assert {"sampling", "policy/age_max", "policy_age/update_mean", "loss/token_mean"} <= keys
-
-    # Without the weights that sampled it, or its rollouts, it cannot be audited.
-    shutil.rmtree(run / "step-00000002")
-    with pytest.raises(ValueError, match="all rollouts and a checkpoint before it"):
-        audited(run, 4)
 
 
 def _with_fresher_weights(*args):
@@ -57,10 +29,24 @@ def _with_fresher_weights(*args):
     _main(*args)
 
 
-def test_a_batch_by_other_weights_is_named(process_group, tmp_path):
-    """Batch 3 is sampled a step late, by fresher weights than the schedule says."""
+def test_the_audit_takes_the_weights_of_the_schedule_and_names_others(process_group, tmp_path):
+    """Batch 3 is sampled a step late, by fresher weights than the schedule says; others are not."""
     flags = f"{TINY} --staleness 2 --steps 5 --log-rollouts all --minibatches 1 --save-every 1"
     codes, _, err = cli(tmp_path, f"{flags} --keep 9", main=_with_fresher_weights)
     assert codes == [0], err
-    assert audited(tmp_path / "run", 3).verdict == "audit of step 3: sampling is outside"
-    assert audited(tmp_path / "run", 2).wrong is None
+    run = tmp_path / "run"
+    for name in ("policy/age_mean", "policy/age_max", "policy_age/update_mean"):
+        assert [line[name] for line in read_metrics(run)] == [0, 1, 2, 2, 2]
+    assert audited(run, 3).verdict == "audit of step 3: sampling is outside"
+    assert audited(run, 2).wrong is None
+
+    # Of checkpoints 2 and 4: step 4 was sampled with the weights of 2, and is logged whole.
+    for n in (1, 3):
+        shutil.rmtree(run / f"step-{n:08d}")
+    report = audited(run, 4)
+    assert report.wrong is None
+    keys = {row.key for row in report.rows}
+    assert {"sampling", "policy/age_max", "policy_age/update_mean", "loss/token_mean"} <= keys
+    shutil.rmtree(run / "step-00000002")
+    with pytest.raises(ValueError, match="all rollouts and a checkpoint before it"):
+        audited(run, 4)
