@@ -35,8 +35,10 @@ def test_the_audit_takes_the_weights_of_the_schedule_and_names_others(process_gr
     codes, _, err = cli(tmp_path, f"{flags} --keep 9", main=_with_fresher_weights)
     assert codes == [0], err
     run = tmp_path / "run"
-    for name in ("policy/age_mean", "policy/age_max", "policy_age/update_mean"):
-        assert [line[name] for line in read_metrics(run)] == [0, 1, 2, 2, 2]
+    lines = read_metrics(run)
+    assert [line["policy/age_mean"] for line in lines] == [0, 1, 2, 2, 2]
+    assert [line["policy/age_max"] for line in lines] == [0, 1, 2, 2, 2]
+    assert [line["policy_age/update_mean"] for line in lines] == [0, 1, 2, 1, 2]
     assert audited(run, 3).verdict == "audit of step 3: sampling is outside"
     assert audited(run, 2).wrong is None
 
