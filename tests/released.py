@@ -185,6 +185,22 @@ def make(family, directory, *, layers=4, width=384, template=True, seed=0) -> Pa
     return directory
 
 
+def multimodal_gemma(**text):
+    """Return transformers' Gemma 3 with a vision tower, small and random. text: sizes."""
+    import transformers
+
+    text = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
+                num_attention_heads=4, num_key_value_heads=2, sliding_window=4,
+                sliding_window_pattern=2, tie_word_embeddings=True) | text  # fmt: skip
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                  image_size=16, patch_size=8)  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4,
+        tie_word_embeddings=text["tie_word_embeddings"])  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.Gemma3ForConditionalGeneration(config).eval()
+
+
 def corpus():
     """Lines of made-up words, numbers and marks: the same for ever, so that tests stay the same."""
     rng = np.random.default_rng(0)

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from conftest import installed
+from released import multimodal_gemma
 from test_ranks import TASK
 from test_run import good
 
@@ -13,47 +14,25 @@ from full.evaluate import load_policy
 from full.model.config import Lora
 from full.model.hf import load_hf, save_factors, save_hf
 from full.model.lora import add_factors, is_factor
-from full.model.transformer import Transformer
 from full.run.config import LORA_TARGETS
 from full.tiny import tiny_model
 
 
-@pytest.mark.parametrize("family, targets", [
-    ("qwen2", LORA_TARGETS), ("qwen3_5_text", "in_proj_qkv,in_proj_a,out_proj,q_proj")])
-def test_export_merges_and_an_adapter_is_read_by_peft(process_group, tmp_path, family, targets):
-    """A dense model in float64: transformers' logits of the export, and peft's of the adapter."""
+ROUNDED = "--dtype float32 --compute-dtype bfloat16"  # a run that samples by a rounded base
+
+
+@pytest.mark.parametrize("family, targets, more", [
+    ("qwen2", LORA_TARGETS, ""), ("qwen2", LORA_TARGETS, ROUNDED),
+    ("qwen3_5_text", "in_proj_qkv,in_proj_a,out_proj,q_proj", "")])
+def test_an_export_is_what_peft_makes_of_the_stored_base_and_the_adapter(
+    process_group, tmp_path, family, targets, more
+):
     # Imported here: peft takes longer than torch, and every process of tests imports this file.
     peft, transformers = installed("peft", "transformers")
-
-    folder = tmp_path / "dense"
-    save_hf(tiny_model(family, vocab_size=12, eos_token_id=(1,)), folder)
-    flags = f"{TASK} --model {folder} --lora-rank 3 --lora-targets {targets}"
-    small = "--steps 2 --lr 0.02 --entropy-coef 0.1 --prompts 2 --group 4"
-    good(tmp_path, f"{flags} {small} --out {tmp_path}/run")
-    model, _ = load_policy(tmp_path / "run")
-    tokens = torch.randint(12, (2, 9), generator=torch.Generator().manual_seed(0))
-    truth = model(tokens)
-    assert type(model) is Transformer
-    assert (truth - load_hf(folder)(tokens)).abs().max() > 1e-3
-
-    load = functools.partial(
-        transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.float64)  # fmt: skip
-    # transformers has norms and RoPE in float32, so it is near to itself and less near to us.
-    whole = load(tmp_path / "run" / "hf")(tokens).logits
-    assert (whole - truth).abs().max() < 1e-5
-
-    assert main(["export", f"{tmp_path}/run", f"{tmp_path}/adapter", "--adapters"]) == 0
-    theirs = peft.PeftModel.from_pretrained(
-        load(folder), tmp_path / "adapter", autocast_adapter_dtype=False)  # fmt: skip
-    assert (theirs(tokens).logits - whole).abs().max() < 1e-6
-
-
-def test_an_export_is_the_stored_base_and_the_factors(process_group, tmp_path):
-    """Though the run has rounded the base: what peft makes of the base and the adapter."""
-    peft, transformers = installed("peft", "transformers")
     folder, run = tmp_path / "dense", tmp_path / "run"
-    save_hf(tiny_model("qwen2", dtype=torch.float32, vocab_size=12, eos_token_id=(1,)), folder)
-    flags = f"{TASK} --dtype float32 --model {folder} --lora-rank 3 --compute-dtype bfloat16"
+    dtype = torch.float32 if more else torch.float64
+    save_hf(tiny_model(family, dtype=dtype, vocab_size=12, eos_token_id=(1,)), folder)
+    flags = f"{TASK} --model {folder} --lora-rank 3 --lora-targets {targets} {more}"
     small = "--steps 2 --lr 0.02 --entropy-coef 0.1 --prompts 2 --group 4"
     good(tmp_path, f"{flags} {small} --out {run}")
     for target in ("merged", "adapter --adapters"):
@@ -61,33 +40,27 @@ def test_an_export_is_the_stored_base_and_the_factors(process_group, tmp_path):
 
     load = transformers.AutoModelForCausalLM.from_pretrained
     tokens = torch.randint(12, (2, 9), generator=torch.Generator().manual_seed(0))
-    base = load(folder, dtype=torch.float32)(tokens).logits
-    theirs = peft.PeftModel.from_pretrained(load(folder, dtype=torch.float32), tmp_path / "adapter")
+    base = load(folder, dtype=dtype)(tokens).logits
+    theirs = peft.PeftModel.from_pretrained(
+        load(folder, dtype=dtype), tmp_path / "adapter", autocast_adapter_dtype=False)
     truth = theirs(tokens).logits
     effect = (truth - base).abs().max()
+    assert effect > 1e-3
     for directory in (run / "hf", tmp_path / "merged"):
         whole = load(directory)
-        assert whole.dtype == torch.float32
-        assert (whole(tokens).logits - truth).abs().max() < 1e-5 * effect
-    sampled, _ = load_policy(run, dtype="float32")  # by which the run has sampled
-    assert (sampled(tokens) - truth).abs().max() > 1e-3 * effect
+        assert whole.dtype == dtype
+        assert (whole(tokens).logits - truth).abs().max() < (1e-5 * effect if more else 1e-6)
+    sampled, _ = load_policy(run, dtype="float32" if more else "")
+    error = (sampled(tokens) - truth).abs().max()  # transformers has norms and RoPE in float32
+    assert error > 1e-3 * effect if more else error < 1e-5
 
 
 @pytest.mark.parametrize("more", ["", ",lm_head"])
 def test_an_adapter_of_a_multimodal_base_is_read_by_peft(process_group, tmp_path, more):
     """The language model is a part of it, and its vision tower has a q_proj too."""
     peft, transformers = installed("peft", "transformers")
-    text = dict(
-        vocab_size=12, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
-        num_attention_heads=4, num_key_value_heads=2, sliding_window=4, sliding_window_pattern=2,
-        tie_word_embeddings=not more)  # fmt: skip
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                  image_size=16, patch_size=8)  # fmt: skip
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision,
-                                       mm_tokens_per_image=4, tie_word_embeddings=not more)
     folder = tmp_path / "base"
-    torch.manual_seed(0)
-    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    multimodal_gemma(vocab_size=12, tie_word_embeddings=not more).save_pretrained(folder)
     load = functools.partial(
         transformers.AutoModelForCausalLM.from_pretrained, folder, dtype=torch.float64)
     tokens = torch.randint(12, (2, 9))

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, installed, shortened
-from released import PUBLISHED
+from released import PUBLISHED, multimodal_gemma
 from test_ranks import ranks
 
 import models
@@ -296,14 +296,7 @@ def test_half_precision_is_at_most_twice_as_wrong_as_transformers(hf, dtype):
 
 @pytest.mark.parametrize("old", [False, True])
 def test_the_text_model_of_a_multimodal_checkpoint(tmp_path, old):
-    text = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                head_dim=8, num_attention_heads=4, num_key_value_heads=2, sliding_window=4,
-                sliding_window_pattern=2)  # fmt: skip
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                  image_size=16, patch_size=8)  # fmt: skip
-    config = dict(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    config = transformers.Gemma3Config(**config)
-    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    theirs = multimodal_gemma(vocab_size=61)
     with torch.no_grad():
         for p in theirs.parameters():
             p += 0.1 * torch.randn_like(p)
