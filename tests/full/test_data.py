@@ -697,8 +697,7 @@ def test_a_run_goes_on_with_its_prompts_date_and_reward_and_so_do_the_commands(
 
     # An evaluation has the run's settings. A file that is named now takes the place of its files.
     evaluate = "eval run --samples 1 --eval-prompts 2 --reward rewards.py:close "
-    files = {"": (HELD_OUT, "2 held-out prompts"), "--all-lines": (HELD_OUT, "12 prompts"),
-             "--data rows.jsonl": (QUESTIONS, "2 held-out prompts"),
+    files = {"": (HELD_OUT, "2 held-out prompts"),
              "--data rows.jsonl --all-lines": (QUESTIONS, "40 prompts")}  # fmt: skip
     note = f'the chat template of DIR gets tone = "loud", the date {config.date[:10]}'
     for given, (rows, count) in files.items():

@@ -46,6 +46,7 @@ def config_of(**changes):
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e5}
 INSIDE = {"hidden_size": 64, "num_hidden_layers": 7}
 MEANINGS = [  # fields of a config.json, what they mean, and other spellings of them
+    # (test_transformers.py has each field by itself.)
     # Where both are said, the words of transformers 4 win.
     *((dict(model_type=kind, rope_parameters=LINEAR), dict(rope_parameters={FULL: LINEAR}),
        *(dict(rope_theta=7e5, rope_scaling={key: "linear", "factor": 2.0},
@@ -61,23 +62,7 @@ MEANINGS = [  # fields of a config.json, what they mean, and other spellings of 
     (dict(model_type="qwen3_moe", num_local_experts=9),
      dict(num_experts=9, sparse_layers=(0, 1)), dict(num_experts=9, num_local_experts=...)),
 
-    ({}, dict(max_position_embeddings=32768)),
-    (dict(model_type="qwen2", head_dim=None), dict(head_dim=8)),
     (dict(eos_token_id=[3, 4]), dict(eos_token_id=(3, 4))),
-    *((dict(model_type=kind, head_dim=given), dict(head_dim=width, eos_token_id=(2,)))
-      for kind in ("llama", "mistral") for given, width in ((..., 8), (None, 8), (12, 12))),
-    *((dict(model_type=kind, num_key_value_heads=None), dict(num_key_value_heads=4))
-      for kind in ("llama", "mistral")),
-    # A Llama has no window, and the class of Qwen3-MoE does not read max_window_layers.
-    (dict(model_type="llama", layer_types=[SLIDING] * 2, sliding_window=4),
-     dict(layer_types=(FULL, FULL))),
-    *((dict(model_type="qwen3_moe", use_sliding_window=True, sliding_window=7,
-            max_window_layers=first), dict(layer_types=(SLIDING, SLIDING), sliding_window=7))
-      for first in (..., 1, 2)),
-    *((dict(model_type=kind, use_sliding_window=True, sliding_window=7, max_window_layers=1),
-       dict(layer_types=(FULL, SLIDING), sliding_window=7)) for kind in ("qwen2", "qwen3")),
-    # Where a list says which layers slide, transformers follows it too.
-    (dict(model_type="mistral", layer_types=[FULL] * 2), dict(layer_types=(FULL, FULL))),
     (dict(model_type="gemma3", text_config=INSIDE, eos_token_id=[1, 106]),
      dict(model_type="gemma3_text", eos_token_id=(1, 106), head_dim=256,
           layer_types=(SLIDING,) * 5 + (FULL, SLIDING))),

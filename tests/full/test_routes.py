@@ -1,7 +1,6 @@
 """Experts are balanced in training by the routers' bias."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -21,21 +20,6 @@ SHAPE = dict(vocab_size=12, num_experts=8, num_experts_per_tok=2, num_hidden_lay
              sparse_layers=(0, 2), initializer_range=0.2)  # fmt: skip
 
 
-def moe():
-    """A small model with experts in two of three layers."""
-    return tiny_model("qwen3_moe", **SHAPE)
-
-
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory):
-    """The flags of a run with a model that has experts."""
-    folder = tmp_path_factory.mktemp("moe")
-    save_hf(tiny_model("qwen3_moe", eos_token_id=(1,), **SHAPE), folder)
-    small = "--lr 0.01 --steps 2 --eval-every 2 --save-every 1 --prompts 3 --group 4"
-    return f"{TASK} {small} --model {folder}"
-
-
-# Experts are balanced ----------------------------------------------------------------------------
 # That bias (11) and loads are those of one process under every plan is a row of
 # full/equivalence.py. Here is what one process counts and skips.
 
@@ -44,7 +28,7 @@ def flags(tmp_path_factory):
 def test_a_token_counts_for_each_sequence_that_holds_it():
     one, held = RoutingCounts(torch.tensor([1, 0, 0])), RoutingCounts(torch.tensor([3, 0, 0]))
     for counts in (one, held):
-        moe().hidden(torch.tensor([[1, 2, 3]]), on_routing=counts)
+        tiny_model("qwen3_moe", **SHAPE).hidden(torch.tensor([[1, 2, 3]]), on_routing=counts)
     assert [n.sum() for n in one.counts.values()] == [2] * 2
     assert all(held.counts[layer].equal(3 * n) for layer, n in one.counts.items())
 
@@ -95,17 +79,14 @@ def test_a_skipped_step_moves_no_bias(batch):
 
 
 @pytest.mark.parametrize("balanced", [True, False])
-def test_what_the_checkpoint_was_trained_with_is_said(flags, tmp_path, balanced):
+def test_what_the_checkpoint_was_trained_with_is_said(tmp_path, balanced):
     """And that no OUT/hf is written: its format has no place for a router's bias."""
-    folder = flags.split("--model ")[1]
-    model = shutil.copytree(folder, tmp_path / "model")
+    model = tmp_path / "model"
+    save_hf(tiny_model("qwen3_moe", eos_token_id=(1,), **SHAPE), model)
     raw = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(raw | {"router_aux_loss_coef": 0.001}))
-    more = "--steps 1 --prompts 1 --group 2 --minibatches 1 --out run"
-    more += " --router-bias-rate 0.05" * balanced
-    out, err = good(tmp_path, f"{flags.replace(folder, str(model))} {more}")
+    flags = f"{TASK} --model {model} --lr 0.01 --steps 1 --prompts 1 --group 2 --minibatches 1"
+    out, err = good(tmp_path, f"{flags} --out run" + " --router-bias-rate 0.05" * balanced)
     assert err.count("router_aux_loss_coef 0.001; here nothing does") == (not balanced)
     assert ("hf is not written" in out) == balanced
     assert (tmp_path / "run/hf").exists() != balanced
-
-
