@@ -209,8 +209,7 @@ def test_non_finite_sampler_logprobs_leave_the_loss(process_group):
 
 
 class Counted(Chat):
-    """Notes the number of each prompt and what its generator draws first. Rewards of the prompt
-    `unequal` are 0, 1, ..; others are 0."""
+    """Notes the number of each prompt. Rewards of the prompt `unequal` are 0, 1, ..; others 0."""
 
     end = tuple(range(10))
 
@@ -218,26 +217,39 @@ class Counted(Chat):
         self.asked, self.unequal, self.rewards = [], unequal, itertools.count()
 
     def prompt(self, rng, index, held_out):
-        self.asked.append((index, rng.random()))
+        self.asked.append(index)
         return index, super().prompt(rng, index, held_out)[1]
 
     def reply(self, index, answer):
         return index, None, float(next(self.rewards) if index == self.unequal else 0)
 
 
-def test_every_step_has_prompts_and_random_numbers_of_its_own(process_group):
-    """Without a prompt that is left out: each round of a step has the next ones."""
-    how = dict(dynamic_sampling=3, entropy_coef=0)
-    config, task = Config(prompts=2, group=2, max_new_tokens=2, **how), Counted()
+def test_every_step_has_prompts_and_random_numbers_of_its_own(process_group, monkeypatch):
+    """Each round of a step has the next prompts. Of all rounds and an evaluation's samples, each
+    key of prompts and rollouts is used once. numpy pads a key with zeros to four numbers."""
+    keys = []
+
+    def noted(kind, make):
+        return lambda key: keys.append((kind, *key)) or make(key)
+
+    for kind, name in (("draws", "SeedSequence"), ("numbers", "default_rng")):
+        monkeypatch.setattr(np.random, name, noted(kind, getattr(np.random, name)))
+    how = dict(dynamic_sampling=3, entropy_coef=0, eval_prompts=4)
+    config, task = Config(seed=1, prompts=2, group=2, max_new_tokens=2, **how), Counted()
+    sampler = Sampler(random_model(10))
     for step in range(3):
-        assert collect(config, task, Sampler(random_model(10)), step)[1] == []
-    numbers, draws = zip(*task.asked)
-    assert numbers == tuple(range(18)) and len({*draws}) == 18
+        assert collect(config, task, sampler, step)[1] == []
+    assert task.asked == [*range(18)]
+    play_held_out(config, task, sampler, group=3, temperature=1.0)
+    padded = {(*key, *[0] * (5 - len(key))) for key in keys}
+    assert len(padded) == len(keys) == 18 * (1 + 2) + 4 * (1 + 3)
+    kinds = {("draws", 4), ("draws", 5), ("numbers", 4)}
+    assert {(kind, len(key)) for kind, *key in keys} == kinds
 
     # The first prompt is kept, so that one more is missing.
     task = Counted(unequal=0)
-    assert collect(config, task, Sampler(random_model(10)), 0)[1] == [0]
-    assert [number for number, _ in task.asked] == [0, 1, 2, 3]
+    assert collect(config, task, sampler, 0)[1] == [0]
+    assert task.asked == [0, 1, 2, 3]
 
 
 # 2. What is shared ---------------------------------------------------------------------------
@@ -275,30 +287,6 @@ def test_evaluation_plays_each_held_out_prompt_once_and_greedily(process_group, 
     assert asked == [(index, True) for index in range(6)]  # 7 would ask one secret once more
     assert solved == pytest.approx(4 / 6)  # secrets 0 1 2 0 1 2
     assert (shown.tokens, shown.reward) == ([3, 1, 6, 5, 0, 6], 1.0)
-
-
-def test_no_two_streams_in_use_are_alike(process_group, monkeypatch):
-    """Of prompts and rollouts of four steps and of an evaluation's samples: each key is used once.
-
-    numpy pads a key with zeros to four numbers.
-    """
-    keys = []
-
-    def noted(kind, make):
-        return lambda key: keys.append((kind, *key)) or make(key)
-
-    config = Config(seed=1, size=4, prompts=3, group=4, max_new_tokens=6, eval_prompts=4)
-    task = SortThree(config)
-    sampler = Sampler(random_model(task.vocab_size))
-    for kind, name in (("draws", "SeedSequence"), ("numbers", "default_rng")):
-        monkeypatch.setattr(np.random, name, noted(kind, getattr(np.random, name)))
-    for step in range(4):
-        collect(config, task, sampler, step)
-    play_held_out(config, task, sampler, group=3, temperature=1.0)
-    padded = {(*key, *[0] * (5 - len(key))) for key in keys}
-    assert len(padded) == len(keys) == 4 * (3 + 3 * 4) + 4 * (1 + 3)
-    assert {(kind, len(key)) for kind, *key in keys} == {
-        ("draws", 4), ("draws", 5), ("numbers", 4)}  # fmt: skip
 
 
 # 3. Rewards, answers in text ------------------------------------------------------------------
