@@ -13,7 +13,6 @@ import torch
 from conftest import ROOT
 from pages import Page, lines_of
 from test_ranks import as_script
-from test_transformers import float32_is_float64
 
 from full.learn.generate import generate
 from full.model.hf import load_hf
@@ -42,19 +41,6 @@ def directory(tmp_path_factory):
     return folder / "smollm"
 
 
-def theirs(directory, dtype=torch.float32):
-    """transformers' model of a directory, and the prompt of CHAT."""
-    import transformers
-
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, output_loading_info=True)  # fmt: skip
-    assert not any(info.values()), info
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    prompt = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
-    assert Text(directory).prompt(CHAT) == prompt
-    return model.eval(), prompt
-
-
 @pytest.mark.slow
 @needs_packages
 def test_weights_and_tokens_are_those_that_transformers_reads_from_the_gguf(directory):
@@ -64,7 +50,9 @@ def test_weights_and_tokens_are_those_that_transformers_reads_from_the_gguf(dire
     path = smollm.gguf_file()
     where = dict(pretrained_model_name_or_path=path.parent, gguf_file=path.name)
     want = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    got, _ = theirs(directory)
+    got, info = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True)  # fmt: skip
+    assert not any(info.values()), info
     assert got.state_dict().keys() == want.state_dict().keys()
     for name, tensor in want.state_dict().items():
         assert torch.equal(got.state_dict()[name], tensor), name
@@ -73,7 +61,11 @@ def test_weights_and_tokens_are_those_that_transformers_reads_from_the_gguf(dire
     for name in named:
         assert getattr(got.config, name) == pytest.approx(getattr(want.config, name)), name
 
-    # Its tokenizer cuts text as GPT-2 does and has no rule for digits, so these texts have none.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    prompt = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert Text(directory).prompt(CHAT) == prompt
+
+    # The tokenizer of GGUF cuts text as GPT-2 does and has no rule for digits: here are none.
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     for text in (LETTERS, *(message["content"] for message in CHAT)):
         text = re.sub(r"\d", "", text)
@@ -92,32 +84,11 @@ def test_digits_are_tokens_of_their_own_and_a_template_has_its_marks(directory):
     assert text.end == (2,) and text.decode([2], special=True) == "<|im_end|>"
     assert text.decode(text.encode(LETTERS), special=True) == LETTERS
 
-    # So it answers a question.
+    # With the right weights, marks and ends it answers a question.
     ours = load_hf(directory, dtype=torch.float32)
     prompt = text.prompt([{"role": "user", "content": "What is the capital of France?"}])
     (row,) = generate(ours, [prompt], max_new_tokens=24, temperature=0, end=text.end)
     assert "Paris" in text.decode(row.tokens[len(prompt) :])
-
-
-@pytest.mark.slow
-@needs_packages
-@torch.no_grad()
-def test_logits_are_transformers_to_1e_10_in_float64(directory):
-    ours = load_hf(directory, dtype=torch.float64)
-    with float32_is_float64():
-        model, prompt = theirs(directory, torch.float64)
-        # Its frequencies were made before.
-        model.model.rotary_emb.inv_freq = 1e5 ** (-torch.arange(0, 64, 2).double() / 64)
-        tokens = torch.tensor([prompt])
-        want = model(tokens).logits
-    got = ours(tokens)
-    assert want.std() > 1 and (got - want).abs().max() < 1e-10 * want.abs().max()
-
-    # Rows of queries in llama.cpp's order would be another model.
-    matrix = ours.model.layers[0].self_attn.q_proj.weight
-    heads = ours.config.num_attention_heads
-    matrix.copy_(torch.from_numpy(smollm.rows_in_halves(matrix.numpy(), heads)))
-    assert (ours(tokens) - want).abs().max() > 1e-3 * want.abs().max()
 
 
 def test_rows_of_a_head_go_from_pairs_to_halves():
