@@ -119,7 +119,6 @@ alone.threads = False
 """
 FILES = {
     "rewards.py": REWARDS, "empty.jsonl": "\n",
-    "latin.jsonl": '{"question": "?", "answer": "1"}\n{"question": "é"}\n'.encode("latin-1"),
     "asks.jsonl": '{"question": "?"}\n', "good.jsonl": '{"question": "?", "answer": "1"}',
 }  # fmt: skip
 
@@ -456,7 +455,6 @@ REFUSED = [
     (LINE + "expected an answer.* got ' '", line({"question": "2 + 2?", "answer": " "})),
     (LINE + "expected a list of .messages., got .]", line([])),
     (LINE + "message 1: expected a role .*, got 'Hi.'$", line(["Hi."])),
-    (LINE + "message 3: expected a role", line([*HISTORY[:2], {"role": "user"}])),
     (LINE + "message 2: expected a role of user, assistant, and .*'asistant'",
      line([user("Hi."), message("asistant", "a")])),
     (LINE + r"message 1: .* one string of content, got {.*\[{",
@@ -501,7 +499,6 @@ REFUSED = [
     ("rewards.py has no function 'gone'", dict(reward="rewards.py:gone")),
     ("expected lines in empty.jsonl to hold out, got none", dict(eval_data="empty.jsonl")),
     ("asks.jsonl line 1: expected an answer", dict(eval_data="asks.jsonl")),
-    ("^latin.jsonl line 2 holds no JSON object: 'utf-8' codec", dict(eval_data="latin.jsonl")),
     ("expected lines in rows.jsonl to train on, got none", rows(eval_data="good.jsonl")),
     ("expected lines in rows.jsonl to hold out, got none of 1;", rows(QUESTIONS[0])),
     # Flags.
@@ -697,21 +694,13 @@ def test_a_run_goes_on_with_its_prompts_date_and_reward_and_so_do_the_commands(
 
     # An evaluation has the run's settings. A file that is named now takes the place of its files.
     evaluate = "eval run --samples 1 --eval-prompts 2 --reward rewards.py:close "
-    files = {"": (HELD_OUT, "2 held-out prompts"),
-             "--data rows.jsonl --all-lines": (QUESTIONS, "40 prompts")}  # fmt: skip
     note = f'the chat template of DIR gets tone = "loud", the date {config.date[:10]}'
-    for given, (rows, count) in files.items():
+    for given, rows in (("", HELD_OUT), ("--data rows.jsonl --all-lines", QUESTIONS)):
         assert main((evaluate + given).split()) == 0
         out = capsys.readouterr().out
         asked = re.findall(rf"^prompt: <.im_start.>user {first}<tool_call>(.*)$", out, re.M)
         assert asked and {*asked} <= {row["question"] for row in rows}
-        assert f"jsonl, {count}" in out and note in out
-    evaluate = "eval DIR --task jsonl --eval-data eval.jsonl --max-new-tokens 4 --samples 1"
-    assert main(evaluate.split()) == 0  # no other file is needed, and nothing is trained on
-    out = capsys.readouterr().out
-    assert "12 held-out prompts, 12 different" in out and "trained on" not in out
-
-    assert main("export run HF".split()) == 0 and note in capsys.readouterr().out
+        assert ("40 prompts" if given else "2 held-out prompts") in out and note in out
 
     # Another chat template is refused, also by an audit.
     Path("DIR/chat_template.jinja").write_text(DATED + " ")
