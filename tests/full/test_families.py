@@ -173,6 +173,7 @@ WRONG_TYPES = {  # what is expected: the values of fields that are not
         dict(rope_parameters={"rope_type": "linear", "factor": "8"}),
         dict(rope_parameters={"rope_theta": None}),
         dict(rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": 0.0}),
+        dict(rope_parameters={"rope_theta": 0.0}),  # all but the first are infinite
         dict(rope_parameters=LLAMA3 | {"rope_theta": 1e4, "factor": math.nan}),
         dict(rope_parameters=YARN | {"rope_theta": 1e4, "attention_factor": math.inf}),
         dict(rope_parameters=YARN | {"rope_theta": 1.0}),  # which is divided by its logarithm
