@@ -100,6 +100,21 @@ def compare(
     return np.max(ring_of(group).all_gather(errors), axis=0).tolist()
 
 
+def multiple_of_sdpa(mask, alone, dtype, tokens, **options):
+    """Return the worst error of out, dq, dk, dv as a multiple of SDPA's own at this dtype.
+
+    alone: a group of this rank, which computes SDPA's by itself. options: of `compare`.
+    """
+    def sdpa(*qkv, group):
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return attention(*qkv, attn_mask=mask.dense(), enable_gqa=True)
+
+    ours = compare(mask, None, dtype, tokens, **options)
+    options.pop("method", None)
+    theirs = compare(mask, alone, dtype, tokens, attention=sdpa, **options)
+    return max(a / b for a, b in zip(ours, theirs, strict=True))
+
+
 def by_way(group, error):
     """Return {column: error(method=..)} for the ways a group can share 12 heads."""
     # The ring and the all-gather run on any number of ranks.

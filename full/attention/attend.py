@@ -417,7 +417,7 @@ def ready_for_tiles(fuses, q, *others):
     """
     # NUMERICS: torch's CPU kernel takes 10 times as long in fp16 and rounds the result of each
     # tile; float32 tiles do neither. The formulas are float32 or float64 always. Pinned by
-    # tests/full/test_attend.py::test_low_precision_stays_within_twice_the_error_of_sdpa.
+    # tests/full/test_attend.py::test_low_precision_is_as_good_as_sdpa.
     dtype = q.dtype
     if not fuses or (dtype == torch.float16 and q.device.type == "cpu"):
         dtype = torch.promote_types(dtype, torch.float32)

@@ -15,7 +15,7 @@ from torch.autograd import grad as grad_of
 
 import ring_attention as ra
 from full.attention.attend import DTYPES, attend
-from check_attention import compare, examples
+from check_attention import examples, multiple_of_sdpa
 from full.attention.masks import Mask
 from full.attention.ring import Ring, indices, ring_attention, shard, unshard
 from full.ranks.plans import Grid, Plan
@@ -98,21 +98,6 @@ def test_every_method_is_the_definition(tmp_path, world, lengths, names):
     for found in ranks(tmp_path, world, _errors, lengths, names):
         assert len(found) == sum(len(names or examples(n)) for n in lengths) * 3
         assert max(found.values()) < 1e-12, max(found, key=found.get)
-
-
-def multiple_of_sdpa(mask, alone, dtype, tokens, **options):
-    """The worst error of out, dq, dk, dv as a multiple of SDPA's own at this dtype.
-
-    alone: a group of this rank, which computes SDPA's by itself.
-    """
-    def sdpa(*qkv, group):
-        attention = torch.nn.functional.scaled_dot_product_attention
-        return attention(*qkv, attn_mask=mask.dense(), enable_gqa=True)
-
-    ours = compare(mask, None, dtype, tokens, **options)
-    options.pop("method")
-    theirs = compare(mask, alone, dtype, tokens, attention=sdpa, **options)
-    return max(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def _dtype_errors(rank, dtypes):

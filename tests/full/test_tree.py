@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from check_attention import (
     TinyModel, example_loss, family_rows, forests, relative, tree_rows,
 )  # fmt: skip
-from full.attention.attend import SHORT, WIDTH, attend_short
+from full.attention.attend import WIDTH, attend_short
 from full.attention.masks import Mask
 from full.tiny import tiny_model
 from full.tree.chunks import tree_backward, tree_scores
@@ -262,29 +262,6 @@ def biases_of_groups(watch):
     return [kw["attn_mask"] for args, kw in calls if args[0].shape[2] == WIDTH]
 
 
-@quick
-def test_groups_are_for_short_paths_on_a_cpu(monkeypatch):
-    def is_grouped(longest=16, device="cpu", batch=1, **options):
-        trie = TokenTrie([list(range(longest)), [*range(12), 20]])
-        with Watch() as watch:
-            tree_attention(*torch.zeros(3, batch, 2, len(trie), 4, device=device), trie, **options)
-        return bool(biases_of_groups(watch))
-
-    assert is_grouped() and is_grouped(longest=SHORT) and is_grouped(window=4)
-    for case in (dict(longest=SHORT + 1), dict(device="meta"), dict(batch=2)):
-        assert not is_grouped(**case)
-    monkeypatch.setattr("full.attention.attend.GATHERED", 100)
-    assert not is_grouped()
-
-
-def test_groups_and_what_they_see_are_found_once_for_all_layers():
-    model, trie = tiny_model("qwen3", num_hidden_layers=3), TokenTrie([[1, 2], [1, 3]])
-    with Watch() as watch:
-        tree_scores(model, trie)
-    biases = biases_of_groups(watch)
-    assert len(biases) == 3 and len({bias.data_ptr() for bias in biases}) == 1
-
-
 def held_tokens(chunks):
     """The most tokens of chunks that are below each other: their graphs are held at once."""
     held = []
@@ -319,25 +296,14 @@ def test_chunks_hold_each_token_once_and_joined_ones_hold_no_more(size):
     assert total <= HELD[size]
 
 
-SPINE = np.arange(128)
 TWO_ENDS = [[1, 2, 3] + [4] * 10, [1, 2, 3, 5, 5]]
 CUTS = {  # sequences, max_tokens, and of each chunk its length, its parent, its depth
     "sibling subtrees are packed together": (
         [[1] * 10 + [k] * 5 for k in range(8)], np.int64(20),
         [20, 20, 10], [-1, 0, 0], [0, 10, 10]),
-    "the whole tree": ([[1] * 10 + [k] * 5 for k in range(8)], None, [50], [-1], [0]),
-    # A spine with a small branch every 8 tokens: chunks are full, and no fork ends a path. Twelve
-    # branches of three chunks' forks are one more chunk, below the last fork of them all.
-    "a path runs past forks while what is below it fits": (
-        [np.append(SPINE[:k], np.full(4, 500 + k)) for k in range(8, 129, 8)], 48,
-        [48] * 4, [-1, 0, 1, 1], [0, 48, 96, 96]),
     # Other branches that fill the chunk end a path too: none of the largest branch would fit.
     "others fill the chunk": (TWO_ENDS, 5, [3, 5, 5, 2], [-1, 0, 1, 0], [0, 3, 8, 3]),
     "others leave room": (TWO_ENDS, 6, [6, 6, 3], [-1, 0, 1], [0, 6, 12]),
-    # A branch that does not fit next to the path ends it, and gets a chunk of its own.
-    "a branch does not fit": (
-        [SPINE, np.append(SPINE[:40], np.full(20, 500))], 48,
-        [40, 48, 40, 20], [-1, 0, 1, 0], [0, 40, 88, 40]),
 }  # fmt: skip
 
 
