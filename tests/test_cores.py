@@ -13,7 +13,6 @@ from conftest import complaint_of, shortened
 from oracles import Messages, bytes_of
 from test_house import FIVE
 from test_ranks import as_script, ranks
-from torch.multiprocessing import ProcessExitedException
 
 import models
 import parallel
@@ -31,16 +30,7 @@ def copy_the_five(folder):
         shutil.copy(path, folder)
 
 
-SLIPS = [  # a line of a file, and a wrong one. exercise_data.py has more
-    ("ring_attention", "    return scale * (ds_BHqk @ k_BHkD),", "    return (ds_BHqk @ k_BHkD),"),
-    ("models", "weight_NK / weight_NK.sum(-1", "weight_NK / weight_NK.sum(0"),
-    ("parallel", 'layout(name, grid)["partial"]', 'layout(name, grid)["replicas"]'),
-    ("tree_attention", "leaf.grad is not None]", "leaf.grad is not None][1:]"),
-    ("train_grpo", "torch.minimum(ratio_N", "torch.maximum(ratio_N"),
-    ("tree_attention", 'above[-1]["state"] if above', 'above[0]["state"] if above'),
-    ("tree_attention", "found[i], entropies = torch", "entropies, found[i] = torch"),
-    ("train_grpo", "[H[e.mask] for e, (_, H)", "[H[e.mask] for e, (H, _)"),
-    # A layer's window or its scale is dropped.
+SLIPS = [  # a line that drops a layer's window or its scale. exercise_data.py has other bugs
     ("ring_attention", "layout = world, q_2BHnD.shape[3], window", "layout = world, 8, math.inf"),
     ("models", "visible_keys(slot_BS, slot_1C, window)", "visible_keys(slot_BS, slot_1C)"),
     ("tree_attention", "apply(q, scale, window,", "apply(q, scale, None,"),
@@ -57,7 +47,7 @@ SLIPS = [  # a line of a file, and a wrong one. exercise_data.py has more
 ]
 
 
-@pytest.mark.parametrize("number", shortened(range(len(SLIPS)), 8, 9, 10, 11))
+@pytest.mark.parametrize("number", shortened(range(len(SLIPS)), *range(4)))
 def test_a_file_with_a_slip_exits_with_one(number, tmp_path):
     stem, old, new = SLIPS[number]
     copy_the_five(tmp_path)
@@ -76,18 +66,6 @@ def check_in_a_part():
 def test_a_ring_may_be_a_part_of_the_ranks():
     errors = ring_attention.launch(4, check_in_a_part)
     assert all(error <= 1e-10 and multiple <= 1.3 for error, multiple in errors)  # NaN is not
-
-
-def ends_early():
-    """End rank 1 without a result."""
-    if dist.get_rank() == 1:
-        os._exit(3)
-
-
-@pytest.mark.quick
-def test_a_rank_that_ends_without_a_result_is_an_error():
-    with pytest.raises(ProcessExitedException, match="exit code 3"):
-        ring_attention.launch(2, ends_early)
 
 
 def costs_of_ways():
@@ -358,27 +336,6 @@ def one_of_two_has_a_gradient(rank):
 
 def test_a_gradient_that_some_ranks_miss_is_zeros_and_one_that_all_miss_is_skipped(tmp_path):
     assert max(ranks(tmp_path, 2, one_of_two_has_a_gradient)) < 1e-12
-
-
-def most_stored(rank):
-    """The most micro-batches of which a stage of three, whose ranks are all, holds the graph."""
-    weight = torch.tensor(2.0, requires_grad=True)
-    held, most = set(), []
-
-    def forward(n, x):
-        y = weight * (torch.tensor([1.0 + n]) if x is None else x)
-        held.add(n)
-        most.append(len(held))
-        y.register_hook(lambda dy: held.discard(n))
-        return y.sum() if rank == 2 else y
-
-    parallel.run_1f1b(forward, 7, torch.zeros(1), None)
-    assert weight.grad == sum(1 + n for n in range(7)) * 4
-    return max(most)
-
-
-def test_a_stage_stores_as_many_micro_batches_as_stages_follow_and_one(tmp_path):
-    assert ranks(tmp_path, 3, most_stored) == [3, 2, 1]
 
 
 def small_model(**changes):
