@@ -99,10 +99,8 @@ def refused(argv, capsys):
 
 
 WRONG = [  # a command, its exit code, and what it says
-    ("start gone", 2, "invalid choice: 'gone'"), ("hint gone", 2, "invalid choice"),
-    ("solution merge", 2, "start the exercise first"), ("hint merge 3", 2, "invalid choice: 3"),
-    ("bug 0", 2, "invalid choice: 0"), ("bug x", 2, "invalid int value: 'x'"), ("bug", 2, "NUMBER"),
-    ("gone", 2, "invalid choice: 'gone'"), ("bug 1 --answer", 2, "expected one argument"),
+    ("start gone", 2, "invalid choice: 'gone'"), ("bug 0", 2, "invalid choice: 0"),
+    ("solution merge", 2, "start the exercise first"),
     *((f"bug 1 --answer {text}", 2, "expected FILE:LINE such as models.py:99")
       for text in ("models.py", "12", "models.py:x", "models.py:-1", "a.py:1234567890")),
     ("bug 1 --answer train_grpo.py:1", 1, "Another file"),
@@ -136,16 +134,6 @@ def test_a_text_that_is_gone_is_named(monkeypatch, tmp_path, capsys):
         code, line = refused(["--home", f"{tmp_path}/here", *command.split()], capsys)
         assert code == 2 and "gone'" in line and "the file has changed" in line
     assert not (tmp_path / "here").exists()
-
-
-def test_files_in_crlf_are_read(monkeypatch, tmp_path, capsys):
-    text, lines = exercise.original("models.py"), exercise.wrong_lines(5)
-    for name in exercise.FILES:
-        (tmp_path / name).write_bytes((exercise.ROOT / name).read_bytes().replace(b"\n", b"\r\n"))
-    monkeypatch.setattr(exercise, "ROOT", tmp_path)
-    assert exercise.main(["--home", f"{tmp_path}", "start", "norm"]) == 0
-    assert put_back("norm", (tmp_path / "norm" / "models.py").read_text()) == (text, text)
-    assert exercise.wrong_lines(5) == lines
 
 
 def test_every_line_of_a_wrong_statement_is_a_right_answer():

@@ -80,18 +80,6 @@ def module_of(path):
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def test_settings_know_tables_and_no_machinery():
-    """What full/run/config.py imports, and what that imports, is names to choose from."""
-    names = {module_of(path): path for path in FOLDER if path.stem != "__init__"}
-    reached, new = set(), {"full.run.config"}
-    while new:
-        reached |= new
-        new = {x for name in new for x in imported(names[name]) if x in names} - reached
-    assert {name.removeprefix("full.") for name in reached} == {
-        "learn.advantages", "learn.metrics", "learn.objectives", "model.config",
-        "ranks.joining", "ranks.plans", "run.config", "run.conflicts"}  # fmt: skip
-
-
 def test_imports_go_down_and_the_five_know_nothing_of_the_folder():
     """Those inside functions too, and from room to room."""
     needs = {module_of(path): imported(path) for path in FOLDER}
