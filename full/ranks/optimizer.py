@@ -188,7 +188,7 @@ class LocalOptimizer:
                 rounded = nn.Parameter(p.detach().to(self.part.compute_dtype))
                 # NUMERICS: the gradients of micro-batches, and of the two uses of a tied embedding,
                 # are added in the master's precision. Pinned by
-                # tests/full/test_precision.py::test_gradients_add_up_in_float32.
+                # tests/full/test_precision.py::test_values_of_a_critic_are_as_good_as_plain_torch.
                 rounded.grad_dtype = p.dtype
                 set_tensor(model, name, rounded)
             self.mine[name] = nn.Parameter(rows)

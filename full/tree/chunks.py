@@ -212,7 +212,7 @@ class _TreeWalk:
         self.sorted_ends = trie.ends[trie.order]
 
         # NUMERICS: losses and the sums (4) are in the model's dtype, float32 at least. Pinned by
-        # tests/full/test_tree.py::test_the_loss_is_summed_in_the_models_precision.
+        # tests/full/test_tree.py::test_bf16_is_as_good_as_flat_bf16.
         weight = next(model.parameters())
         self.device = weight.device
         dtype = torch.promote_types(weight.dtype, torch.float32)

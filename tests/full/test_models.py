@@ -135,21 +135,6 @@ def test_a_seed_decides_the_draws_of_rows_that_have_none():
     assert found[0] == found[1] != found[2]
 
 
-@pytest.mark.parametrize("temperature, power", [(1.0, 1), (0.5, 2)])
-def test_sampling_follows_the_distribution(temperature, power):
-    logits = torch.tensor([0.0, 0.1, 0.25, 0.0, 0.65, 0.0]).log()
-    p = logits.double().exp() ** power
-    p /= p.sum()
-    uniform = torch.cat([(torch.arange(2000).double() + 0.5) / 2000, torch.zeros(1)])
-    uniform = torch.cat([uniform, 1 - torch.full((1,), 2.0**-53).double()])
-    tokens, logprobs = sample(logits.expand(2002, -1), uniform, temperature=temperature)
-    assert (torch.bincount(tokens[:2000], minlength=6) - 2000 * p).abs().max() <= 1
-    assert tokens[2000:].tolist() == [1, 4]  # never a token without probability
-    assert torch.allclose(logprobs, p.log()[tokens], atol=1e-6)
-    tokens, logprobs = sample(logits[None], None, temperature=0)  # the likeliest
-    assert tokens.tolist() == [4] and logprobs.item() == pytest.approx(logits[4].item(), abs=1e-6)
-
-
 def test_tokens_of_a_long_tail_are_drawn_at_their_own_uniforms():
     # 150 thousand tails of 1.5e-8: float32 near 1 has steps of 6e-8, so it cannot tell them apart
     logits = torch.full((150_000,), -18.0)
