@@ -183,9 +183,7 @@ RUNS = [(1, "float32", ""),
               (1, "float32", "--compute-dtype bfloat16 --kl-coef 0.1"),
               (2, "float64", "--proximal --importance-cap 2 --ac full"),
               (1, "float32", "--advantage gae --micro-tokens 60"),
-              (2, "bfloat16", "--data-parallel zero1 --compute-dtype bfloat16"),
               (2, "float32", "--prompts 2 --minibatches 2"),  # a rank without a token
-              (1, "float32", "--ac op --dynamic-sampling 2 --entropy-coef 0"),
               )]  # fmt: skip
 
 

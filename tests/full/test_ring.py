@@ -3,17 +3,18 @@
 import collections
 import itertools
 import math
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import slow
-from oracles import FLASH, Messages, Watch, draw, plain_attention, worst
+from oracles import Messages, Watch, draw, plain_attention, worst
 from test_ranks import ranks
 from torch.autograd import grad as grad_of
 
 import ring_attention as ra
+from full.attention import ring
 from full.attention.attend import DTYPES, attend
 from check_attention import examples, multiple_of_sdpa
 from full.attention.masks import Mask
@@ -130,52 +131,27 @@ def test_gradients_of_a_gather_are_summed_before_they_are_rounded(tmp_path):
     assert ranks(tmp_path, 3, _summed) == [[258.0] * 3] * 3
 
 
-class _Awaited(NamedTuple):
-    """A message, with a list of what happens."""
-
-    work: dist.Work
-    events: list
-
-    def wait(self):
-        self.events.append("wait")
-        self.work.wait()
-
-
-class _Listener(Watch):
-    """Lists the messages that are posted and awaited, and the tiles that are computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.events = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket.__name__.startswith(FLASH):
-            self.events.append("compute")
-        return super().__torch_dispatch__(function, types, args, kwargs)
-
-    def __enter__(self):
-        self.real = dist.batch_isend_irecv
-        dist.batch_isend_irecv = self.post
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        dist.batch_isend_irecv = self.real
-        return super().__exit__(*error)
-
-    def post(self, ops):
-        self.events.append("post")
-        return [_Awaited(work, self.events) for work in self.real(ops)]
-
-
 def _events(rank):
-    """What happens in a forward and in a backward, in order; computing counts once."""
-    leaves, found = [shard(x, dim=2).detach().requires_grad_() for x in draw(18)[0]], []
-    with _Listener() as heard:
+    """What happens in a forward and in a backward, in order; what is repeated counts once."""
+    leaves, found, events = [shard(x, dim=2).detach().requires_grad_() for x in draw(18)[0]], [], []
+    post = dist.batch_isend_irecv
+
+    def noted(name, function):
+        return lambda *given: events.append(name) or function(*given)
+
+    def noted_post(ops):
+        events.append("post")
+        return [SimpleNamespace(wait=noted("wait", work.wait)) for work in post(ops)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", noted_post)
+        for name in ("forward_tiles", "backward_tiles"):
+            patch.setattr(ring, name, noted("compute", getattr(ring, name)))
         out = ring_attention(*leaves, mask=Mask.causal(18))
-        found.append(heard.events)
-        heard.events = []
+        found.append(events[:])
+        events.clear()
         out.sum().backward()
-        found.append(heard.events)
+        found.append(events)
     return [[x for n, x in enumerate(some) if some[n - 1 : n] != [x]] for some in found]
 
 
