@@ -319,19 +319,6 @@ def test_a_causal_or_full_mask_is_one_call_on_cuda(mask, monkeypatch):
         assert given == [(causal, None)]
 
 
-@quick
-def test_a_batch_of_one_serves_every_row_with_the_calls_of_one():
-    """Each row of a larger mask has calls of its own, even if all rows are equal."""
-    calls, ids = {}, torch.arange(12) // 5
-    leaves, _ = draw(12, batch=3)
-    for batch in (1, 3):
-        mask = Mask.documents(doc_ids=ids.expand(batch, -1))
-        with Watch() as watch:
-            out, _ = attend(*leaves, mask)
-        calls[batch] = len(watch.calls(FLASH)), out
-    assert calls[3][0] == 3 * calls[1][0] > 0 and worst([calls[3][1]], [calls[1][1]]) < 1e-14
-
-
 def test_partial_tiles_are_made_once_and_kept_up_to_a_bound(monkeypatch):
     """Of documents that fit no tile: layers and directions share masks, and the rest are remade."""
     made, real = [], Mask.dense
