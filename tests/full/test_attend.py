@@ -146,16 +146,16 @@ def test_nothing_is_written_into_arguments(both):
     assert all(torch.equal(a, b) for a, b in zip((*leaves, dout, out, lse), before, strict=True))
 
 
-@pytest.mark.parametrize("dtype, window", [
-    (torch.float32, 200), (torch.bfloat16, None), (torch.float16, 200),
-    *slow((torch.float32, None), (torch.bfloat16, 200), (torch.float16, None)),
+@pytest.mark.parametrize("dtype, most, window", [
+    (torch.float32, 1.3, 200), (torch.bfloat16, 1.3, None), (torch.float16, 0.9, 200),
+    *slow((torch.float32, 1.3, None), (torch.bfloat16, 1.3, 200), (torch.float16, 0.9, None)),
 ])  # fmt: skip
-def test_low_precision_is_as_good_as_sdpa(dtype, window, monkeypatch):
-    """In tiles of 8: a sum over them in bfloat16 would show in each gradient."""
+def test_low_precision_is_as_good_as_sdpa(dtype, most, window, monkeypatch):
+    """In tiles of 8: a sum over them in bfloat16 would show in each gradient; float16 is widened."""
     set_tiles(monkeypatch, 8)
     mask, qkv = Mask.causal(512, window=window), draw(512, dtype=dtype)[0]
     assert attend(*qkv, mask)[1].dtype == torch.float32
-    assert multiple_of_sdpa(mask, None, dtype, 512, heads=(4, 4), width=64) <= 1.3
+    assert multiple_of_sdpa(mask, None, dtype, 512, heads=(4, 4), width=64) <= most
 
 
 DEAD = torch.arange(40) % 5 == 2
