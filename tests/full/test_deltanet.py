@@ -88,20 +88,22 @@ def test_packed_documents_are_separate_documents(dtype):
 
 @quick
 def test_a_bfloat16_model_keeps_float32_states():
-    """The recurrence gets float32, and its numbers are those of the rounded inputs."""
-    model = tiny_model("qwen3_5_text", dtype=torch.bfloat16)
-    seen = []
+    """The recurrence gets float32: decays and rates of the products in bfloat16, rounded once."""
+    model, seen, products = tiny_model("qwen3_5_text", dtype=torch.bfloat16), [], []
+    mixer = model.model.layers[0].linear_attn
+    for layer in (mixer.in_proj_a, mixer.in_proj_b):
+        layer.register_forward_hook(lambda *given: products.append(given[2].double()))
 
     class Watched(Documents):
         def recurrence(self, *x, layer):
-            seen.extend(y.dtype for y in x)
+            seen.append(x)
             return super().recurrence(*x, layer=layer)
 
-    tokens = torch.arange(50)[None]
-    found = model(tokens, attention=Watched(causal_attention))
-    assert {*seen} == {torch.float32} and found.dtype == torch.bfloat16
-    truth = model.to(torch.float64)(tokens)
-    assert relative(found.double(), truth) < 0.05
+    found = model(torch.arange(50)[None], attention=Watched(causal_attention))
+    assert {y.dtype for x in seen for y in x} == {torch.float32} and found.dtype == torch.bfloat16
+    (*_, log_a_BHS, b_BHS), (a_BSH, b_BSH) = seen[0], products
+    decay_BSH = -mixer.A_log.double().exp() * F.softplus(a_BSH + mixer.dt_bias.double())
+    assert worst([log_a_BHS.mT, b_BHS.mT], [decay_BSH, b_BSH.sigmoid()]) < 1e-6
 
 
 @quick
