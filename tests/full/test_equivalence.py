@@ -106,124 +106,92 @@ def test_the_comparison_sees_each_part():
 # Slips ------------------------------------------------------------------------------------------
 
 
-def before(owner, name, slip):
-    """A patch: on rank 1 a function's first argument is given to `slip` before the call."""
+def slipped(owner, name, slip, ranks=(1,)):
+    """A patch: on some ranks slip(function, ..) is called in the place of function(..)."""
     function = getattr(owner, name)
 
-    def slipped(first, *args, **options):
-        if dist.get_rank() == 1:
-            slip(first)
-        return function(first, *args, **options)
+    def call(*args, **options):
+        slips = dist.get_rank() in ranks
+        return slip(function, *args, **options) if slips else function(*args, **options)
 
-    return mock.patch.object(owner, name, slipped)
-
-
-def after(owner, name, slip):
-    """A patch: on rank 1 a function returns what `slip` makes of its result."""
-    function = getattr(owner, name)
-
-    def slipped(*args, **options):
-        result = function(*args, **options)
-        return slip(result) if dist.get_rank() == 1 else result
-
-    return mock.patch.object(owner, name, slipped)
+    return mock.patch.object(owner, name, call)
 
 
-def scale_gradients(model):
+def scale_gradients(reduce_gradients, model):
     for p in model.parameters():
         if p.grad is not None:  # a rank may have nothing to train on
             p.grad *= 1.0001
+    return reduce_gradients(model)
 
 
-def factors_of_each_rank():
+def place_of_each_rank(place_of_factor, name, shape, grid, mode):
     """Each t rank trains an A of its own, from its part of the gradient."""
-    function = lora.place_of_factor
-
-    def slipped(name, shape, grid, mode):
-        groups = places.place_of(lora.matrix_of(name), shape, grid, mode, False).gradient_groups
-        return function(name, shape, grid, mode)._replace(gradient_groups=groups)
-
-    return mock.patch.object(lora, "place_of_factor", slipped)
+    whole = places.place_of(lora.matrix_of(name), shape, grid, mode, False)
+    return place_of_factor(name, shape, grid, mode)._replace(gradient_groups=whole.gradient_groups)
 
 
-def experts_of_each_rank():
+def experts_of_each_rank(place_of, name, *given):
     """The gradients of experts are not summed over the ranks that have the same ones."""
-    function = parallelize.place_of
-
-    def slipped(name, *given):
-        place = function(name, *given)
-        return place._replace(gradient_groups=()) if ".mlp.experts." in name else place
-
-    return mock.patch.object(parallelize, "place_of", slipped)
+    place = place_of(name, *given)
+    return place._replace(gradient_groups=()) if ".mlp.experts." in name else place
 
 
-def nothing(owner, name):
-    """A patch: on rank 1 a function does nothing."""
-    function = getattr(owner, name)
-    slipped = lambda *args, **options: (  # noqa: E731
-        None if dist.get_rank() == 1 else function(*args, **options))
-    return mock.patch.object(owner, name, slipped)
-
-
-def without_moments():
+def without_moments(load_checkpoint, trainer, path):
     """A run that goes on begins with moments of 0."""
-    function = Trainer.load_checkpoint
-
-    def slipped(self, path):
-        state = function(self, path)
-        for moments in self.optimizer.state.values():
-            moments["exp_avg"].zero_()
-        return state
-
-    return mock.patch.object(Trainer, "load_checkpoint", slipped)
+    state = load_checkpoint(trainer, path)
+    for moments in trainer.optimizer.state.values():
+        moments["exp_avg"].zero_()
+    return state
 
 
-def one_push():
+def first_push(push, sampler, model, optimizer, version):
     """The generator keeps the first weights."""
-    function = Sampler.push
-    pushed = []
-
-    def slipped(self, *given):
-        if not pushed:
-            function(self, *given)
-        pushed.append(given)
-
-    return mock.patch.object(Sampler, "push", slipped)
+    if version == 0:
+        push(sampler, model, optimizer, version)
 
 
-D2, T2 = "--plan d2 --data-parallel zero1", "--plan t2"
+D2, T2, EACH = "--plan d2 --data-parallel zero1", "--plan t2", (0, 1)
 SLIPS = {  # name -> a patch, and the row of two ranks that finds it
     "a gradient is scaled": (
-        lambda: before(trainer, "reduce_gradients", scale_gradients), "dense", "old", D2),
+        lambda: slipped(trainer, "reduce_gradients", scale_gradients), "dense", "old", D2),
     "a gradient is scaled under t": (
-        lambda: before(trainer, "reduce_gradients", scale_gradients), "biases", "old", T2),
+        lambda: slipped(trainer, "reduce_gradients", scale_gradients), "biases", "old", T2),
     "a gradient is scaled under p": (
-        lambda: before(trainer, "reduce_gradients", scale_gradients), "tied", "critic",
+        lambda: slipped(trainer, "reduce_gradients", scale_gradients), "tied", "critic",
         "--plan p2"),
     "a token is counted twice": (
-        lambda: after(Trainer, "loss_denominator", lambda Z: Z + 1), "tied", "forks",
+        lambda: slipped(Trainer, "loss_denominator", lambda run, *x: run(*x) + 1), "tied", "forks",
         "--plan c2 --tree sparse"),
     "every rank of t adds its metrics": (
         lambda: mock.patch.object(trainer, "is_replica_leader", lambda model: True),
         "biases", "old", T2),
-    "experts are not summed": (experts_of_each_rank, "routers", "biased", "--plan d2"),
-    "factors of each rank of t": (factors_of_each_rank, "routers", "lora-all", T2),
+    "experts are not summed": (
+        lambda: slipped(parallelize, "place_of", experts_of_each_rank, EACH), "routers", "biased",
+        "--plan d2"),
+    "factors of each rank of t": (
+        lambda: slipped(lora, "place_of_factor", place_of_each_rank, EACH), "routers", "lora-all",
+        T2),
     "a leaf of the tree is dropped": (
-        lambda: after(packing.RowBatches, "share_out", lambda share: share[:-1]),
+        lambda: slipped(packing.RowBatches, "share_out", lambda run, *x: run(*x)[:-1]),
         "tied", "forks", "--tree dta --chunk-tokens 16"),
-    "a rank does not update": (lambda: nothing(LocalOptimizer, "step"), "dense", "reward",
-                               "--plan d2"),
+    "a rank does not update": (
+        lambda: slipped(LocalOptimizer, "step", lambda *given: None), "dense", "reward",
+        "--plan d2"),
     "a rank keeps its rounded weights": (
-        lambda: nothing(LocalOptimizer, "copy_to_model"), "experts", "rounded",
+        lambda: slipped(LocalOptimizer, "copy_to_model", lambda *given: None), "experts", "rounded",
         f"{equivalence.MIXED} --plan t2"),
     "a rank's bias stays": (
-        lambda: nothing(experts.ExpertLoads, "update_bias"), "routers", "biased", "--plan d2e2"),
+        lambda: slipped(experts.ExpertLoads, "update_bias", lambda *given: None), "routers",
+        "biased", "--plan d2e2"),
     "the generator's weights stay": (
-        one_push, "tied", "sequences", "--data-parallel fsdp-offload --ac full"),
+        lambda: slipped(Sampler, "push", first_push, EACH), "tied", "sequences",
+        "--data-parallel fsdp-offload --ac full"),
     "a rank draws by its number": (
-        lambda: after(train_grpo, "uniforms", lambda draws: draws[::-1]), "dense",
+        lambda: slipped(train_grpo, "uniforms", lambda run, *x: run(*x)[::-1]), "dense",
         "filtered", "--plan d2"),
-    "moments are forgotten": (without_moments, "dense", "stale", f"{D2} then --plan p2"),
+    "moments are forgotten": (
+        lambda: slipped(Trainer, "load_checkpoint", without_moments, EACH), "dense", "stale",
+        f"{D2} then --plan p2"),
 }  # fmt: skip
 
 
@@ -242,11 +210,11 @@ def _slipped(rank, true):
 
 
 @pytest.fixture(scope="module")
-def slipped(truths, tmp_path_factory):
+def found_slips(truths, tmp_path_factory):
     true = truths([row_of(slip) for slip in SLIPS])
     return ranks(tmp_path_factory.mktemp("slips"), 2, _slipped, true)[0]
 
 
 @pytest.mark.parametrize("slip", SLIPS)
-def test_a_planted_slip_is_found(slipped, slip):
-    assert not max(slipped[slip].values()) < 100 * row_of(slip).bound, slipped[slip]
+def test_a_planted_slip_is_found(found_slips, slip):
+    assert not max(found_slips[slip].values()) < 100 * row_of(slip).bound, found_slips[slip]
