@@ -151,7 +151,7 @@ def test_nothing_is_written_into_arguments(both):
     *slow((torch.float32, 1.3, None), (torch.bfloat16, 1.3, 200), (torch.float16, 0.9, None)),
 ])  # fmt: skip
 def test_low_precision_is_as_good_as_sdpa(dtype, most, window, monkeypatch):
-    """In tiles of 8: a sum over them in bfloat16 would show in each gradient; float16 is widened."""
+    """In tiles of 8: a sum over them in bfloat16 would show, and float16 that is not widened."""
     set_tiles(monkeypatch, 8)
     mask, qkv = Mask.causal(512, window=window), draw(512, dtype=dtype)[0]
     assert attend(*qkv, mask)[1].dtype == torch.float32

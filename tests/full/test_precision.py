@@ -1,7 +1,7 @@
 """Mixed precision: `--compute-dtype`, with masters, gradients and moments in `--dtype`.
 
-Plans with masters in float64 and products in float32 are rows of full/equivalence.py. Here the error
-in bfloat16 is held to torch.autocast's. `--head-dtype float32`: the head's product under bfloat16.
+Plans with masters in float64 and products in float32 are rows of full/equivalence.py. Here the
+error in bfloat16 is held to torch.autocast's. `--head-dtype float32`: the head's own product.
 """
 
 import json
