@@ -53,8 +53,9 @@ def relative(found, truth):
     """Return the norm of the error over the norm of the truth: 1 for a wrong zero, inf for NaN."""
     # A norm of the whole tensor: elements near 0 have no relative error that says anything. Where
     # both are -inf, the lse of a query that sees nothing, there is no error.
+    found, truth = found.cpu().double(), truth.cpu().double()
     both_blind = (found == -math.inf) & (truth == -math.inf)
-    error = (found.double() - truth).masked_fill(both_blind, 0.0).norm().item()
+    error = (found - truth).masked_fill(both_blind, 0.0).norm().item()
     size = truth.masked_fill(both_blind, 0.0).norm().item()
     return error / (size or 1.0) if math.isfinite(error) else math.inf
 

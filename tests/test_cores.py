@@ -3,7 +3,6 @@
 import collections
 import copy
 import math
-import os
 import shutil
 
 import pytest
