@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from conftest import slow
 from safetensors.torch import load_file
 from test_audit import edit_line
-from test_audit import honest  # noqa: F401, a fixture
 from test_ranks import TASK, ranks, read_metrics
 from test_run import good
 from torch.distributed import fsdp
