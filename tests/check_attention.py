@@ -53,8 +53,9 @@ def relative(found, truth):
     """Return the norm of the error over the norm of the truth: 1 for a wrong zero, inf for NaN."""
     # A norm of the whole tensor: elements near 0 have no relative error that says anything. Where
     # both are -inf, the lse of a query that sees nothing, there is no error.
+    found, truth = found.cpu().double(), truth.cpu().double()
     both_blind = (found == -math.inf) & (truth == -math.inf)
-    error = (found.double() - truth).masked_fill(both_blind, 0.0).norm().item()
+    error = (found - truth).masked_fill(both_blind, 0.0).norm().item()
     size = truth.masked_fill(both_blind, 0.0).norm().item()
     return error / (size or 1.0) if math.isfinite(error) else math.inf
 
@@ -218,10 +219,10 @@ def example_loss(i, logprobs, entropy):
     return check_loss(i, logprobs, weights.relu() * entropy)
 
 
-def _outcome(model, way, *given, **options):
+def outcome(model, way, *given, **options):
     """Return loss, log-probs and every gradient after way(model, ..)."""
     model.zero_grad()
-    loss, logprobs, *_ = way(model, *given, temperature=0.7, **options)
+    loss, logprobs, *_ = way(model, *given, **options)
     grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     return [x.cpu() for x in (torch.as_tensor(loss), *logprobs, *grads)]
 
@@ -244,10 +245,10 @@ def tree_rows(model, cases, mine=None):
     for name, sequences in cases.items():
         sequences = [torch.tensor(x) for x in sequences]
         trie = TokenTrie(sequences)
-        truth = _outcome(model, definition, sequences, example_loss)
+        truth = outcome(model, definition, sequences, example_loss, temperature=0.7)
 
         def error(way, trie=trie, truth=truth, **options):
-            found = _outcome(mine, way, trie, example_loss, **options)
+            found = outcome(mine, way, trie, example_loss, temperature=0.7, **options)
             return max(relative(a, b) for a, b in zip(found, truth, strict=True))
 
         # Chunks of 1 token cut every segment and every fork; "path" holds the longest path. A

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import models
+from check_attention import relative as relative_error
 from full.learn.generate import generate
 from full.model.cache import forward_with_cache, prefill
 from full.model.config import LINEAR
@@ -35,12 +36,6 @@ CASES = {
     "qwen3_moe biased": ("qwen3_moe", dict(
         router_bias_rate=0.05, norm_topk_prob=False, sparse_layers=(0, 1))),
 }  # fmt: skip
-
-
-def relative_error(a, b):
-    """Return |a - b| / |b|, infinite for a NaN. a may be on another device."""
-    error = ((a.cpu().double() - b.double()).norm() / b.double().norm()).item()
-    return error if error == error else math.inf
 
 
 def worst_gradient(mine, got, model, want):

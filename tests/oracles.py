@@ -1,7 +1,6 @@
-"""What the tests hold attention against: the definition; operations that ran, bytes that live."""
+"""What tests hold code against: errors, operations that ran, messages, bytes that live."""
 
 import functools
-import math
 import weakref
 
 import torch
@@ -32,32 +31,6 @@ def rms(found, truth):
     """The root mean square of the relative errors of some tensors."""
     errors = [relative(a.detach(), b.detach()) for a, b in zip(found, truth, strict=True)]
     return (sum(error**2 for error in errors) / len(errors)) ** 0.5
-
-
-def plain_attention(q, k, v, visible, *, scale=None):
-    """Return out (B, H, q, D) and lse (B, H, q), with all scores in memory.
-
-    q: (B, H, q, D). k, v: (B, G, k, D). Each key head serves H / G consecutive query heads.
-    visible: bool, broadcastable to (B, H, q, k). True where query i sees key j.
-    scale: factor of the scores. Default: D ** -0.5.
-
-    A query that sees no key has out 0, lse -inf, and gradients of 0.
-    """
-    # The query heads of a key head get a dimension of their own, c, so that no key is copied.
-    width = q.shape[-1]
-    q = q.unflatten(1, (k.shape[1], -1))
-    scores = torch.einsum("bgcqd,bgkd->bgcqk", q, k).flatten(1, 2)
-    scores = scores * (width**-0.5 if scale is None else scale)
-
-    # A blind query pretends that it sees every key with a score of 0. Both results are overwritten,
-    # which also cuts their gradients.
-    visible = visible.expand_as(scores)
-    blind = ~visible.any(-1)
-    scores = scores.masked_fill(~visible, -math.inf).masked_fill(blind[..., None], 0.0)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None]).exp().masked_fill(blind[..., None], 0.0)
-    out = torch.einsum("bgcqk,bgkd->bgcqd", weights.unflatten(1, (k.shape[1], -1)), v)
-    return out.flatten(1, 2), lse.masked_fill(blind, -math.inf)
 
 
 class Watch(TorchDispatchMode):

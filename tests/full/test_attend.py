@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as ckpt
 from conftest import diagonal, shortened, slow
-from oracles import FLASH, Watch, draw, plain_attention, worst
+from oracles import FLASH, Watch, draw, worst
 from torch.autograd import grad as grad_of
 
 from full.attention import attend as attention
@@ -17,6 +17,7 @@ from full.attention.attend import DTYPES, KEPT_PAIRS, attend
 from check_attention import examples, multiple_of_sdpa, relative
 from full.attention.masks import ALL, NEVER, PARTIAL, TILES, Mask, Sizes, boxes
 from full.attention.ring import indices
+from ring_attention import attention_definition
 
 
 @pytest.fixture(params=("formulas", "fused"))
@@ -39,7 +40,7 @@ def compared(leaves, dout, mask, **options):
     every = Mask.full(max(leaves[0].shape[2], leaves[1].shape[2]))
     every = every.slice(slice(leaves[0].shape[2]), slice(leaves[1].shape[2]))
     visible = (mask or every).dense()
-    pairs = attend(*leaves, mask, **options), plain_attention(*leaves, visible, **options)
+    pairs = attend(*leaves, mask, **options), attention_definition(*leaves, visible, **options)
     upstream = dout, noise(pairs[1][1].shape, pairs[1][1].dtype)
     results = []
     for pair in pairs:
@@ -106,7 +107,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize("name, tile", EVERY)
-def test_attention_and_its_gradients_are_the_plain_attention(name, tile, both, monkeypatch):
+def test_attention_and_its_gradients_are_the_definition(name, tile, both, monkeypatch):
     set_tiles(monkeypatch, tile)
     shape, mask, options, _ = EXACT[name]
     found, truth = compared(*draw(**shape), mask, **options)
@@ -151,7 +152,7 @@ def test_nothing_is_written_into_arguments(both):
     *slow((torch.float32, 1.3, None), (torch.bfloat16, 1.3, 200), (torch.float16, 0.9, None)),
 ])  # fmt: skip
 def test_low_precision_is_as_good_as_sdpa(dtype, most, window, monkeypatch):
-    """In tiles of 8: a sum over them in bfloat16 would show in each gradient; float16 is widened."""
+    """In tiles of 8: a sum over them in bfloat16 would show, and float16 that is not widened."""
     set_tiles(monkeypatch, 8)
     mask, qkv = Mask.causal(512, window=window), draw(512, dtype=dtype)[0]
     assert attend(*qkv, mask)[1].dtype == torch.float32
@@ -263,7 +264,7 @@ def test_scores_of_1e5_in_either_order_stay_finite(dtype, order, both, tile):
         leaves[0][..., 0] = 100.0
         leaves[1][..., 0] = torch.linspace(-3000 * order, 3000 * order, 40)
     pair = attend(*leaves, Mask.causal(40))
-    truth = plain_attention(*(x.double() for x in leaves), Mask.causal(40).dense())
+    truth = attention_definition(*(x.double() for x in leaves), Mask.causal(40).dense())
     assert pair[1].abs().max() > 1e4
     assert all(x.isfinite().all() for x in (*pair, *grad_of(pair[0], leaves, dout)))
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
@@ -301,7 +302,7 @@ def test_nothing_of_size_s_by_s_is_allocated(kind, both):
     # The watch sees what the definition allocates.
     leaves, dout = draw(512, **given)
     with Watch() as watch:
-        plain_attention(*leaves, Mask.causal(512).dense())[0].backward(dout)
+        attention_definition(*leaves, Mask.causal(512).dense())[0].backward(dout)
     assert watch.largest >= 512 * 512
 
 

@@ -1,7 +1,7 @@
 """Mixed precision: `--compute-dtype`, with masters, gradients and moments in `--dtype`.
 
-Plans with masters in float64 and products in float32 are rows of full/equivalence.py. Here the error
-in bfloat16 is held to torch.autocast's. `--head-dtype float32`: the head's product under bfloat16.
+Plans with masters in float64 and products in float32 are rows of full/equivalence.py. Here the
+error in bfloat16 is held to torch.autocast's. `--head-dtype float32`: the head's own product.
 """
 
 import copy
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from conftest import slow
 from safetensors.torch import load_file
 from test_audit import edit_line
-from test_audit import honest  # noqa: F401, a fixture
 from test_ranks import TASK, ranks, read_metrics
 from test_run import good
 from torch.distributed import fsdp

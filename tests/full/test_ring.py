@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import slow
-from oracles import Messages, Watch, draw, plain_attention, worst
+from oracles import Messages, Watch, draw, worst
 from test_ranks import ranks
 from torch.autograd import grad as grad_of
 
@@ -32,7 +32,7 @@ def dense_of(mask, tokens):
 
 def truth_of(leaves, mask, dout):
     """Out and gradients of the whole sequence, on one process."""
-    out, _ = plain_attention(*leaves, dense_of(mask, leaves[0].shape[2]))
+    out, _ = ra.attention_definition(*leaves, dense_of(mask, leaves[0].shape[2]))
     return [x.detach() for x in (out, *grad_of(out, leaves, dout))]
 
 
