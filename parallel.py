@@ -172,14 +172,12 @@ class Communicate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group, forward, backward):
-        ctx.group = group
-        ctx.communicate_back = backward
+        ctx.way_back = group, backward, forward  # of dy, which may have a gradient too
         return forward(x, group) if forward else x.view_as(x)  # None sends nothing
 
     @staticmethod
     def backward(ctx, dy):
-        dx = ctx.communicate_back(dy, ctx.group) if ctx.communicate_back else dy
-        return dx, None, None, None
+        return Communicate.apply(dy, *ctx.way_back), None, None, None
 
 
 # Hidden states are (B, S, M), so a shard of the tokens is a part along dimension 1.

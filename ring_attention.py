@@ -244,14 +244,14 @@ class RingAttention(torch.autograd.Function):
         # Store this rank's tensors and nothing else: the backward sends the blocks around again,
         # so that memory per rank shrinks with the number of ranks.
         ctx.save_for_backward(q_2BHnD, block_22BGnD, out_2BHnD, lse_2BHn)
-        ctx.options = group, scale, copies, layout
+        ctx.options = group, rank, scale, copies, layout
         return out_2BHnD
 
     @staticmethod
+    @torch.autograd.function.once_differentiable  # autograd does not know that lse depends on q
     def backward(ctx, dout_2BHnD):
         q_2BHnD, block_22BGnD, out_2BHnD, lse_2BHn = ctx.saved_tensors
-        group, scale, copies, layout = ctx.options
-        rank = dist.get_rank(group)
+        group, rank, scale, copies, layout = ctx.options
         dq_2BHnD = torch.zeros_like(q_2BHnD, dtype=lse_2BHn.dtype)
 
         # dq stays, because the queries stay. The gradient of a block is a sum over all ranks, and

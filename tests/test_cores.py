@@ -463,6 +463,15 @@ def test_a_scale_of_zero_is_the_mean_of_what_is_seen(process_group, way):
 
 
 @pytest.mark.quick
+def test_the_ring_refuses_a_second_derivative(process_group):
+    q, k, v = torch.randn(3, 1, 2, 4, 2, requires_grad=True)
+    out = ring_attention.ring_attention(q, k, v).square().sum()
+    (dq,) = torch.autograd.grad(out, q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dq.sum().backward()
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("given, why", [
     ((30, 0, 4), "divisible by 2 * world = 8 and a rank of 0 to 3, got length 30 and rank 0"),
     ((4, 0, 4), "got length 4"), ((16, 4, 4), "and rank 4"), ((16, -1, 4), "and rank -1"),

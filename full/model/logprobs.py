@@ -145,6 +145,8 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dlogprobs_N, dentropy_N):
+        if torch.is_grad_enabled():  # autograd does not know that lse depends on z
+            raise NotImplementedError("log-probs have no second derivative here: no create_graph")
         hidden_NM, weight_vM, targets_N, lse_N, mean_N = ctx.saved_tensors
         options = ctx.options
         # z was divided by the temperature, so its gradient is divided too.

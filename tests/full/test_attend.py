@@ -18,6 +18,7 @@ from check_attention import examples, multiple_of_sdpa, relative
 from full.attention.masks import ALL, NEVER, PARTIAL, TILES, Mask, Sizes, boxes
 from full.attention.ring import indices
 from ring_attention import attention_definition
+from full.model.logprobs import token_logprobs
 
 
 @pytest.fixture(params=("formulas", "fused"))
@@ -132,7 +133,11 @@ def test_strides_do_not_matter(both):
 @quick
 def test_a_second_derivative_is_refused():
     leaves, dout = draw(5)
-    for function in (lambda *x: attend(*x)[0], ring.ring_attention):
+
+    def logprobs(q, *_):
+        return q * token_logprobs(q[0, 0], q[0, 1], torch.arange(5))[0].sum()
+
+    for function in (lambda *x: attend(*x)[0], ring.ring_attention, logprobs):
         with pytest.raises(NotImplementedError, match="second derivative"):
             grad_of(function(*leaves), leaves[0], dout, create_graph=True)
 
