@@ -131,9 +131,11 @@ def record(directory, named_parameters, optimizer, *, settings=None, step_number
     hooks = [optimizer.register_step_pre_hook(before_step),
              optimizer.register_step_post_hook(after_step)]  # fmt: skip
     begin_step()
-    yield add
-    for hook in hooks:
-        hook.remove()
+    try:
+        yield add
+    finally:
+        for hook in hooks:
+            hook.remove()
     if state.calls < step_number:
         raise RuntimeError(f"expected optimizer step {step_number}, got {state.calls} steps")
 
@@ -310,23 +312,26 @@ def record_trl(directory, trainer, step_number=1):
     class Start(transformers.TrainerCallback):
         def on_train_begin(self, args, *_, model=None, optimizer=None, **options):
             optimizer = getattr(optimizer, "optimizer", optimizer)
-            state["recorder"] = record(
+            recorder = record(
                 directory, model.named_parameters(), optimizer, settings=trl_settings(args),
                 step_number=step_number)  # fmt: skip
-            state["add"] = state["recorder"].__enter__()
+            state["add"] = stack.enter_context(recorder)
 
-    trainer.add_callback(Start())
     args = trainer.args
     has_whole_groups = args.gradient_accumulation_steps % args.steps_per_generation == 0
     new = dict(zip(names, (loss_of, forward, rewards, generate)))
-    for name in names:
-        setattr(trainer, name, new[name])
-    trainer.accelerator.clip_grad_norm_ = clip_grad_norm
-    yield
-    for name in names:
-        setattr(trainer, name, own[name])
-    trainer.accelerator.clip_grad_norm_ = clip
-    state["recorder"].__exit__(None, None, None)
+    with contextlib.ExitStack() as stack:  # an error inside leaves the trainer as it was, too
+        start = Start()
+        trainer.add_callback(start)
+        stack.callback(trainer.remove_callback, start)
+        for name in names:
+            stack.callback(setattr, trainer, name, own[name])
+            setattr(trainer, name, new[name])
+        stack.callback(setattr, trainer.accelerator, "clip_grad_norm_", clip)
+        trainer.accelerator.clip_grad_norm_ = clip_grad_norm
+        yield
+        if "add" not in state:
+            raise RuntimeError("expected a call of trainer.train(), got none")
 
 
 def build_trl():

@@ -406,6 +406,16 @@ def test_a_loop_without_hooks_is_recorded_from_what_its_model_gets(tmp_path):
             model(torch.zeros(1, 5).long())
 
 
+def test_an_error_inside_leaves_no_hook_and_no_dump(tmp_path):
+    model = toy_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ZeroDivisionError):
+        with recorders.record(tmp_path, model.named_parameters(), optimizer):
+            1 / 0
+    hooks = optimizer._optimizer_step_pre_hooks | optimizer._optimizer_step_post_hooks
+    assert not hooks and not [*tmp_path.iterdir()]
+
+
 RUNS = [("full", "plan=d2 minibatches=2 step_number=2 micro_tokens=60", 2, "")]
 RUNS += [("trl", settings, world, words) for settings, world, words in [
     *itertools.product(("", "loss_type=grpo beta=0.05 step_number=2",

@@ -279,7 +279,12 @@ class Config(train_grpo.Config):
     @property
     def threads(self) -> int:
         """Return how many CPU threads a rank has: OMP_NUM_THREADS, as torchrun sets it, or 1."""
-        return int(os.environ.get("OMP_NUM_THREADS", 1))
+        # OpenMP allows a list, as 4,2: the first number is that of threads outside of any other.
+        text = os.environ.get("OMP_NUM_THREADS") or "1"
+        first = text.partition(",")[0].strip()
+        if not first.isdecimal() or int(first) == 0:
+            raise ValueError(f"expected a positive OMP_NUM_THREADS, got {text!r}")
+        return int(first)
 
     @property
     def engine_timeout(self) -> int:

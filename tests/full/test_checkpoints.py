@@ -505,7 +505,8 @@ def _saved(rank, folder, text):
     return written
 
 
-OF_STAGES = "expected a model without pipeline stages, got one of plan p2: gather_weights joins them"
+OF_STAGES = "expected a model without pipeline stages, got one of plan p2: "
+OF_STAGES += "gather_weights joins them"
 
 
 @pytest.mark.parametrize("text, answers", [("d2", [["model.safetensors"], []]),
@@ -633,7 +634,7 @@ def test_only_a_last_line_without_an_end_counts_as_torn(tmp_path):
 
 @pytest.mark.quick
 def test_rollouts_are_read_line_by_line(tmp_path):
-    """The file of a long run has tens of GB. A resume and the end of a run need no memory for it."""
+    """A long run's file has tens of GB. A resume and the end of a run need no memory for it."""
     directory, name = RunDirectory(tmp_path), RunDirectory.ROLLOUTS
     for step in range(40):
         lines = [{"step": step, "group": 0, "rollout": n, "text": 50_000 * "x"} for n in range(2)]

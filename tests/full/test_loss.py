@@ -159,6 +159,11 @@ def tensor(values):
 # 1. The loss of given log-probs --------------------------------------------------------------
 
 
+def label(options):
+    numbers = "loss", "grad", "ours"
+    return "-".join(f"{k}={v}" for k, v in options.items() if v and k not in numbers)
+
+
 def test_a_log_ratio_is_clamped_to_ten_before_exp():
     """And a token beyond has no gradient, whatever its advantage."""
     for d, A, loss in ((500, -1, math.exp(10)), (-500, -1, 0.8), (-10.5, 1, -math.exp(-10))):

@@ -199,6 +199,9 @@ ENVIRONMENTS = [  # what the environment says, a command, and its line
     (dict(RANK="1", WORLD_SIZE="2"), "audit run", TORCHRUN),
     (dict(RANK=""), "export nothing new", "error: expected the directory"),  # as one not set
     (dict(WORLD_SIZE=""), "export nothing new", "error: expected the directory of a run"),
+    *[(dict(OMP_NUM_THREADS=text), f"{BEGIN} --group 1", "--group 1") for text in ("", "1,2")],
+    *[(dict(OMP_NUM_THREADS=text), BEGIN, f"expected a positive OMP_NUM_THREADS, got '{text}'")
+      for text in ("all", "0", "-1", "1.5")],
 ]  # fmt: skip
 
 

@@ -6,9 +6,12 @@ trl_loss_golden.json has the loss and gradient of TRL 1.16 for every setting tha
 import importlib.util
 import json
 import shutil
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from conformance import recorders
 from conftest import ROOT, installed
 from test_loss import label, tensor
 from test_rollout import checkpoint  # noqa: F401, a fixture
@@ -42,6 +45,19 @@ def test_loss_and_gradient_are_trls(case):
     assert abs(loss.item() - case["loss"]) <= 1e-12 and expected.norm() > 1e-3
     assert (lp.grad - expected).abs().max() <= 1e-12
     assert sums["tokens"] == mask.sum() and 0 <= sums["ratio/clipped_fraction"] <= mask.sum()
+
+
+@needs_trl
+def test_a_recorder_leaves_a_trainer_as_it_was_also_after_an_error(tmp_path):
+    args = SimpleNamespace(gradient_accumulation_steps=2, steps_per_generation=2)
+    trainer = Mock(args=args)
+    loss, clip = trainer._compute_loss, trainer.accelerator.clip_grad_norm_
+    with pytest.raises(ZeroDivisionError):
+        with recorders.record_trl(tmp_path, trainer):
+            assert trainer._compute_loss != loss
+            1 / 0
+    assert (trainer._compute_loss, trainer.accelerator.clip_grad_norm_) == (loss, clip)
+    assert trainer.remove_callback.call_args == trainer.add_callback.call_args
 
 
 @pytest.mark.slow
