@@ -156,9 +156,6 @@ def tensor(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-# 1. The loss of given log-probs --------------------------------------------------------------
-
-
 def label(options):
     numbers = "loss", "grad", "ours"
     return "-".join(f"{k}={v}" for k, v in options.items() if v and k not in numbers)
