@@ -34,6 +34,11 @@ def tensor(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
+def label(options):
+    numbers = "loss", "grad", "ours"
+    return "-".join(f"{k}={v}" for k, v in options.items() if v and k not in numbers)
+
+
 # 1. The loss of given log-probs --------------------------------------------------------------
 
 
