@@ -101,9 +101,9 @@ class Text:
         """
         if not (Path(directory) / "tokenizer.json").exists():
             return
-        own, other = (
-            {n: token for token, n in x.backend_tokenizer.get_vocab(with_added_tokens=False).items()}
-            for x in (self.tokenizer, load_tokenizer(Path(directory))))
+        vocabularies = (x.backend_tokenizer.get_vocab(with_added_tokens=False)
+                        for x in (self.tokenizer, load_tokenizer(Path(directory))))  # fmt: skip
+        own, other = ({n: token for token, n in x.items()} for x in vocabularies)
         wrong = [n for n in sorted(own.keys() & other.keys()) if own[n] != other[n]]
         if wrong:
             raise ValueError(f"expected a tokenizer with the tokens of {self.directory} in "
