@@ -26,7 +26,7 @@ from full.ranks.joining import connection, is_one_of_several, say, warn
 from full.ranks.optimizer import persistent_buffers
 from full.run.conflicts import of_parts
 from full.run.directory import writing
-from full.run.tasks import make_task
+from full.run.tasks import Jsonl, make_task
 from train_grpo import EVALUATION, ROLLOUT
 
 # Models on the meta device ----------------------------------------------------------------------
@@ -90,7 +90,7 @@ def build(config, task, shape=None):
 def build_teacher(config):
     """Make the teacher, if there is one, on the meta device in the compute dtype.
 
-    The user has to choose a teacher with the policy's tokenizer: this is not checked.
+    `prepare` compares its tokenizer with the policy's, where the task is `jsonl`.
     """
     if not config.teacher:
         return None
@@ -116,6 +116,8 @@ def prepare(config, make=make_task):
     require_room(config, task, shape, config.model)
     if teacher is not None:
         require_room(config, task, teacher.config, config.teacher)
+        if isinstance(task, Jsonl):
+            task.text.require_same_tokens(config.teacher)
 
     # A checkpoint's experts may have been balanced by a loss when it was trained.
     raw = read_json(Path(config.model) / "config.json") if config.model else {}

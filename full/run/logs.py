@@ -114,7 +114,9 @@ class Log:
             self.has_warned_of_truncation = True
             warn(f"warning: step {step}: {truncated:.0%} of the rollouts were cut off after "
                  f"--max-new-tokens {self.max_new_tokens}, which earn nothing: raise it")
-        self.idle = self.idle + 1 if self.compares and line["reward/groups_equal"] == 1 else 0
+        # A KL or a length that is taken off equal rewards is learned from.
+        is_idle = line["reward/groups_equal"] == 1 and not line.get("advantage/token_std")
+        self.idle = self.idle + 1 if self.compares and is_idle else 0
         if self.idle == self.IDLE_STEPS:
             warn(f"warning: steps {step + 1 - self.idle} to {step}: in each group all rewards are "
                  f"equal, so nothing is learned")  # fmt: skip

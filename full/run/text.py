@@ -94,6 +94,22 @@ class Text:
         return {"chat template": self.template, "tokenizer": tokenizer,
                 "list of end ids": self.end}  # fmt: skip
 
+    def require_same_tokens(self, directory):
+        """Raise ValueError if an id means another token in a directory's tokenizer, if it has one.
+
+        Added tokens, such as marks of a template, may differ within a family.
+        """
+        if not (Path(directory) / "tokenizer.json").exists():
+            return
+        vocabularies = (x.backend_tokenizer.get_vocab(with_added_tokens=False)
+                        for x in (self.tokenizer, load_tokenizer(Path(directory))))  # fmt: skip
+        own, other = ({n: token for token, n in x.items()} for x in vocabularies)
+        wrong = [n for n in sorted(own.keys() & other.keys()) if own[n] != other[n]]
+        if wrong:
+            raise ValueError(f"expected a tokenizer with the tokens of {self.directory} in "
+                             f"{directory}, got {other[wrong[0]]!r} in place of {own[wrong[0]]!r} "
+                             f"as token {wrong[0]}")  # fmt: skip
+
     def encode(self, text, *, bos=False) -> list[int]:
         """Encode a text as it is: marks in it become their ids, and nothing is added.
 

@@ -527,12 +527,17 @@ def test_an_instruction_may_stand_among_conversations_and_a_reward_need_no_answe
 
 
 def test_a_teacher_has_positions_for_every_prompt_and_rollout(task_of, directory, process_group):
-    """For the longest prompt of any line, before a run, and for what a task's prompts become."""
+    """For the longest prompt of any line, before a run, and for what a task's prompts become. Its
+    ids mean the policy's tokens."""
     shutil.copytree(directory("qwen3"), "TEACHER")
     raw = json.loads(Path("TEACHER/config.json").read_text())
     Path("TEACHER/config.json").write_text(json.dumps(raw | {"max_position_embeddings": 150}))
     how = dict(teacher="TEACHER", advantage="teacher", max_new_tokens=60)
     prepare(task_of(**how).config)
+    shutil.copy(directory("gemma3") / "tokenizer.json", "TEACHER")
+    said = complaint_of(prepare, task_of(**how).config)
+    assert re.fullmatch("expected a tokenizer with the tokens of .* in TEACHER, got '.*", said)
+    (Path("TEACHER") / "tokenizer.json").unlink()
     long = line({"question": "word " * 60})["rows"]
     for eval_data, rows in (("", long), ("eval.jsonl", QUESTIONS)):
         write(Path("eval.jsonl"), [*HELD_OUT, {"question": "word " * 60, "answer": "1"}])

@@ -471,6 +471,8 @@ def test_a_run_whose_rollouts_are_cut_off_warns_once_and_shows_it(tmp_path):
     warning, idle = err.splitlines()
     assert warning.startswith(f"warning: step 0: {shares[0]:.0%} of the rollouts were cut off")
     assert idle.startswith("warning: steps 0 to 2: ")
+    more = "--max-new-tokens 1 --steps 3 --kl-coef 1 --kl-in reward --out two"
+    assert len(good(tmp_path, f"{TINY} {more}")[1].splitlines()) == 1  # a KL is learned from
     lines = [line for line in out.splitlines() if re.match(" +([0-9]+|step) ", line)]
     assert lines[0].split()[:5] == ["step", "reward", "solved", "eval", "truncated"]
     shown = {int(line.split()[0]): line.split()[-6] for line in lines[1:]}
