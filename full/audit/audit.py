@@ -145,11 +145,11 @@ def check_rollouts(data) -> list:
 def check_sampling(data) -> tuple:
     """Return rows and findings of the sampler, by the weights that sampled."""
     models, sequences = data.models.sampler(), data.sequences(data.played)
-    if data.files.engine:
+    if data.files.stored.engine:
         rows, findings = check_engine(data, models[0], sequences[0])
     else:
         rows, findings = check_draws(data, models, sequences)
-    if data.files.exact:
+    if data.files.stored.exact:
         count, *wrong = step_models.exact_numbers(data.models, data.played, data.number)
         for key, wrong_count in zip(("sampling/tokens", "sampling/bits"), wrong):
             rows.append(row_of(key, count, count - wrong_count))
@@ -453,8 +453,8 @@ def introduction(data, left_out) -> list:
     if data.number:
         origin = f"step-{data.number:08d}, the state before step {data.number}"
     intro = [f"from {origin}"]
-    if data.files.engine:
-        intro.append(f"sampling: {data.files.engine} drew by numbers of its own, so no draw "
+    if data.files.stored.engine:
+        intro.append(f"sampling: {data.files.stored.engine} drew by numbers of its own, so no draw "
                      f"is compared, but its log-probs, and their sum with the entropies")
     if not data.models.after:
         intro += [f"{prefix or 'the policy'}: the weights after the step are not compared, as "

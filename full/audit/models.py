@@ -300,7 +300,8 @@ def read_models(data, stored) -> tuple:
     models.read(models.reference(), sequences, "ref_logprobs",
                 mirrored=half if config.kl_in == "loss" else lambda place: False)  # fmt: skip
     models.read(models.teacher(), sequences, "teacher_logprobs")
-    current = len(data.batches[0]) if config.first_minibatch_uses_current_logprobs else 0
+    uses_current = data.files.stored.first_minibatch_uses_current_logprobs
+    current = len(data.batches[0]) if uses_current else 0
     later = [row[current:] for row in sequences]
     if config.proximal:
         models.read(trained[""], later, "old_logprobs", mirrored=half)

@@ -39,13 +39,13 @@ class RunFiles:
         if not self.directory.config.exists():
             raise ValueError(f"expected the directory of a run, got {run}: it holds no config.json")
         given = {name: spec for name, spec in (("task", task), ("reward", reward)) if spec}
-        config = resumed_config(self.directory.config, given)
-        self.engine, self.exact = config.engine, config.exact
+        self.stored = resumed_config(self.directory.config, given)
 
-        # One process reads a run, whatever devices, ranks or engines it had.
+        # One process reads a run, whatever devices, ranks or engines it had. What the run computed
+        # because of them is asked of the stored settings.
         alone = dict(device="cpu", engine="", exact=False)
-        self.config = dataclasses.replace(config, **alone, **ONE_PROCESS).check()
-        self.directory.require_same_digests("base.json", config)
+        self.config = dataclasses.replace(self.stored, **alone, **ONE_PROCESS).check()
+        self.directory.require_same_digests("base.json", self.stored)
         self.metrics = self.directory.lines(RunDirectory.METRICS)
         for n, line in enumerate(self.metrics):
             if line.get("step") != n:

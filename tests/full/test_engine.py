@@ -548,6 +548,7 @@ MORE = [
     ("--plan t2 --staleness 1", 2), ("--dynamic-sampling --entropy-coef 0", 1),
     ("--dtype float64 --forks 2 --fork-turns 1", 1),
     ("--generator-dtype bfloat16 --proximal --importance-cap 2", 1),
+    ("--proximal --minibatches 1", 1),
 ]
 MORE = slow(*((f"{AUDITED} 3 {flags}", world) for flags, world in MORE))
 
@@ -560,6 +561,9 @@ def test_a_run_with_an_engine_is_audited(copied, process_group, flags, world):
     apart = {row.key: row.difference for row in report.rows}
     assert apart.pop("sampling/surprise") > 0 and {"sampling", "parameters"} < {*apart}
     assert max(apart.values()) < 1e-12 or "float64" not in flags
+    # Of one minibatch `old` is the policy itself, in the audit as in the run: no ratio is off.
+    distance = {row.key: row.distance for row in report.rows}
+    assert distance["ratio/max"] == 0 or "--minibatches 1" not in flags
 
 
 CHANGES = {  # what is changed, and the first row that must be outside
