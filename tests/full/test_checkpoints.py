@@ -191,7 +191,7 @@ def test_a_model_of_another_configuration_is_not_filled(tmp_path):
     assert "not both" in complaint_of_load(tmp_path, tiny(), dtype=torch.float64)
     assert "cannot say" in complaint_of(save_hf, Transformer(tiny(qkv_bias=True)), tmp_path)
     biased = Transformer(tiny("qwen3_moe", router_bias_rate=0.1)).init_weights(0)
-    biased.model.layers[1].mlp.votes.fill_(1)
+    biased.model.layers[1].mlp.votes[0] = 1
     assert "holds a router bias" in complaint_of(save_hf, biased, tmp_path)
 
 
