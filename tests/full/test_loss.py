@@ -188,6 +188,13 @@ def test_a_loss_of_no_token_is_zero():
     assert loss == 0 and not lp.grad.any()
 
 
+def test_a_loss_of_log_probs_in_bfloat16_adds_up_in_float32():
+    """3001 tokens with a ratio of 1 and an advantage of 1; 3001 in bfloat16 is 3008."""
+    lp = torch.zeros(1, 3001, dtype=torch.bfloat16)
+    loss, _ = grpo_loss(lp, lp, torch.ones(1), lp == 0, Z=1.0)
+    assert loss.dtype == torch.float32 and loss == -3001
+
+
 def test_denominators_count_sampled_tokens():
     rows = [torch.tensor(m, dtype=torch.bool) for m in ([1, 1, 0, 1], [1], [0, 0])]
     for aggregation, Z in {"token_mean": 4.0, "sequence_mean": 2.0, "constant": 30.0}.items():

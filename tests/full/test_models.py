@@ -1,20 +1,18 @@
 """Models against their definition and against plain torch. Families: test_families.py."""
 
-
 import numpy as np
 import pytest
 import torch
 from oracles import Watch, worst
 
+import models
 from check_models import relative_error as relative
 from full.learn.generate import generate
 from full.model.cache import KVCache, forward_with_cache, prefill
 from full.model.logprobs import require_tokens_in_vocabulary, token_logprobs
 from full.model.transformer import RMSNorm, Transformer
 from full.tiny import tiny, tiny_model
-from models import (
-    FULL, Row, sample,
-)  # fmt: skip
+from models import FULL, Row, sample
 
 pytestmark = pytest.mark.quick
 ATTEND = torch.nn.functional.scaled_dot_product_attention
@@ -171,14 +169,17 @@ def test_rms_norm_accumulates_in_float32():
     assert relative(norm(x), truth) < 2**-8  # 0.3 if the sum were in bfloat16, which ends at 2048
 
 
-def test_bf16_model_keeps_float32_rope_angles():
+def test_bf16_model_keeps_float32_rope_angles(monkeypatch):
+    """Float32 angles of 1e5 are exact to 1e5 * 2^-24 = 6e-3. The five have float64 angles."""
     positions = torch.tensor([[257, 100_003]])
     angle = positions.double()[..., None] * 1e4 ** -(torch.arange(0, 10, 2).double() / 10)
     truth = [angle.cos().repeat(1, 1, 2), torch.cat([-angle.sin(), angle.sin()], -1)]
-    found = model_of(dtype=torch.bfloat16).rope(positions, torch.bfloat16)[FULL]
-    for got, want in zip(found, truth):
-        # Float32 angles of size 1e5 are exact to 1e5 * 2^-24 = 6e-3. Bfloat16 would be random.
-        assert got.dtype == torch.float32 and (got[:, :, 0] - want).abs().max() < 1e-2
+    found = [*model_of(dtype=torch.bfloat16).rope(positions, torch.bfloat16)[FULL]]
+    monkeypatch.setattr(models, "apply_rope", lambda x, *rope: found.extend(rope) or x)
+    core = models.Transformer(models.ModelConfig(5, 4, 4, 1, 2, 1, 10)).bfloat16()
+    core.hidden(torch.ones(1, 2).long(), positions=positions)
+    for got, want, bound in zip(found[:4], 2 * truth, (1e-2, 1e-2, 1e-6, 1e-6), strict=True):
+        assert got.dtype == torch.float32 and (got[:, :, 0] - want).abs().max() < bound
 
 
 def test_weights_are_the_same_draw_in_every_dtype():
