@@ -206,7 +206,7 @@ def second_step(config, task, batch, metrics, folder) -> RecordedStep:
     lines = {n: [rollout_line(task, 1, i, t) for i, t in enumerate(group)]
              for n, group in batch.groups.items()}  # with the advantages
     alone = dataclasses.replace(config, device="cpu", **ONE_PROCESS)
-    files = SimpleNamespace(directory=RunDirectory(folder), config=alone, engine="", exact=False,
+    files = SimpleNamespace(directory=RunDirectory(folder), config=alone, stored=config,
                             metrics=[{}, metrics], rollouts=lambda *_: lines)  # fmt: skip
     sampled = checkpoint(folder, 0 if config.staleness else 1)
     models = StepModels(files, task, checkpoint(folder, 1), sampled, checkpoint(folder, 2))
