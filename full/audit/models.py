@@ -350,7 +350,7 @@ def log_likelihood_test(model, rollouts, config) -> tuple:
     for r in rollouts:
         # With forks several rollouts share a turn, which was drawn once.
         own = [t for t in r.at if r.first_sharer(config, t) == r.number]
-        logits = model(torch.tensor(r.tokens)[None], at=(0, torch.tensor(own) - 1))[0]
+        logits = model(torch.tensor(r.tokens)[None], at=(0, torch.tensor(own).long() - 1))[0]
         lp, H, logp_NV = D.scores(logits, [r.tokens[t] for t in own], config.temperature)
         seen_NV = logp_NV.where(logp_NV.isfinite(), 0.0)
         variance = (logp_NV.exp() * (seen_NV + H[:, None]) ** 2).sum()

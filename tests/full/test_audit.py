@@ -384,15 +384,16 @@ def test_memory_is_at_most_three_times_the_weights(honest, process_group, monkey
 
 
 @pytest.mark.quick
-def test_the_surprise_of_equal_tokens_is_their_entropy():
-    """With equal logits each token has -log p = H = log V, and no deviation."""
+@pytest.mark.parametrize("forks, count", [(1, 4), (2, 2)])
+def test_the_surprise_of_equal_tokens_is_their_entropy(forks, count):
+    """With equal logits each token has -log p = H = log V. Two forks share a turn of two tokens."""
     def model(tokens_1S, at):
-        return torch.zeros(1, len(at[1]), 11, dtype=torch.float64)
+        return torch.zeros(1, 4, 11, dtype=torch.float64)[at][None]
 
     rollouts = [Rollout(0, n, dict(tokens=[1, 2, 3, 4]), at=[1, 3]) for n in range(2)]
-    config = SimpleNamespace(forks=1, fork_turns=0, temperature=0.7)
+    config = SimpleNamespace(forks=forks, fork_turns=forks - 1, temperature=0.7)
     found = audit_models.log_likelihood_test(model, rollouts, config)
-    assert found == pytest.approx([4 * math.log(11), 4 * math.log(11), 0], abs=1e-12)
+    assert found == pytest.approx([count * math.log(11), count * math.log(11), 0], abs=1e-12)
 
 
 @pytest.mark.quick
