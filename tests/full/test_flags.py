@@ -69,7 +69,7 @@ TAME_EXTREMES = {
     "micro-tokens": [1, HUGE], 
     "minibatches": [1, 2, 3, HUGE], "prompts": [1], "group": [1],
     "timeout": [HUGE, 2**31], "steps": [1],
-    "max-new-tokens": [1, HUGE, 32767], "size": [1],
+    "max-new-tokens": [1, HUGE, 300], "size": [1],
     "heads": [1, 3], "hidden": [2, 15, HUGE], "layers": [1],
     "weight-decay": [0.1], "lr-warmup": [0, 1, HUGE], "forks": [1, 2, HUGE],
     "fork-turns": [1, HUGE], "chunk-tokens": [1, 5, HUGE],

@@ -248,8 +248,8 @@ SLIPS = {  # name -> what it does, and the row of the audit that is outside
     "a push without factors": (
         lambda: mock.patch("full.model.lora.merged", lambda weight, *given: weight), "sampling"),
     "alpha in the sampler": (
-        lambda: mock.patch("full.model.lora.merged", lambda W, A, B, scale, at: merged(
-            W, A, B, 3 * scale, at)), "sampling"),
+        lambda: mock.patch("full.model.lora.merged", lambda W, A, B, scale, *region: merged(
+            W, A, B, 3 * scale, *region)), "sampling"),
     "a reference with factors": (
         lambda: mock.patch("full.model.lora.base_of", lambda model: mock.MagicMock()),
         "kl/token_mean_first"),
